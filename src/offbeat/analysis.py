@@ -1,0 +1,214 @@
+"""From the records of one run to its numbers: the summary, and when the target was reached.
+
+Everything here is computed from records alone, so a run that ended years ago answers as one that ended now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from offbeat.errors import ConfigurationError
+from offbeat.records.files import RunRecords
+from offbeat.records.schema import AnyRecord, Dropped, Ended, Evaluation, Membership, RunHeader, Update
+from offbeat.records.schema import Round as RoundRecord
+
+Metric = Literal["accuracy", "loss"]
+Kind = TypeVar("Kind", bound=AnyRecord)
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What a run is timed against: an accuracy to rise to, or a loss to fall to."""
+
+    metric: Metric
+    value: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in numbers; what does not apply to it is None.
+
+    `staleness_*` count each message once. `compute_seconds` is the time inside rounds and holds
+    `induced_seconds`, since a delayed machine stands for a slow one, not for an idle one; `idle_share` is
+    idle ÷ (idle + compute) over all rounds of all ranks.
+    """
+
+    strategy: str
+    workload: str
+    workers: int
+    seed: int
+    seconds: float
+    updates: int
+    samples: int
+    loss: float | None
+    accuracy: float | None
+    seconds_to_target: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    idle_share: float | None
+    dropped: int
+    lost_peers: int
+    rejoined_peers: int
+    bytes_sent: int | None
+    directory: str | None
+    samples_per_second: float | None
+    samples_per_update: float | None
+    messages_per_update: float | None
+    compute_seconds: float
+    idle_seconds: float
+    induced_seconds: float
+    dropped_by_reason: dict[str, int]
+    samples_to_target: float | None
+    failure: str | None
+
+
+def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
+    """The records of one kind, in the order in which they were written."""
+    return (record for record in run.records if isinstance(record, kind))
+
+
+def evaluations(run: RunRecords) -> list[Evaluation]:
+    """The evaluations in the order of the versions' times; an evaluation may be written after a later one."""
+    return sorted(of_kind(run, Evaluation), key=lambda evaluation: evaluation.at)
+
+
+def target_of(header: RunHeader) -> Target | None:
+    """The target that a run was given."""
+    if header.target is None:
+        return None
+    try:
+        return msgspec.convert(header.target, Target)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"the target of the run {header.label!r} cannot be read ({error}); "
+            'expected {"metric": "accuracy" or "loss", "value": a number}'
+        ) from None
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None where it is missing, infinite or not a number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def seconds_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: float) -> float | None:
+    """When the smoothed curve first crossed `value`: upwards for accuracy, downwards for loss.
+
+    Smoothed by a centred median of three, which leaves a monotone curve where it is (a trailing mean delays it)
+    and passes over a single lucky evaluation. The time is interpolated linearly between the two evaluations
+    around the crossing. See `_smoothed` for the first and the last evaluation, which lack a neighbour.
+    """
+    return _crossing(evaluations, Target(metric, value), lambda evaluation: evaluation.at)
+
+
+def samples_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: float) -> float | None:
+    """How many samples had been applied when the smoothed curve first crossed `value`."""
+    return _crossing(evaluations, Target(metric, value), lambda evaluation: float(evaluation.samples_total))
+
+
+def _crossing(
+    evaluations: Sequence[Evaluation], target: Target, position: Callable[[Evaluation], float]
+) -> float | None:
+    upwards = 1.0 if target.metric == "accuracy" else -1.0
+    goal = upwards * target.value
+    points = []
+    for evaluation in sorted(evaluations, key=lambda evaluation: evaluation.at):
+        value = evaluation.accuracy if target.metric == "accuracy" else evaluation.loss
+        if value is not None:
+            points.append((position(evaluation), upwards * value if math.isfinite(value) else -math.inf))
+    heights = _smoothed([height for _, height in points])
+    for index, height in enumerate(heights):
+        if height < goal:
+            continue
+        here = points[index][0]
+        if index == 0 or heights[index - 1] == -math.inf:
+            return here
+        before, below = points[index - 1][0], heights[index - 1]
+        return before + (here - before) * (goal - below) / (height - below)
+    return None
+
+
+def _smoothed(heights: Sequence[float]) -> list[float]:
+    """The centred median of three, higher being better.
+
+    At the ends a lone lucky value must not count either. The first is taken no higher than its smoothed
+    neighbour. The last may be the goal reached at last, or luck: it is believed as far as twice the progress of
+    the step before, so a curve that was rising keeps its last point and a spike at the end of a plateau does not.
+    """
+    if len(heights) < 3:
+        return list(heights)
+    smooth = [sorted(heights[index - 1 : index + 2])[1] for index in range(1, len(heights) - 1)]
+    smooth.insert(0, min(heights[0], smooth[0]))
+    previous, last = smooth[-2], smooth[-1]
+    step = max(0.0, last - previous) if previous > -math.inf else 0.0
+    smooth.append(min(heights[-1], last + 2 * step))
+    return smooth
+
+
+def summarize(run: RunRecords, target: Target | None = None) -> Summary:
+    """The run in numbers, timed against `target`, or else against the one in its header."""
+    header = run.header
+    target = target or target_of(header)
+    curve = evaluations(run)
+    updates = list(of_kind(run, Update))
+    stalenesses = [contribution.staleness for update in updates for contribution in update.contributions]
+    dropped: Counter[str] = Counter()
+    for record in of_kind(run, Dropped):
+        dropped[record.reason] += record.stop - record.first
+    ended = next(of_kind(run, Ended), None)
+    seconds = ended.at if ended else max((record.at for record in run.records), default=0.0)
+    samples = max((update.samples_total for update in updates), default=0)
+    rounds = list(of_kind(run, RoundRecord))
+    compute_seconds = math.fsum(record.seconds for record in rounds)
+    idle_seconds = math.fsum(record.idle_seconds for record in rounds)
+    memberships = list(of_kind(run, Membership))
+    return Summary(
+        strategy=header.label,
+        workload=header.workload,
+        workers=header.workers,
+        seed=header.seed,
+        seconds=seconds,
+        updates=len(updates),
+        samples=samples,
+        loss=finite(curve[-1].loss) if curve else None,
+        accuracy=finite(curve[-1].accuracy) if curve else None,
+        seconds_to_target=seconds_to_target(curve, target.metric, target.value) if target else None,
+        staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
+        staleness_max=max(stalenesses, default=None),
+        idle_share=_ratio(idle_seconds, idle_seconds + compute_seconds),
+        dropped=dropped.total(),
+        lost_peers=_lost(memberships),
+        rejoined_peers=_rejoined(memberships),
+        bytes_sent=ended.bytes_sent if ended else None,
+        directory=str(run.directory) if run.directory is not None else None,
+        samples_per_second=_ratio(samples, seconds),
+        samples_per_update=_ratio(sum(update.samples for update in updates), len(updates)),
+        messages_per_update=_ratio(sum(update.messages for update in updates), len(updates)),
+        compute_seconds=compute_seconds,
+        idle_seconds=idle_seconds,
+        induced_seconds=math.fsum(record.induced_seconds for record in rounds),
+        dropped_by_reason=dict(sorted(dropped.items())),
+        samples_to_target=samples_to_target(curve, target.metric, target.value) if target else None,
+        failure=ended.failure if ended else "the records stop before the run's end: it was killed, or it still runs",
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _lost(memberships: Iterable[Membership]) -> int:
+    """A hub sees every loss. Without one, each peer sees its own neighbours, several of them the same loss."""
+    seen = [(record.rank, record.peer, record.incarnation) for record in memberships if not record.joined]
+    hub = {(peer, incarnation) for rank, peer, incarnation in seen if rank == 0}
+    return len(hub or {(peer, incarnation) for _, peer, incarnation in seen})
+
+
+def _rejoined(memberships: Sequence[Membership]) -> int:
+    first: dict[int, int] = {}
+    for record in memberships:
+        first[record.peer] = min(record.incarnation, first.get(record.peer, record.incarnation))
+    joined = {(record.peer, record.incarnation) for record in memberships if record.joined}
+    return sum(incarnation > first[peer] for peer, incarnation in joined)

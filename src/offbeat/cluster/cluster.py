@@ -1,0 +1,115 @@
+"""One cluster: the truth for the simulator, induced delay for live runs.
+
+Workers count from 0 and are those that compute; ranks are processes, the hub among them. Speeds belong to
+workers, faults to ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from offbeat.cluster.faults import Fault
+from offbeat.cluster.links import Link
+from offbeat.cluster.speeds import SECONDS_PER_SAMPLE, NoStraggle, Speed, Straggle
+from offbeat.configuration import option, require, require_not_negative, require_positive
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerOverride:
+    """What is different about some workers; a field that is none is as everywhere."""
+
+    workers: tuple[int, ...] = field(metadata={"help": "which workers, counted from 0"})
+    seconds_per_sample: float | None = option(None, "seconds to differentiate one sample")
+    seconds_per_call: float | None = option(None, "seconds that each micro-batch costs on top")
+    straggle: Straggle | None = option(None, "what disturbs a round")
+    link: Link | None = option(None, "its connection to the others")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "seconds_per_sample", "seconds_per_call")
+        require(
+            len(self.workers) > 0 and all(worker >= 0 for worker in self.workers),
+            f"WorkerOverride.workers needs workers that count from 0, but is {list(self.workers)}",
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How fast machines and links are and what goes wrong."""
+
+    seconds_per_sample: float = option(SECONDS_PER_SAMPLE, "seconds to differentiate one sample")
+    seconds_per_call: float = option(0.0, "seconds that each micro-batch costs on top")
+    seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
+    straggle: Straggle = option(NoStraggle(), "what disturbs a round: none, niagara, cedar, lognormal:0.5, ...")
+    factors: tuple[float, ...] = option((), "how many times slower worker 0, 1, ... is; the rest are not")
+    workers: tuple[WorkerOverride, ...] = option((), "what is different about some workers")
+    link: Link = option(Link(), "everyone's connection to the others")
+    faults: tuple[Fault, ...] = option((), "what goes wrong: crash:RANK:SECONDS, pause:RANK:SECONDS:SECONDS, ...")
+    crash_seen_seconds: float = option(1.0, "seconds until the others notice a closed connection")
+    silence_seconds: float = option(10.0, "seconds after which a silent peer is given up")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
+        require_positive(self, "silence_seconds")
+        require(
+            all(factor > 0 for factor in self.factors),
+            f"Cluster.factors must all be greater than 0, but are {list(self.factors)}",
+        )
+
+    def speed(self, worker: int) -> Speed:
+        """How fast this worker is, its slow-down factor folded in."""
+        mine = self._overrides(worker)
+        factor = self.factors[worker] if worker < len(self.factors) else 1.0
+        return Speed(
+            seconds_per_sample=factor * _last((o.seconds_per_sample for o in mine), self.seconds_per_sample),
+            seconds_per_call=factor * _last((o.seconds_per_call for o in mine), self.seconds_per_call),
+            seconds_per_update=factor * self.seconds_per_update,
+            straggle=_last((o.straggle for o in mine), self.straggle),
+        )
+
+    def link_of(self, worker: int | None) -> Link:
+        """The connection of this worker; None is the hub."""
+        if worker is None:
+            return self.link
+        return _last((o.link for o in self._overrides(worker)), self.link)
+
+    def check(self, processes: int, workers: int) -> None:
+        """Refuse a cluster that speaks of workers or ranks that a run of this size does not have."""
+        require(
+            len(self.factors) <= workers,
+            f"the cluster gives {len(self.factors)} factors for {_counted(workers, 'worker')}; "
+            "give one factor per worker at the most",
+        )
+        for override in self.workers:
+            require(
+                max(override.workers) < workers,
+                f"the cluster describes worker {max(override.workers)}, but there {_are(workers, 'worker')}, "
+                "counted from 0",
+            )
+        for fault in self.faults:
+            require(
+                max(fault.affected) < processes,
+                f"the fault {fault.name!r} names rank {max(fault.affected)}, but there {_are(processes, 'process')}, "
+                "counted from 0",
+            )
+
+    def _overrides(self, worker: int) -> list[WorkerOverride]:
+        return [override for override in self.workers if worker in override.workers]
+
+
+def _last(given: Iterable[T | None], otherwise: T) -> T:
+    """What was said last, so that a later override corrects an earlier one."""
+    for value in given:
+        otherwise = otherwise if value is None else value
+    return otherwise
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+def _are(count: int, what: str) -> str:
+    return f"{'is' if count == 1 else 'are'} {_counted(count, what)}"

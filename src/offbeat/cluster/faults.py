@@ -1,0 +1,103 @@
+"""What goes wrong, on which rank and when. Times are seconds since the run began."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat.cluster.words import from_word
+from offbeat.configuration import Family, option, require, require_not_negative, require_positive
+
+_RANK = {"help": "the rank it happens to"}
+_AT = {"help": "seconds after the run began"}
+
+
+class Fault(Family, ABC):
+    """One thing that goes wrong once. As a word: `crash:1:30`, `pause:2:10:5`, `partition:1+2:30:10`."""
+
+    at_seconds: float
+
+    @property
+    @abstractmethod
+    def affected(self) -> tuple[int, ...]:
+        """The ranks it happens to."""
+
+    @classmethod
+    def shorthand(cls, text: str) -> Any:
+        return from_word(cls, text)
+
+    def _check_time_and_ranks(self) -> None:
+        require_not_negative(self, "at_seconds")
+        require(
+            len(self.affected) > 0 and all(rank >= 0 for rank in self.affected),
+            f"{type(self).__name__} needs ranks that count from 0, but was given {list(self.affected)}",
+        )
+
+
+@dataclass(frozen=True)
+class Crash(Fault, name="crash"):
+    """The rank is gone with everything it held; it may come back as a new incarnation."""
+
+    rank: int = field(metadata=_RANK)
+    at_seconds: float = field(metadata=_AT)
+    back_after_seconds: float | None = option(None, "seconds until it comes back; none: never")
+
+    def __post_init__(self) -> None:
+        self._check_time_and_ranks()
+        require_not_negative(self, "back_after_seconds")
+
+    @property
+    def affected(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class Pause(Fault, name="pause"):
+    """The rank stands still and then goes on where it was; messages to it wait."""
+
+    rank: int = field(metadata=_RANK)
+    at_seconds: float = field(metadata=_AT)
+    seconds: float = field(metadata={"help": "seconds that it stands still"})
+
+    def __post_init__(self) -> None:
+        self._check_time_and_ranks()
+        require_positive(self, "seconds")
+
+    @property
+    def affected(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class Partition(Fault, name="partition"):
+    """These ranks reach each other, but neither reach the others nor are reached by them."""
+
+    ranks: tuple[int, ...] = field(metadata={"help": "the ranks that are cut off together"})
+    at_seconds: float = field(metadata=_AT)
+    seconds: float = field(metadata={"help": "seconds that the network is cut"})
+
+    def __post_init__(self) -> None:
+        self._check_time_and_ranks()
+        require_positive(self, "seconds")
+
+    @property
+    def affected(self) -> tuple[int, ...]:
+        return self.ranks
+
+
+@dataclass(frozen=True)
+class Corrupt(Fault, name="corrupt"):
+    """Gradients of rounds that end in this span are not finite, as after a bad memory cell or an overflow."""
+
+    rank: int = field(metadata=_RANK)
+    at_seconds: float = field(metadata=_AT)
+    seconds: float = field(metadata={"help": "seconds that it lasts"})
+
+    def __post_init__(self) -> None:
+        self._check_time_and_ranks()
+        require_positive(self, "seconds")
+
+    @property
+    def affected(self) -> tuple[int, ...]:
+        return (self.rank,)

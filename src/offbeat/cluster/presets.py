@@ -1,0 +1,61 @@
+"""Clusters with a name, and clusters from a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from offbeat.cluster.cluster import Cluster
+from offbeat.cluster.faults import Crash
+from offbeat.cluster.links import Link
+from offbeat.cluster.speeds import CEDAR, NIAGARA, Lognormal, Pareto
+from offbeat.configuration import build
+from offbeat.errors import ConfigurationError, unknown
+
+_TABLE: dict[str, tuple[str, Cluster]] = {
+    "uniform": ("machines of one speed, nothing disturbs them", Cluster()),
+    "niagara": (
+        "induced sleeps of a shared machine: 1.0 s on average, 4.0 s the slowest of ten",
+        Cluster(straggle=NIAGARA),
+    ),
+    "cedar": (
+        "induced sleeps of a faster machine: 0.07 s on average, 0.22 s the slowest of ten",
+        Cluster(straggle=CEDAR),
+    ),
+    "uneven": ("the first worker is 4 times and the second 2 times slower than the rest", Cluster(factors=(4.0, 2.0))),
+    "noisy": ("every round's duration varies by a lognormal factor with σ = 0.5", Cluster(straggle=Lognormal(0.5))),
+    "heavy-tail": ("a round now and then takes many times as long: Pareto, shape 1.5", Cluster(straggle=Pareto(1.5))),
+    "thin": (
+        "links of 100 Mbit/s and 50 ms, as between sites",
+        Cluster(link=Link(latency_seconds=0.05, bytes_per_second=12.5e6, delay_std_seconds=0.02)),
+    ),
+    "preemptible": (
+        "rank 1 is taken away after 60 s and given back 30 s later",
+        Cluster(faults=(Crash(1, at_seconds=60.0, back_after_seconds=30.0),)),
+    ),
+}
+
+PRESETS: dict[str, Cluster] = {name: cluster for name, (_, cluster) in _TABLE.items()}
+"""The clusters that have a name."""
+
+SUMMARIES: dict[str, str] = {name: summary for name, (summary, _) in _TABLE.items()}
+"""What each of them is, in one line."""
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """The preset of this name, or the cluster that a TOML file describes."""
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and not path.is_file():
+        raise unknown("cluster", name_or_path, PRESETS, "or give the path of a TOML file")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise ConfigurationError(f"the cluster file {name_or_path} cannot be read: {reason}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"the cluster file {name_or_path} is not UTF-8 text, which TOML must be") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"the cluster file {name_or_path} is not TOML: {error}") from None
+    return build(Cluster, table, name_or_path)

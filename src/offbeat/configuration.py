@@ -1,0 +1,248 @@
+"""Frozen dataclasses as configuration: to plain data and back, with sentences for mistakes.
+
+A configuration is a frozen dataclass whose fields are declared with `option(default, "what it is, with its
+unit")`. A *family* is a set of such classes that stand for one another (optimizers, schedules, speeds,
+strategies); its members carry the short name by which the command line and TOML select them. Inside the
+library variants are types; names exist only here, at the outer edge.
+
+Plain data is what TOML and JSON hold. A member of a family is written as `{name = "sgd", lr = 0.1}`, or as
+just `"sgd"` where its defaults will do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+from offbeat.errors import ConfigurationError, unknown
+
+T = TypeVar("T")
+
+
+def option(default: T, text: str) -> T:
+    """A dataclass field with its explanation; the explanation is what `--help` prints."""
+    if isinstance(default, list | dict):
+        raise TypeError("give immutable defaults only")
+    return field(default=default, metadata={"help": text})
+
+
+class Family:
+    """The root of a family. Its direct subclass opens the register; named subclasses enter it."""
+
+    name: ClassVar[str] = ""
+    members: ClassVar[dict[str, type[Any]]] = {}
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Family in cls.__bases__:
+            cls.members = {}
+        if name is not None:
+            cls.name = name
+            cls.members[name] = cls
+
+    @classmethod
+    def shorthand(cls, text: str) -> Any:
+        """A member written as one word or number, such as `niagara` or `constant`."""
+        if text in cls.members:
+            return cls.members[text]()
+        raise unknown(noun(cls), text, cls.members)
+
+
+def noun(cls: type[Any]) -> str:
+    return cls.__name__.lower()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of a configuration as the command line shows it."""
+
+    path: str
+    kind: Any
+    default: Any
+    text: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.path.replace("_", "-")
+
+
+@functools.cache
+def hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def options(cls: type[Any]) -> Iterator[Option]:
+    """The fields of a configuration class, in order."""
+    for item in dataclasses.fields(cls):
+        if item.init:
+            yield Option(item.name, hints(cast(Any, cls))[item.name], item.default, item.metadata.get("help", ""))
+
+
+def to_plain(value: Any) -> Any:
+    """A configuration as plain data: dictionaries, lists, numbers, strings. Fields that are None are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain: dict[str, Any] = {"name": value.name} if isinstance(value, Family) and value.name else {}
+        for item in dataclasses.fields(value):
+            inner = getattr(value, item.name)
+            if inner is not None and item.init:
+                plain[item.name] = to_plain(inner)
+        return plain
+    if isinstance(value, tuple | list):
+        return [to_plain(inner) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigurationError(
+        f"{value!r} cannot be written to a file; use a named configuration in its place, or keep it in Python"
+    )
+
+
+def from_plain(kind: Any, plain: Any, where: str) -> Any:
+    """Plain data as a value of type `kind`; `where` is how the user knows the place, for the message."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _from_union(typing.get_args(kind), plain, where)
+    if origin is Literal:
+        allowed = [str(choice) for choice in typing.get_args(kind)]
+        if plain not in allowed:
+            raise unknown(f"value for {where}", str(plain), allowed)
+        return plain
+    if origin is tuple:
+        return _tuple_from(typing.get_args(kind), plain, where)
+    if isinstance(kind, type) and issubclass(kind, Family):
+        return _member_from(kind, plain, where)
+    if dataclasses.is_dataclass(kind):
+        return build(cast(type[Any], kind), _table(plain, where), where)
+    return _scalar(kind, plain, where)
+
+
+def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
+    """An instance of a configuration class from a table of its fields."""
+    known = {item.path: item.kind for item in options(cls)}
+    values = {}
+    for key, plain in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise unknown(f"key in {where}", key, known)
+        values[name] = from_plain(known[name], plain, f"{where}.{name}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        missing = [o.path for o in options(cls) if o.default is dataclasses.MISSING and o.path not in values]
+        raise ConfigurationError(f"{where} needs {' and '.join(missing) or error}") from None
+
+
+def _from_union(kinds: Sequence[Any], plain: Any, where: str) -> Any:
+    if type(None) in kinds:
+        if plain is None or (isinstance(plain, str) and plain.lower() == "none"):
+            return None
+        kinds = [kind for kind in kinds if kind is not type(None)]
+    if len(kinds) > 1:
+        scalars = [kind for kind in kinds if kind in (int, float, bool)]
+        structured = [kind for kind in kinds if kind not in scalars]
+        if scalars and (isinstance(plain, int | float) or _is_number(plain)):
+            return _scalar(float if float in scalars else scalars[0], plain, where)
+        kinds = structured
+    return from_plain(kinds[0], plain, where)
+
+
+def _is_number(plain: Any) -> bool:
+    try:
+        float(plain)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _tuple_from(kinds: Sequence[Any], plain: Any, where: str) -> tuple[Any, ...]:
+    if isinstance(plain, str):
+        plain = [part for part in plain.replace(",", " ").split() if part]
+    if not isinstance(plain, list | tuple):
+        plain = [plain]
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(from_plain(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(plain))
+    if len(plain) != len(kinds):
+        raise ConfigurationError(f"{where} takes {len(kinds)} values, but {len(plain)} were given")
+    return tuple(from_plain(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, plain, strict=True)))
+
+
+def _member_from(family: type[Any], plain: Any, where: str) -> Any:
+    if isinstance(plain, str):
+        try:
+            return family.shorthand(plain)
+        except TypeError:
+            needed = [o.path for o in options(family.members[plain]) if o.default is dataclasses.MISSING]
+            raise ConfigurationError(f"{where} = {plain!r} needs {' and '.join(needed)}") from None
+    table = dict(_table(plain, where))
+    name = table.pop("name", None)
+    if name is None:
+        if family.name:
+            return build(family, table, where)
+        raise ConfigurationError(f"{where} needs a name; known: {', '.join(sorted(family.members))}")
+    if name not in family.members:
+        raise unknown(f"{noun(family)} for {where}", str(name), family.members)
+    return build(family.members[name], table, where)
+
+
+def _table(plain: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(plain, Mapping):
+        raise ConfigurationError(f"{where} is a table of keys and values, but {plain!r} was given")
+    return plain
+
+
+_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def _scalar(kind: Any, plain: Any, where: str) -> Any:
+    complaint = ConfigurationError(f"{where} is {_EXPECTED.get(kind, noun(kind))}, but {plain!r} was given")
+    if kind is bool:
+        truth = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if isinstance(plain, bool):
+            return plain
+        if isinstance(plain, str) and plain.lower() in truth:
+            return truth[plain.lower()]
+        raise complaint
+    if kind in (int, float):
+        if isinstance(plain, bool):
+            raise complaint
+        try:
+            number = float(plain)
+        except (TypeError, ValueError):
+            raise complaint from None
+        if math.isnan(number) or (kind is int and number != int(number) if math.isfinite(number) else kind is int):
+            raise complaint
+        return int(plain if isinstance(plain, int) else number) if kind is int else number
+    if kind is str and isinstance(plain, str):
+        return plain
+    raise complaint
+
+
+def require(condition: bool, sentence: str) -> None:
+    """For `__post_init__`: a configuration that cannot work is refused where it is written."""
+    if not condition:
+        raise ConfigurationError(sentence)
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Each named field is greater than zero, or None where that is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or (isinstance(value, int | float) and value > 0),
+            f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}",
+        )
+
+
+def require_not_negative(config: Any, *names: str) -> None:
+    """Each named field is zero or more, or None where that is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or (isinstance(value, int | float) and value >= 0),
+            f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}",
+        )

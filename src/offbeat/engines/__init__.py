@@ -1,0 +1,1 @@
+"""What makes actions happen: in virtual time (`simulated`), on `computing` that both engines share."""

@@ -1,0 +1,90 @@
+"""Gradients of the real model: load values, run micro-batches, hand out the sum.
+
+One model serves all ranks of a process. Where nothing in it depends on how a batch is cut (no buffers, so no
+batch statistics), consecutive micro-batches may be run in one call: the sum is the same, up to rounding.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.flat import FlatModule
+from offbeat.messages import Buffers
+from offbeat.workloads.examples import Order
+from offbeat.workloads.workload import Workload
+
+SAMPLES_PER_CALL_MAX = 1024
+"""A call of more samples than this is no faster, and needs memory."""
+
+
+class Differentiated(NamedTuple):
+    """`gradient` and `loss` are sums over the samples."""
+
+    gradient: Tensor
+    loss: float
+    buffers: Buffers
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Which samples to differentiate, cut how. `key` names the random stream of dropout and the like."""
+
+    order: Order
+    first: int
+    samples: int
+    microbatch: int
+    key: tuple[int, int]
+
+
+class Computing:
+    """The model of this process, and how to differentiate and evaluate it."""
+
+    def __init__(self, workload: Workload, seed: int) -> None:
+        self.workload = workload
+        self.flat = FlatModule(workload.initial_model(seed))
+        self._loaded: tuple[Tensor, int] | None = None
+        self._joins_microbatches = not self.flat.buffers
+
+    def gradient(self, parameters: Tensor, buffers: Buffers, batches: Batches) -> Differentiated:
+        """The sum of gradients over the batches, in a tensor of its own."""
+        self._load(parameters, buffers)
+        self.flat.zero_gradients()
+        # The default generator alone: seeding accelerators as well would cost more than a small gradient.
+        torch.default_generator.manual_seed(zlib.crc32(repr((batches.key, batches.first)).encode()))
+        loss = torch.zeros((), dtype=torch.float64)
+        for first, stop in self._calls(batches):
+            batch = self.workload.train.take(batches.order.take(first, stop))
+            losses = self.workload.losses(self.flat.module, batch)
+            total = losses.sum()
+            total.backward()  # type: ignore[no-untyped-call]
+            loss += total.detach().to(device="cpu", dtype=torch.float64)
+        gradient = self.flat.gradients.clone()
+        new_buffers = tuple(buffer.clone() for buffer in self.flat.buffers)
+        if new_buffers:
+            self._loaded = None  # training has moved them
+        return Differentiated(gradient, float(loss), new_buffers, bool(torch.isfinite(gradient).all()))
+
+    def evaluate(self, parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
+        """Held-out loss and accuracy."""
+        self._load(parameters, buffers)
+        return self.workload.evaluate(self.flat.module)
+
+    def _calls(self, batches: Batches) -> list[tuple[int, int]]:
+        size = batches.microbatch
+        if self._joins_microbatches:
+            size *= max(1, SAMPLES_PER_CALL_MAX // size)
+        stop = batches.first + batches.samples
+        return [(first, min(first + size, stop)) for first in range(batches.first, stop, size)]
+
+    def _load(self, parameters: Tensor, buffers: Buffers) -> None:
+        wanted = (parameters, parameters._version)
+        if self._loaded is not None and self._loaded[0] is parameters and self._loaded == wanted and not buffers:
+            return
+        self.flat.load(parameters, buffers)
+        self._loaded = wanted

@@ -1,0 +1,79 @@
+"""What nodes say to each other: a small typed header and flat tensors.
+
+A message is a frozen dataclass. Fields that hold a tensor, or a tuple of tensors, are its payload; all others
+are its header, plain data that msgspec can encode. A strategy defines its own messages in its own file by
+subclassing `Message`; the two that end a run are here because every family ends the same way.
+
+A tensor in a message is immutable from the moment it is handed to `Send`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+Buffers = tuple[Tensor, ...]
+"""The module's buffers (batch-norm statistics and the like), flat, one tensor per dtype."""
+
+HEADER_BYTES = 64
+"""What a header is taken to weigh where no wire is there to weigh it."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """The root of all messages; `kinds` finds a type by its name on the receiving side."""
+
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Message.kinds[cls.__name__] = cls
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The payload, in the order of the fields."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+                yield from value
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Message:
+        """The same header over other tensors, taken in the order of `tensors()`."""
+        changes: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                changes[item.name] = next(tensors)
+            elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+                changes[item.name] = tuple(next(tensors) for _ in value)
+        return dataclasses.replace(self, **changes)
+
+    def copy(self) -> Message:
+        """The same message over tensors of its own."""
+        return self.with_tensors(tensor.clone() for tensor in self.tensors())
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER_BYTES + sum(tensor.nbytes for tensor in self.tensors())
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """Training is over; here is the result. Answered with `Stopped`."""
+
+    parameters: Tensor
+    buffers: Buffers
+    version: int
+
+
+@dataclass(frozen=True)
+class Stopped(Message):
+    """The sender computes no more; `draws_stop` is where its data position ended."""
+
+    draws_stop: int
+    samples: int

@@ -1,0 +1,1 @@
+"""Figures of runs, drawn from records; the only place that imports matplotlib."""

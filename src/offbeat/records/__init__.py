@@ -1,0 +1,1 @@
+"""Run directories: the schema, the writer, the reader."""

@@ -1,0 +1,132 @@
+"""The kinds of record there are. Every table, figure and page is drawn from these alone.
+
+`at` is when the record was made, in seconds since the run began. A run is a directory with `run.json` (what
+was run: a `RunHeader`) and `records.jsonl` (one record a line). Neither holds wall-clock times of day, host
+names or paths, so that the same seed writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from offbeat.actions import Record
+
+FORMAT = 1
+
+
+class Round(Record, frozen=True, tag="round"):
+    """One computation of one rank, written by the engine when it ended (`at`).
+
+    `seconds` counts from `start`, `induced_seconds` of them were artificial delay; `idle_seconds` went by
+    between the end of the rank's previous round and this start, and of the messages that the previous round
+    sent, the last took `send_seconds` to leave.
+    """
+
+    rank: int
+    start: float
+    seconds: float
+    induced_seconds: float
+    samples: int
+    loss: float
+    version: int
+    draws: tuple[int, int]
+    idle_seconds: float
+    send_seconds: float
+    finite: bool
+
+
+class Contribution(msgspec.Struct, frozen=True, array_like=True):
+    """One message that went into an update: whose samples, which of them, and how stale their version was."""
+
+    rank: int
+    first: int
+    stop: int
+    staleness: int
+
+
+class Update(Record, frozen=True, tag="update"):
+    """One update of the parameters on `rank`; `version` is the one it made. `samples_total` counts the run's."""
+
+    rank: int
+    version: int
+    messages: int
+    samples: int
+    samples_total: int
+    learning_rate: float
+    contributions: tuple[Contribution, ...]
+
+
+Reason = Literal["stale", "late", "nonfinite", "stopped", "lost"]
+
+
+class Dropped(Record, frozen=True, tag="dropped"):
+    """Samples of `rank` that were computed and not applied, and why.
+
+    stale: older than `staleness_max`; late: a newer version was there already; nonfinite: not a number;
+    stopped: training was over; lost: never arrived, and their worker did not come back to repeat them.
+    """
+
+    rank: int
+    first: int
+    stop: int
+    staleness: int
+    reason: Reason
+
+
+class Evaluation(Record, frozen=True, tag="evaluation"):
+    """Held-out loss and accuracy of one version; `at` is when that version was made."""
+
+    rank: int
+    version: int
+    samples_total: int
+    loss: float
+    accuracy: float | None
+
+
+class Membership(Record, frozen=True, tag="membership"):
+    """`rank` saw `peer` join or leave."""
+
+    rank: int
+    peer: int
+    incarnation: int
+    joined: bool
+
+
+class Notice(Record, frozen=True, tag="notice"):
+    """Something a user should read, said once."""
+
+    rank: int
+    text: str
+
+
+class Ended(Record, frozen=True, tag="ended"):
+    """The last record of a run, written by the engine. `failure` is None where all went well."""
+
+    bytes_sent: int
+    messages_sent: int
+    failure: str | None
+
+
+AnyRecord = Round | Update | Dropped | Evaluation | Membership | Notice | Ended
+
+
+class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What was run: everything that is needed to run it again, and how to read it."""
+
+    format: int = FORMAT
+    engine: Literal["simulated", "live"]
+    label: str
+    """The name that tables and figures use: the strategy's short name, or the user's own."""
+    workload: str
+    workers: int
+    seed: int
+    parameters: int
+    """How many parameters the model has."""
+    target: dict[str, Any] | None
+    """`{"metric": "accuracy" | "loss", "value": float}`, or None."""
+    experiment: dict[str, Any] | None
+    """The experiment as plain data, or None where it holds objects that cannot be written down."""
+    offbeat: str
+    torch: str

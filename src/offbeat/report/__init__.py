@@ -1,0 +1,1 @@
+"""What people read: the table for the terminal and the page that holds everything."""

@@ -1,0 +1,176 @@
+"""One HTML file that tells what came out of the runs, and opens without a network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.analysis import evaluations, of_kind
+from offbeat.comparison import Comparison
+from offbeat.errors import ConfigurationError
+from offbeat.plots.figures import accuracy_over_time, loss_over_time, samples_over_time, updates_made_of
+from offbeat.plots.style import svg_text
+from offbeat.plots.timeline import timeline
+from offbeat.records.files import RunRecords
+from offbeat.records.schema import Notice, Round, Update
+from offbeat.report.headline import goal, headline
+from offbeat.report.numbers import plural
+from offbeat.report.table import columns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NOTICES_MAX = 50
+
+
+def write_report(runs: Sequence[RunRecords], path: Path, baseline: str | None = None) -> Path:
+    """Write the page about `runs` to `path`; the same records give the same bytes."""
+    text = report_page(runs, baseline)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write the report to {path} ({error.strerror}); name another place with --out"
+        ) from None
+    return path
+
+
+def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
+    """The page as text."""
+    comparison = Comparison.of(runs, baseline)
+    here = resources.files(__package__)
+    return Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+        title=escape(_title(comparison)),
+        style=here.joinpath("page.css").read_text(encoding="utf-8"),
+        headline=escape(headline(comparison)),
+        about=escape(_about(comparison, runs)),
+        troubles=_troubles(comparison),
+        table=_table(comparison),
+        meanings=_meanings(comparison),
+        figures="\n".join(_figures(runs)),
+        notices=_notices(runs),
+        configurations="\n".join(_configuration(run) for run in runs),
+        versions=escape(_versions(runs)),
+    )
+
+
+def _title(comparison: Comparison) -> str:
+    return f"{', '.join(comparison.strategies)} on {comparison.summaries[0].workload}"
+
+
+def _about(comparison: Comparison, runs: Sequence[RunRecords]) -> str:
+    workers = " or ".join(str(count) for count in sorted({run.header.workers for run in runs}))
+    seeds = len({run.header.seed for run in runs})
+    simulated = {run.header.engine for run in runs}
+    clock = "virtual time" if simulated == {"simulated"} else "wall-clock time" if simulated == {"live"} else "both"
+    size = " or ".join(f"{count:,}" for count in sorted({run.header.parameters for run in runs}))
+    parts = [
+        f"workload {comparison.summaries[0].workload}, a model of {size} parameters",
+        f"{workers} workers",
+        plural(seeds, "seed"),
+        f"{plural(len(runs), 'run')} in {clock}" if clock != "both" else f"{len(runs)} runs, simulated and live",
+    ]
+    if comparison.target:
+        parts.append(f"target {goal(comparison.target)}")
+    return "; ".join(parts) + "."
+
+
+def _troubles(comparison: Comparison) -> str:
+    """Failures stand at the top: every number below them is of a run that did not end well."""
+    failed = [summary for summary in comparison.summaries if summary.failure is not None]
+    if not failed:
+        return ""
+    items = "\n".join(
+        f"<li><b>{escape(summary.strategy)}</b>, seed {summary.seed}: {escape(summary.failure or '')}</li>"
+        for summary in failed
+    )
+    count = f"{len(failed)} of {plural(len(comparison.summaries), 'run')} failed"
+    return f'<section class="failures" role="alert"><h2>{count}</h2>\n<ul>\n{items}\n</ul></section>'
+
+
+def _table(comparison: Comparison) -> str:
+    shown = columns(comparison)
+    heads = "".join(f'<th scope="col">{escape(column.head).replace(chr(10), "<br>")}</th>' for column in shown)
+    rows = []
+    for strategy in comparison.strategies:
+        cells = "".join(f"<td>{escape(column.cell(comparison, strategy))}</td>" for column in shown)
+        rows.append(f'<tr><th scope="row">{escape(strategy)}</th>{cells}</tr>')
+    return f'<thead><tr><th scope="col">strategy</th>{heads}</tr></thead>\n<tbody>\n' + "\n".join(rows) + "\n</tbody>"
+
+
+def _meanings(comparison: Comparison) -> str:
+    return "\n".join(
+        f"<dt>{escape(column.head.replace(chr(10), ' '))}</dt><dd>{escape(column.meaning)}</dd>"
+        for column in columns(comparison)
+    )
+
+
+def _figures(runs: Sequence[RunRecords]) -> Iterator[str]:
+    curve = [evaluation for run in runs for evaluation in evaluations(run)]
+    if any(evaluation.accuracy is not None for evaluation in curve):
+        yield _figure("Accuracy over time", ACCURACY, accuracy_over_time, runs)
+    if curve:
+        yield _figure("Loss over time", LOSS, loss_over_time, runs)
+    if any(True for run in runs for _ in of_kind(run, Round)):
+        yield _figure("Who computes and who waits", TIMELINE, timeline, runs)
+    if any(True for run in runs for _ in of_kind(run, Update)):
+        yield _figure("Samples applied over time", SAMPLES, samples_over_time, runs)
+        yield _figure("What updates are made of", UPDATES, updates_made_of, runs)
+
+
+BAND = "The line is the mean over seeds, the band runs from the lowest to the highest seed"
+ACCURACY = f"Held-out accuracy; further left and higher is better. {BAND}; the dashed line is the target."
+LOSS = f"Held-out loss; further left and lower is better. {BAND}."
+TIMELINE = (
+    "The beginning of one run of each strategy, one row a rank. Full colour is computing, pale colour is delay that "
+    "was put in on purpose, a thin line is waiting; the marks above are the hub's updates. Look for thin lines: "
+    "that is time paid for and not used. A round's delay is drawn at its end."
+)
+SAMPLES = f"The steeper, the more samples a second go into the parameters. {BAND}."
+UPDATES = (
+    "Left, how many samples each update averaged over; right, how many versions old a message was when it was "
+    "applied. Each panel has its own height; the number beside it is the tallest bar's share."
+)
+
+
+def _figure(name: str, caption: str, draw: Callable[[Sequence[RunRecords]], Figure], runs: Sequence[RunRecords]) -> str:
+    key = name.lower().replace(" ", "-")
+    svg = svg_text(draw(runs)).replace("<svg ", f'<svg role="img" aria-labelledby="{key}" ', 1)
+    return f'<figure>\n<h2 id="{key}">{escape(name)}</h2>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>'
+
+
+def _notices(runs: Sequence[RunRecords]) -> str:
+    """Equal notices of one strategy are said once, with their number."""
+    counts = Counter((run.header.label, notice.text) for run in runs for notice in of_kind(run, Notice))
+    if not counts:
+        return ""
+    items = [
+        f"<li><b>{escape(label)}</b>: {escape(text)}{f' ({count} times)' if count > 1 else ''}</li>"
+        for (label, text), count in list(counts.items())[:NOTICES_MAX]
+    ]
+    if len(counts) > NOTICES_MAX:
+        items.append(f"<li>and {len(counts) - NOTICES_MAX} more, in the records</li>")
+    return "<section>\n<h2>Notices</h2>\n<ul>\n" + "\n".join(items) + "\n</ul>\n</section>"
+
+
+def _configuration(run: RunRecords) -> str:
+    header = run.header
+    if header.experiment is None:
+        body = "<p>This run held objects that cannot be written down, so it cannot be repeated from here.</p>"
+    else:
+        text = msgspec.json.format(msgspec.json.encode(header.experiment), indent=2).decode()
+        body = f"<pre>{escape(text)}</pre>"
+    return f"<details><summary>{escape(header.label)}, seed {header.seed}</summary>{body}</details>"
+
+
+def _versions(runs: Sequence[RunRecords]) -> str:
+    versions = sorted({(run.header.offbeat, run.header.torch) for run in runs})
+    return "; ".join(f"offbeat {offbeat} with torch {torch}" for offbeat, torch in versions)

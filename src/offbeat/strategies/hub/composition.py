@@ -1,0 +1,64 @@
+"""One hub and its workers, composed: what a worker computes × when the hub updates × whether the worker waits
+× optimizer. Every algorithm of the family is a choice along these axes; `named.py` has the choices with a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.actions import Budget, Samples
+from offbeat.configuration import require, require_not_negative, require_positive
+from offbeat.optimizers import Optimizer
+from offbeat.strategies.hub.node import HUB, HubNode
+from offbeat.strategies.hub.parts import All, Collect, Share, TargetBatch
+from offbeat.strategies.hub.worker import Worker
+from offbeat.strategies.strategy import Node, Setup, Strategy
+
+
+@dataclass(frozen=True)
+class Hub(Strategy):
+    """Rank 0 is the hub, all other ranks compute."""
+
+    summary: ClassVar[str] = "one hub and its workers, composed from parts"
+
+    compute: Budget | Share | TargetBatch = Samples(256)
+    collect: Collect = All()
+    waits: bool = True
+    """Whether a worker waits for an answer before it computes again."""
+    optimizer: Optimizer | None = None
+    microbatch: int = 16
+    staleness_max: int | None = None
+    damping: float = 0.0
+    in_flight_max: int = 2
+    nonfinite_max: int = 5
+    patience_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
+        require_not_negative(self, "staleness_max", "damping")
+
+    def processes(self, workers: int) -> int:
+        return workers + 1
+
+    def computes(self, rank: int) -> bool:
+        return rank != HUB
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return range(1, processes) if rank == HUB else (HUB,)
+
+    def node(self, setup: Setup) -> Node:
+        if setup.rank != HUB:
+            return Worker(
+                setup,
+                microbatch=self.microbatch,
+                waits=self.waits,
+                in_flight_max=self.in_flight_max,
+                patience_seconds=self.patience_seconds,
+            )
+        require(
+            self.optimizer is not None,
+            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
+        )
+        return HubNode(self, setup)

@@ -1,0 +1,192 @@
+"""The hub algorithms by name: thin frozen dataclasses with flat fields, each a choice of `Hub` parts.
+
+name           worker computes                 hub updates                          worker afterwards
+fmb            `batch` samples                 when all live workers reported       waits
+amb            until a time limit              when all live workers reported       waits
+async-fmb      `batch` samples                 when `messages` have arrived         goes on
+async-timed    until a time limit              every `hub_seconds`                  goes on
+apam           `batch` samples                 on each gradient, by AMSGrad         waits for its own answer
+sync-amsgrad   its share of `batch`            when all reported, by AMSGrad        waits
+k-of-n         `batch` samples                 when the first k have reported       waits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from offbeat.actions import Samples, Seconds
+from offbeat.configuration import option, require_positive
+from offbeat.optimizers import AMSGrad, Optimizer
+from offbeat.strategies.hub.composition import Hub
+from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.strategies.strategy import Node, Setup, Strategy
+
+
+@dataclass(frozen=True)
+class HubStrategy(Strategy):
+    """What all of them share. `hub` builds the composition for a number of workers."""
+
+    microbatch: int = option(16, "samples per forward and backward call")
+    optimizer: Optimizer | None = option(None, "how the hub updates; none: the one that suits the workload")
+    nonfinite_max: int = option(
+        5, "gradients in a row from one worker that may be NaN or infinite before the run fails"
+    )
+    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+
+    @abstractmethod
+    def hub(self, workers: int) -> Hub: ...
+
+    def __post_init__(self) -> None:
+        self.hub(workers=1)  # whatever its parts refuse is refused here
+
+    def _composed(self, **parts: object) -> Hub:
+        shared = {item.name: getattr(self, item.name) for item in dataclasses.fields(HubStrategy)}
+        return Hub(**shared, **parts)  # type: ignore[arg-type]
+
+    def processes(self, workers: int) -> int:
+        return self.hub(workers).processes(workers)
+
+    def computes(self, rank: int) -> bool:
+        return self.hub(workers=1).computes(rank)
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return self.hub(workers=1).peers(rank, processes)
+
+    def node(self, setup: Setup) -> Node:
+        return self.hub(workers=len(setup.members) - 1).node(setup)
+
+
+@dataclass(frozen=True)
+class AsynchronousHubStrategy(HubStrategy):
+    """What those share whose gradients can be stale."""
+
+    staleness_max: int | None = option(None, "updates; gradients staler than this are dropped and counted")
+    damping: float = option(0.0, "exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none")
+    in_flight_max: int = option(2, "messages a worker may have on the way before it waits for its link")
+
+    def _composed(self, **parts: object) -> Hub:
+        return super()._composed(
+            staleness_max=self.staleness_max, damping=self.damping, in_flight_max=self.in_flight_max, **parts
+        )
+
+
+@dataclass(frozen=True)
+class FixedMinibatch(HubStrategy, name="fmb"):
+    """Fixed mini-batch: everybody computes the same number of samples, and waits for the slowest."""
+
+    summary: ClassVar[str] = "synchronous, a fixed batch per worker; the slowest sets the pace (the baseline)"
+    paper: ClassVar[str] = "Dean et al., NeurIPS 2012 (synchronous form)"
+
+    batch: int = option(256, "samples each worker computes per update")
+
+    def hub(self, workers: int) -> Hub:
+        return self._composed(compute=Samples(self.batch), collect=All(), waits=True)
+
+
+@dataclass(frozen=True)
+class AnytimeMinibatch(HubStrategy, name="amb"):
+    """Anytime mini-batch: everybody computes for the same time, and reports as much as it got done."""
+
+    summary: ClassVar[str] = "synchronous, a time limit per worker; slow ones contribute less, nobody waits long"
+    paper: ClassVar[str] = "Ferdinand et al., ICLR 2019"
+
+    batch: int = option(256, "samples per update and worker that the time limit is steered to, where seconds is none")
+    seconds: float | None = option(None, "seconds each worker computes per update; none: steered towards the batch")
+    samples_max: int | None = option(None, "samples a worker computes at the most per update; none: 4 × batch")
+
+    def hub(self, workers: int) -> Hub:
+        require_positive(self, "batch", "seconds", "samples_max")
+        cap = self.samples_max or 4 * self.batch
+        if self.seconds is not None:
+            return self._composed(compute=Seconds(self.seconds, samples_max=cap), collect=All(), waits=True)
+        target = TargetBatch(samples=workers * self.batch, first=min(self.batch, cap), samples_max=cap)
+        return self._composed(compute=target, collect=All(), waits=True)
+
+
+@dataclass(frozen=True)
+class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
+    """K-batch asynchronous: nobody waits; the hub updates whenever so many messages have arrived."""
+
+    summary: ClassVar[str] = "asynchronous, a fixed batch per message; the hub updates on every K-th message"
+    paper: ClassVar[str] = "Dutta et al., AISTATS 2018 (K-batch async SGD)"
+
+    batch: int = option(64, "samples per message")
+    messages: int | None = option(None, "messages per update; none: as many as there are workers")
+
+    def hub(self, workers: int) -> Hub:
+        return self._composed(compute=Samples(self.batch), collect=Messages(self.messages), waits=False)
+
+
+@dataclass(frozen=True)
+class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
+    """AMB with delayed gradients: workers report by the clock, the hub updates by the clock, nobody waits."""
+
+    summary: ClassVar[str] = "asynchronous, workers and hub each run by a clock of their own"
+    paper: ClassVar[str] = "Al-Lawati, Adikari, Draper, IEEE JSAIT 2021 (AMB-DG)"
+
+    worker_seconds: float = option(2.0, "seconds a worker computes per message")
+    hub_seconds: float = option(2.0, "seconds between updates")
+    samples_max: int | None = option(1024, "samples a worker computes at the most per message; none: no limit")
+
+    def hub(self, workers: int) -> Hub:
+        require_positive(self, "worker_seconds", "hub_seconds", "samples_max")
+        compute = Seconds(self.worker_seconds, samples_max=self.samples_max)
+        return self._composed(compute=compute, collect=Every(self.hub_seconds), waits=False)
+
+
+@dataclass(frozen=True)
+class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
+    """APAM: the hub applies each gradient as it arrives, by AMSGrad, and answers its sender alone."""
+
+    summary: ClassVar[str] = "asynchronous AMSGrad; an update per gradient, each worker waits for its own answer only"
+    paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM)"
+
+    batch: int = option(64, "samples per message")
+
+    def hub(self, workers: int) -> Hub:
+        return self._composed(compute=Samples(self.batch), collect=Messages(1), waits=True)
+
+    def suited(self, optimizer: Optimizer) -> Self:
+        return super().suited(_amsgrad(optimizer))
+
+
+@dataclass(frozen=True)
+class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
+    """Synchronous AMSGrad: one batch, split among the workers."""
+
+    summary: ClassVar[str] = "synchronous AMSGrad; one batch split among all workers (APAM's baseline)"
+    paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (baseline)"
+
+    batch: int = option(640, "samples per update over all workers")
+
+    def hub(self, workers: int) -> Hub:
+        return self._composed(compute=Share(self.batch), collect=All(), waits=True)
+
+    def suited(self, optimizer: Optimizer) -> Self:
+        return super().suited(_amsgrad(optimizer))
+
+
+@dataclass(frozen=True)
+class BackupWorkers(HubStrategy, name="k-of-n"):
+    """Backup workers: the hub takes the first k reports on a version, and drops those that come later."""
+
+    summary: ClassVar[str] = "synchronous, but only the first k of n workers count; late gradients are dropped"
+    paper: ClassVar[str] = "Chen et al., 2016, arXiv:1604.00981 (backup workers)"
+
+    batch: int = option(256, "samples each worker computes per update")
+    k: int | None = option(None, "workers whose reports make an update; none: 0.8 of them")
+
+    def hub(self, workers: int) -> Hub:
+        require_positive(self, "k")
+        first = self.k or max(1, math.ceil(0.8 * workers))
+        return self._composed(compute=Samples(self.batch), collect=Distinct(first), waits=True)
+
+
+def _amsgrad(optimizer: Optimizer) -> AMSGrad:
+    """AMSGrad at the learning rate that suits the workload's adaptive optimizers."""
+    return optimizer if isinstance(optimizer, AMSGrad) else AMSGrad(lr=getattr(optimizer, "lr", AMSGrad.lr))

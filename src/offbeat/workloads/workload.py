@@ -1,0 +1,175 @@
+"""What is trained: model, training data, loss, evaluation.
+
+A `Workload` can be made from your own model and data. A `NamedWorkload` is a configuration, selectable by its
+name on the command line and in TOML, that builds one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.actions import Samples
+from offbeat.configuration import Family, option, require
+from offbeat.errors import ConfigurationError
+from offbeat.optimizers import Adam, Optimizer
+from offbeat.workloads.examples import Examples, is_whole
+from offbeat.workloads.splits import Shared, Split
+
+EVALUATION_CHUNK = 512
+"""Examples evaluated at a time: enough to keep a core busy, little enough for any memory."""
+
+EVALUATION_MAX = 2048
+"""Training examples evaluated where no test data is given."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What counts as reached: accuracy of at least, or loss of at most, so much on the test data."""
+
+    metric: Literal["accuracy", "loss"] = option("accuracy", "accuracy or loss")
+    value: float = option(0.9, "the value to reach")
+
+    def reached(self, loss: float, accuracy: float | None) -> bool:
+        if self.metric == "loss":
+            return loss <= self.value
+        return accuracy is not None and accuracy >= self.value
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model with its data.
+
+    `model` is a function that makes one, or a module, which is copied. `loss(outputs, targets)` returns one loss
+    per sample, for example `functools.partial(F.cross_entropy, reduction="none")`. `train` and `test` are
+    `Examples`, a pair of tensors or arrays, or a map-style dataset; without `test`, evaluation uses up to 2,048
+    training examples. `optimizer` and `until` are what suits this workload, for strategies that bring none.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train: Examples
+    test: Examples | None = None
+    split: Split = option(Shared(), "which examples each worker draws from")
+    optimizer: Optimizer = option(Adam(lr=3e-3), "what suits this workload")
+    target: Target | None = None
+    until: Samples = option(Samples(60_000), "how many samples suit this workload")
+    label: str = "custom"
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.model, nn.Module) or callable(self.model),
+            f"Workload.model must be a module or a function that makes one, but is {type(self.model).__name__}",
+        )
+        object.__setattr__(self, "train", Examples.of(self.train))
+        if self.test is not None:
+            object.__setattr__(self, "test", Examples.of(self.test))
+
+    def initial_model(self, seed: int) -> nn.Module:
+        """The model that training starts from; the same for the same seed. Global randomness is not touched."""
+        if isinstance(self.model, nn.Module):
+            model: Any = copy.deepcopy(self.model)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                # torch.manual_seed would reach GPU generators too, which are not forked here.
+                torch.default_generator.manual_seed(seed)
+                model = self.model()
+        require(
+            isinstance(model, nn.Module),
+            f"Workload.model must make a torch.nn.Module, but made {type(model).__name__}",
+        )
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        require(trainable, f"the model {type(model).__name__} has no parameters to train")
+        return model.train()  # type: ignore[no-any-return]
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """One loss per sample of the batch, ready to be summed and differentiated."""
+        return self._outputs_and_losses(model, batch)[1]
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
+        """Mean loss on the test data, and accuracy where outputs and targets are those of a classifier."""
+        data = self.evaluation_examples
+        loss, correct, classifies = 0.0, 0, True
+        with torch.no_grad(), _evaluating(model):
+            for first in range(0, len(data), EVALUATION_CHUNK):
+                chunk = slice(first, first + EVALUATION_CHUNK)
+                batch = data.inputs[chunk], data.targets[chunk]
+                outputs, losses = self._outputs_and_losses(model, batch)
+                loss += float(losses.sum(dtype=torch.float64))
+                classifies = classifies and _is_classification(outputs, batch[1])
+                if classifies:
+                    correct += int((outputs.argmax(1) == batch[1].to(outputs.device)).sum())
+        return loss / len(data), correct / len(data) if classifies else None
+
+    @functools.cached_property
+    def evaluation_examples(self) -> Examples:
+        """What `evaluate` looks at: the test data, or examples spread evenly over the training data."""
+        if self.test is not None:
+            return self.test
+        if len(self.train) <= EVALUATION_MAX:
+            return self.train
+        spread = torch.linspace(0, len(self.train) - 1, EVALUATION_MAX, dtype=torch.float64).long()
+        return Examples(*self.train.take(spread))
+
+    def _outputs_and_losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        device = next(model.parameters()).device
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        outputs = model(inputs)
+        losses = self.loss(outputs, targets)
+        if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
+            raise _wrong_shape(losses, len(targets))
+        return outputs, losses
+
+
+def _wrong_shape(losses: Any, samples: int) -> ConfigurationError:
+    if not isinstance(losses, Tensor):
+        return ConfigurationError(f"the loss must return a tensor with one loss per sample, not {losses!r}")
+    if losses.dim() == 0:
+        advice = "type: loss=functools.partial(F.cross_entropy, reduction='none')"
+    else:
+        advice = "average what belongs to one sample; type: losses.flatten(1).mean(1)"
+    return ConfigurationError(
+        f"the loss must return one loss per sample, here of shape ({samples},), "
+        f"but returned shape {tuple(losses.shape)}; {advice}"
+    )
+
+
+def _is_classification(outputs: Any, targets: Tensor) -> bool:
+    return is_whole(targets) and targets.dim() == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and back for exactly those modules that were training: some users freeze a part."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedWorkload(Family, ABC):
+    """A workload that has a name."""
+
+    summary: ClassVar[str] = ""
+    """What it is, in one line."""
+
+    paper: ClassVar[str] = ""
+    """Where the data or the problem comes from."""
+
+    split: Split = option(Shared(), "which examples each worker draws from: shared, sharded, by-label")
+
+    @abstractmethod
+    def build(self) -> Workload:
+        """The model, data and loss."""
