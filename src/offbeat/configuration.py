@@ -14,10 +14,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from offbeat.errors import ConfigurationError, unknown
@@ -37,21 +39,37 @@ class Family:
 
     name: ClassVar[str] = ""
     members: ClassVar[dict[str, type[Any]]] = {}
+    constants: ClassVar[dict[str, Any]] = {}
+    """Words that stand for a member with its fields set, such as `niagara`."""
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Family in cls.__bases__:
-            cls.members = {}
+            cls.members, cls.constants = {}, {}
         if name is not None:
             cls.name = name
             cls.members[name] = cls
 
     @classmethod
     def shorthand(cls, text: str) -> Any:
-        """A member written as one word or number, such as `niagara` or `constant`."""
-        if text in cls.members:
-            return cls.members[text]()
-        raise unknown(noun(cls), text, cls.members)
+        """A member written as one word: `adam`, `lognormal:0.5`, `crash:1:30`.
+
+        The name comes first; what follows each colon sets the fields in their order. A field that is a list takes
+        `+` between its items, as in `partition:1+2:30:10`.
+        """
+        if text in cls.constants:
+            return cls.constants[text]
+        name, *values = text.split(":")
+        if name not in cls.members:
+            raise unknown(noun(cls), name, [*cls.members, *cls.constants])
+        fields = list(options(cls.members[name]))
+        if len(values) > len(fields):
+            order = ":".join(item.path for item in fields) or "none"
+            raise ConfigurationError(f"{noun(cls)} {text!r} gives {len(values)} values, but {name} takes {order}")
+        table: dict[str, Any] = {}
+        for item, value in zip(fields, values, strict=False):
+            table[item.path] = value.split("+") if typing.get_origin(item.kind) is tuple else value
+        return build(cls.members[name], table, name)
 
 
 def noun(cls: type[Any]) -> str:
@@ -117,6 +135,8 @@ def from_plain(kind: Any, plain: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Family):
         return _member_from(kind, plain, where)
     if dataclasses.is_dataclass(kind):
+        if isinstance(plain, str | int | float) and hasattr(kind, "shorthand"):
+            return kind.shorthand(str(plain))
         return build(cast(type[Any], kind), _table(plain, where), where)
     return _scalar(kind, plain, where)
 
@@ -172,12 +192,8 @@ def _tuple_from(kinds: Sequence[Any], plain: Any, where: str) -> tuple[Any, ...]
 
 
 def _member_from(family: type[Any], plain: Any, where: str) -> Any:
-    if isinstance(plain, str):
-        try:
-            return family.shorthand(plain)
-        except TypeError:
-            needed = [o.path for o in options(family.members[plain]) if o.default is dataclasses.MISSING]
-            raise ConfigurationError(f"{where} = {plain!r} needs {' and '.join(needed)}") from None
+    if isinstance(plain, str | int | float):
+        return family.shorthand(str(plain))
     table = dict(_table(plain, where))
     name = table.pop("name", None)
     if name is None:
@@ -220,6 +236,19 @@ def _scalar(kind: Any, plain: Any, where: str) -> Any:
     if kind is str and isinstance(plain, str):
         return plain
     raise complaint
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """The table in a TOML file, or a sentence that says why there is none; `what` is what the file should hold."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise ConfigurationError(f"the {what} file {path} cannot be read: {reason}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"the {what} file {path} is not UTF-8 text, which TOML must be") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"the {what} file {path} is not TOML: {error}") from None
 
 
 def require(condition: bool, sentence: str) -> None:

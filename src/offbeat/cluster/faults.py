@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
 
-from offbeat.cluster.words import from_word
 from offbeat.configuration import Family, option, require, require_not_negative, require_positive
 
 _RANK = {"help": "the rank it happens to"}
@@ -22,10 +20,6 @@ class Fault(Family, ABC):
     @abstractmethod
     def affected(self) -> tuple[int, ...]:
         """The ranks it happens to."""
-
-    @classmethod
-    def shorthand(cls, text: str) -> Any:
-        return from_word(cls, text)
 
     def _check_time_and_ranks(self) -> None:
         require_not_negative(self, "at_seconds")

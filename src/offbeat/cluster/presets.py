@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from offbeat.cluster.cluster import Cluster
 from offbeat.cluster.faults import Crash
 from offbeat.cluster.links import Link
 from offbeat.cluster.speeds import CEDAR, NIAGARA, Lognormal, Pareto
-from offbeat.configuration import build
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.configuration import build, read_toml
+from offbeat.errors import unknown
 
 _TABLE: dict[str, tuple[str, Cluster]] = {
     "uniform": ("machines of one speed, nothing disturbs them", Cluster()),
@@ -49,13 +48,4 @@ def load_cluster(name_or_path: str) -> Cluster:
     path = Path(name_or_path)
     if path.suffix != ".toml" and not path.is_file():
         raise unknown("cluster", name_or_path, PRESETS, "or give the path of a TOML file")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = (error.strerror or "it cannot be read").lower()
-        raise ConfigurationError(f"the cluster file {name_or_path} cannot be read: {reason}") from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"the cluster file {name_or_path} is not UTF-8 text, which TOML must be") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"the cluster file {name_or_path} is not TOML: {error}") from None
-    return build(Cluster, table, name_or_path)
+    return build(Cluster, read_toml(path, "cluster"), name_or_path)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from numpy.random import Generator
 
-from offbeat.cluster.words import from_word
 from offbeat.configuration import Family, option, require, require_not_negative, require_positive
 
 SECONDS_PER_SAMPLE = 5.65 / 256
@@ -28,18 +27,11 @@ class Disturbance(NamedTuple):
 
 
 class Straggle(Family, ABC):
-    """How a worker's rounds are disturbed, one draw per round."""
-
-    constants: ClassVar[dict[str, Straggle]] = {}
+    """How a worker's rounds are disturbed, one draw per round. As a word: `niagara`, `cedar`, `lognormal:0.5`."""
 
     @abstractmethod
     def draw(self, rng: Generator) -> Disturbance:
         """The disturbance of the next round."""
-
-    @classmethod
-    def shorthand(cls, text: str) -> Any:
-        """`niagara` and `cedar` are mixtures; `lognormal:0.5` sets the first field."""
-        return from_word(cls, text, dict(Straggle.constants))
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ NIAGARA = Mixture(((0.0, 0.0, 0.4), (0.0, 0.4, 0.3), (2.0, 0.3, 0.2), (5.0, 0.3,
 CEDAR = Mixture(((0.0, 0.0, 0.4), (0.05, 0.04, 0.3), (0.15, 0.03, 0.2), (0.25, 0.03, 0.1)))
 """Sleeps of 0.071 s on average and 0.224 s for the slowest of ten: a faster machine with the same shape."""
 
-Straggle.constants = {"niagara": NIAGARA, "cedar": CEDAR}
+Straggle.constants |= {"niagara": NIAGARA, "cedar": CEDAR}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def loss_over_time(runs: Sequence[RunRecords]) -> Figure:
     values = np.concatenate([curves.evaluation_curve(run, "loss").values for run in runs] or [np.empty(0)])
     if values.size and values.min() > 0 and values.max() >= LOG_FROM * values.min():
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        few_decades = values.max() < 1000 * values.min()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_locator(NullLocator())
     return figure

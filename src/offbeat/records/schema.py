@@ -29,7 +29,7 @@ class Round(Record, frozen=True, tag="round"):
     seconds: float
     induced_seconds: float
     samples: int
-    loss: float
+    loss: float | None
     version: int
     draws: tuple[int, int]
     idle_seconds: float
@@ -81,7 +81,7 @@ class Evaluation(Record, frozen=True, tag="evaluation"):
     rank: int
     version: int
     samples_total: int
-    loss: float
+    loss: float | None
     accuracy: float | None
 
 

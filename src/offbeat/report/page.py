@@ -119,9 +119,9 @@ def _figures(runs: Sequence[RunRecords]) -> Iterator[str]:
         yield _figure("Accuracy over time", ACCURACY, accuracy_over_time, runs)
     if curve:
         yield _figure("Loss over time", LOSS, loss_over_time, runs)
-    if any(True for run in runs for _ in of_kind(run, Round)):
+    if any(isinstance(record, Round) for run in runs for record in run.records):
         yield _figure("Who computes and who waits", TIMELINE, timeline, runs)
-    if any(True for run in runs for _ in of_kind(run, Update)):
+    if any(isinstance(record, Update) for run in runs for record in run.records):
         yield _figure("Samples applied over time", SAMPLES, samples_over_time, runs)
         yield _figure("What updates are made of", UPDATES, updates_made_of, runs)
 

@@ -13,6 +13,8 @@ from offbeat.analysis import Summary
 from offbeat.comparison import Comparison, interval
 from offbeat.report.numbers import NONE, fixed, number, percent
 
+LABEL_MAX = 16
+
 
 @dataclass(frozen=True)
 class Column:
@@ -36,8 +38,9 @@ def columns(comparison: Comparison) -> list[Column]:
 
 def comparison_table(comparison: Comparison) -> Table:
     """The table for the terminal."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    table.add_column("strategy", overflow="fold", vertical="bottom")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    longest = max(len(strategy) for strategy in comparison.strategies)
+    table.add_column("strategy", overflow="fold", vertical="bottom", min_width=min(longest, LABEL_MAX))
     shown = columns(comparison)
     for column in shown:
         table.add_column(column.head, justify="right", vertical="bottom")
@@ -69,9 +72,9 @@ def _speedup(comparison: Comparison, strategy: str) -> str:
     gain = comparison.speedup_of(strategy)
     if gain is None:
         return NONE
-    if gain.low is None or gain.high is None:
+    if gain.high is None:
         return f"{fixed(gain.mean)}×"
-    return f"{fixed(gain.mean)}× {fixed(gain.low)}–{fixed(gain.high)}"
+    return f"{fixed(gain.mean)}× ±{fixed(gain.high - gain.mean)}"
 
 
 def _staleness(comparison: Comparison, strategy: str) -> str:
@@ -88,7 +91,7 @@ COLUMN_SECONDS = Column(
 )
 COLUMN_SPEEDUP = Column(
     "speed-up",
-    "how many times sooner than the baseline, paired by seed, with its 95% interval; above 1 is sooner",
+    "how many times sooner than the baseline, paired by seed, ± half its 95% interval; above 1 is sooner",
     _speedup,
 )
 COLUMNS = (
@@ -103,7 +106,7 @@ COLUMNS = (
         _staleness,
     ),
     Column(
-        "samples/s",
+        "samples\nper s",
         "samples applied per second",
         lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.samples_per_second)),
     ),

@@ -19,7 +19,7 @@ from offbeat.workloads.workload import NamedWorkload, Target, Workload
 
 _PAPER = "E. Alpaydin, C. Kaynak: Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998"
 _CLASSES = 10
-_UNTIL = Samples(60_000)
+_UNTIL = Samples(160_000)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DigitsLogistic(NamedWorkload, name="digits-logistic"):
     paper = _PAPER
 
     def build(self) -> Workload:
-        return _workload(self, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, _CLASSES)), until=Samples(120_000))
+        return _workload(self, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, _CLASSES)), until=Samples(320_000))
 
 
 def _workload(named: NamedWorkload, model: Callable[[], nn.Module], until: Samples = _UNTIL) -> Workload:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.actions import Samples
-from offbeat.configuration import Family, option, require
+from offbeat.configuration import Family, build, option, require
 from offbeat.errors import ConfigurationError
 from offbeat.optimizers import Adam, Optimizer
 from offbeat.workloads.examples import Examples, is_whole
@@ -37,6 +37,12 @@ class Target:
 
     metric: Literal["accuracy", "loss"] = option("accuracy", "accuracy or loss")
     value: float = option(0.9, "the value to reach")
+
+    @classmethod
+    def shorthand(cls, text: str) -> Target:
+        """`accuracy:0.9`, `loss:0.1`, or just `0.9` for an accuracy."""
+        metric, _, value = text.rpartition(":")
+        return build(cls, {"metric": metric or "accuracy", "value": value}, "target")
 
     def reached(self, loss: float, accuracy: float | None) -> bool:
         if self.metric == "loss":
