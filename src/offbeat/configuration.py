@@ -103,13 +103,16 @@ def options(cls: type[Any]) -> Iterator[Option]:
 
 
 def to_plain(value: Any) -> Any:
-    """A configuration as plain data: dictionaries, lists, numbers, strings. Fields that are None are left out."""
+    """A configuration as plain data: dictionaries, lists, numbers, strings.
+
+    A field that is None is left out where that is its default, and is "none" elsewhere, since TOML has no null.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain: dict[str, Any] = {"name": value.name} if isinstance(value, Family) and value.name else {}
         for item in dataclasses.fields(value):
             inner = getattr(value, item.name)
-            if inner is not None and item.init:
-                plain[item.name] = to_plain(inner)
+            if item.init and not (inner is None and item.default is None):
+                plain[item.name] = "none" if inner is None else to_plain(inner)
         return plain
     if isinstance(value, tuple | list):
         return [to_plain(inner) for inner in value]
@@ -150,6 +153,11 @@ def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         if name not in known:
             raise unknown(f"key in {where}", key, known)
         values[name] = from_plain(known[name], plain, f"{where}.{name}")
+    return make(cls, values, where)
+
+
+def make(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """An instance of a configuration class from values that have their types already."""
     try:
         return cls(**values)
     except TypeError as error:

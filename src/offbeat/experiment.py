@@ -284,7 +284,7 @@ def simulate_experiment(
         experiment.seed,
         experiment.evaluate,
     )
-    with _one_thread():
+    with one_thread():
         memory = MemoryWriter()
         recorder = _Recorder(memory, experiment, on_record)
         simulation = Simulation(scenario, recorder)
@@ -337,7 +337,7 @@ def _header(experiment: Experiment, workload: Workload, parameters: int) -> RunH
         target=None if experiment.target is None else to_plain(experiment.target),
         experiment=experiment.to_plain(),
         offbeat=offbeat.__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
     )
 
 
@@ -359,7 +359,7 @@ class _Recorder:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Sums depend on how many threads share them; one is also the fastest for models that one simulates with."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -35,8 +35,8 @@ class Message:
 
     def tensors(self) -> Iterator[Tensor]:
         """The payload, in the order of the fields."""
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
+        for name in _fields(self):
+            value = getattr(self, name)
             if isinstance(value, Tensor):
                 yield value
             elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
@@ -45,12 +45,12 @@ class Message:
     def with_tensors(self, tensors: Iterator[Tensor]) -> Message:
         """The same header over other tensors, taken in the order of `tensors()`."""
         changes: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
+        for name in _fields(self):
+            value = getattr(self, name)
             if isinstance(value, Tensor):
-                changes[item.name] = next(tensors)
+                changes[name] = next(tensors)
             elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-                changes[item.name] = tuple(next(tensors) for _ in value)
+                changes[name] = tuple(next(tensors) for _ in value)
         return dataclasses.replace(self, **changes)
 
     def copy(self) -> Message:
@@ -60,6 +60,16 @@ class Message:
     @property
     def nbytes(self) -> int:
         return HEADER_BYTES + sum(tensor.nbytes for tensor in self.tensors())
+
+
+_FIELDS: dict[type[Message], tuple[str, ...]] = {}
+
+
+def _fields(message: Message) -> tuple[str, ...]:
+    kind = type(message)
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(item.name for item in dataclasses.fields(kind))
+    return _FIELDS[kind]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ batch statistics), consecutive micro-batches may be run in one call: the sum is 
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.errors import ConfigurationError
 from offbeat.flat import FlatModule
 from offbeat.messages import Buffers
 from offbeat.workloads.examples import Order
@@ -60,7 +62,7 @@ class Computing:
         loss = torch.zeros((), dtype=torch.float64)
         for first, stop in self._calls(batches):
             batch = self.workload.train.take(batches.order.take(first, stop))
-            losses = self.workload.losses(self.flat.module, batch)
+            losses = self._losses(batch)
             total = losses.sum()
             total.backward()  # type: ignore[no-untyped-call]
             loss += total.detach().to(device="cpu", dtype=torch.float64)
@@ -69,6 +71,17 @@ class Computing:
         if new_buffers:
             self._loaded = None  # training has moved them
         return Differentiated(gradient, float(loss), new_buffers, bool(torch.isfinite(gradient).all()))
+
+    def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        try:
+            return self.workload.losses(self.flat.module, batch)
+        except ValueError as error:
+            if len(batch[1]) == 1 and "more than 1 value per channel" in str(error):
+                raise ConfigurationError(
+                    "the model has batch norm, which needs at least 2 samples at a time, but a micro-batch of 1 was "
+                    "asked for; raise microbatch (and batch) to 2 or more"
+                ) from None
+            raise
 
     def evaluate(self, parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
         """Held-out loss and accuracy."""
@@ -80,7 +93,10 @@ class Computing:
         if self._joins_microbatches:
             size *= max(1, SAMPLES_PER_CALL_MAX // size)
         stop = batches.first + batches.samples
-        return [(first, min(first + size, stop)) for first in range(batches.first, stop, size)]
+        cuts = [*range(batches.first, stop, size), stop]
+        if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and not self._joins_microbatches:
+            del cuts[-2]  # batch norm has no statistics of a single sample
+        return list(itertools.pairwise(cuts))
 
     def _load(self, parameters: Tensor, buffers: Buffers) -> None:
         wanted = (parameters, parameters._version)

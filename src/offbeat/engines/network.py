@@ -22,6 +22,8 @@ class Outbox:
     config: Link
     queue: deque[Send] = field(default_factory=deque)
     leaving: Send | None = None
+    last_arrival: float = 0.0
+    """When the last message that has left will have arrived."""
 
     def put(self, send: Send) -> None:
         """Queue a message, in the place of one that it supersedes."""

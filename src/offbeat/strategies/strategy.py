@@ -8,6 +8,7 @@ processes, and a run can be repeated from its seed.
 What an engine promises
 - `Started` comes first. `PeerJoined` comes before the first message of a peer; after `PeerLost` none of that
   incarnation arrives any more. A peer that comes back has a higher incarnation.
+- A message goes to the incarnation of the peer that the node has been told of. If that is gone, it vanishes.
 - Messages of one link arrive in order unless the cluster induces delay; each arrives at most once.
 - One `GradientReady` (or `StepReady`) for each `Compute`, one `Sent` for each `Send` that left, one `Evaluated`
   for each `Evaluate`. Nothing after `Finish`.
@@ -121,6 +122,11 @@ class Strategy(Family, ABC):
     @abstractmethod
     def node(self, setup: Setup) -> Node:
         """The node of `setup.rank`."""
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """The staleness that no applied gradient exceeds; None: no promise."""
+        return None
 
     def suited(self, optimizer: Optimizer) -> Self:
         """This strategy with what it leaves open filled in: the optimizer that suits the workload."""

@@ -38,6 +38,12 @@ class Target:
     metric: Literal["accuracy", "loss"] = option("accuracy", "accuracy or loss")
     value: float = option(0.9, "the value to reach")
 
+    def __post_init__(self) -> None:
+        require(
+            self.metric != "accuracy" or 0 < self.value <= 1,
+            f"an accuracy to reach is above 0 and at most 1, but is {self.value!r}; for a loss write loss:{self.value}",
+        )
+
     @classmethod
     def shorthand(cls, text: str) -> Target:
         """`accuracy:0.9`, `loss:0.1`, or just `0.9` for an accuracy."""

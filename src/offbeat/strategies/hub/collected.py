@@ -26,7 +26,7 @@ class Collected:
         self._buffers: list[tuple[int, Buffers, int]] = []
         self.contributions: list[Contribution] = []
         self.efforts: dict[int, Effort] = {}
-        """rank → what it did since the last update; whoever is in here has reported."""
+        """rank → what it did since the last update"""
         self.messages = 0
 
     def add(self, rank: int, event: MessageArrived, message: Gradient, staleness: int, weight: float) -> None:

@@ -48,6 +48,11 @@ class Hub(Strategy):
     def peers(self, rank: int, processes: int) -> Iterable[int]:
         return range(1, processes) if rank == HUB else (HUB,)
 
+    @property
+    def staleness_bound(self) -> int | None:
+        everyone_waits = self.waits and self.collect.in_rank_order
+        return 0 if everyone_waits else self.staleness_max
+
     def node(self, setup: Setup) -> Node:
         if setup.rank != HUB:
             return Worker(

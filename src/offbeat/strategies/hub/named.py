@@ -57,6 +57,10 @@ class HubStrategy(Strategy):
     def peers(self, rank: int, processes: int) -> Iterable[int]:
         return self.hub(workers=1).peers(rank, processes)
 
+    @property
+    def staleness_bound(self) -> int | None:
+        return self.hub(workers=1).staleness_bound
+
     def node(self, setup: Setup) -> Node:
         return self.hub(workers=len(setup.members) - 1).node(setup)
 

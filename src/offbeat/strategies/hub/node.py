@@ -58,8 +58,10 @@ class HubNode(Node):
         self._live: dict[int, int] = {}
         """rank → incarnation"""
         self._draws: dict[int, Draws] = {}
+        self._reported: set[int] = set()
+        """Live workers that have reported since the last update."""
         self._idle: set[int] = set()
-        """Workers that have reported and wait for an answer."""
+        """Workers that wait for an answer."""
         self._nonfinite_in_a_row: dict[int, int] = {}
         self._collected = Collected(config.collect.in_rank_order)
         self._pacing = _pacing(config)
@@ -110,7 +112,6 @@ class HubNode(Node):
         self._live[rank] = event.incarnation
         self._draws.setdefault(rank, Draws())
         self._nonfinite_in_a_row[rank] = 0
-        self._idle.discard(rank)
         yield ClearTimer("workers")
         if self._awaited is not None:
             self._awaited.add(rank)
@@ -146,6 +147,7 @@ class HubNode(Node):
         if self._live.pop(rank, None) is None:
             return
         self._idle.discard(rank)
+        self._reported.discard(rank)
         yield Report(Membership(at=event.at, rank=HUB, peer=rank, incarnation=event.incarnation, joined=False))
         if self._awaited is not None:
             yield from self._no_longer_awaited(event.at, rank)
@@ -203,6 +205,7 @@ class HubNode(Node):
             )
 
     def _collect(self, rank: int, event: MessageArrived, message: Gradient, staleness: int) -> None:
+        self._reported.add(rank)
         if self._config.waits:
             self._idle.add(rank)
         if message.finite:
@@ -212,8 +215,7 @@ class HubNode(Node):
             self._collected.note(rank, Effort(message.samples, message.seconds))
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
-        reported = sum(rank in self._collected.efforts for rank in self._live)
-        census = Census(live=len(self._live), reported=reported, messages=self._collected.messages)
+        census = Census(len(self._live), len(self._reported), self._collected.messages)
         if self._awaited is None and self._config.collect.ready(census):
             yield from self._update(at)
 
@@ -229,6 +231,7 @@ class HubNode(Node):
 
     def _update(self, at: float) -> Iterator[Action]:
         collected, self._collected = self._collected, Collected(self._config.collect.in_rank_order)
+        self._reported.clear()
         self._pacing.observe(collected.efforts, self._live)
         if collected.samples:
             rate = self._stepper.step(collected.mean(), self._samples)
@@ -351,6 +354,7 @@ class HubNode(Node):
             "samples": self._samples,
             "live": {str(rank): incarnation for rank, incarnation in self._live.items()},
             "draws": {str(rank): draws.ranges for rank, draws in self._draws.items()},
+            "reported": sorted(self._reported),
             "idle": sorted(self._idle),
             "nonfinite_in_a_row": {str(rank): count for rank, count in self._nonfinite_in_a_row.items()},
             "collected": self._collected.state(),
@@ -376,6 +380,7 @@ class HubNode(Node):
         self._samples = state["samples"]
         self._live = {int(rank): incarnation for rank, incarnation in state["live"].items()}
         self._draws = {int(rank): Draws(tuple(r) for r in ranges) for rank, ranges in state["draws"].items()}
+        self._reported = set(state["reported"])
         self._idle = set(state["idle"])
         self._nonfinite_in_a_row = {int(rank): count for rank, count in state["nonfinite_in_a_row"].items()}
         self._collected.restore(state["collected"])

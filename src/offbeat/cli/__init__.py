@@ -1,0 +1,144 @@
+"""The command line. `main` turns every outcome into an exit code and every error into one sentence.
+
+0 done · 1 the run failed · 2 the command was wrong · 130 interrupted · 141 nobody reads the output any more
+
+Commands are imported when they are called: torch takes seconds, and `--version` needs none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import cyclopts
+
+import offbeat
+from offbeat.errors import ConfigurationError, OffbeatError, unknown
+
+HELP = """Train one model on many machines without making the fast ones wait.
+
+Try:  offbeat simulate digits fmb amb async-timed --straggle niagara"""
+
+COMMANDS = {
+    "simulate": (
+        """Run strategies on a workload in virtual time, and compare them.
+
+        Gradients are real and time is virtual: nobody waits for a simulated machine, and the same seed always gives
+        the same records. 'offbeat strategies' and 'offbeat workloads' list what there is.""",
+        "simulate:simulate",
+    ),
+    "compare": (
+        """Run what an experiment file describes, and compare.
+
+        What is given here takes the place of what the file says. Every 'offbeat simulate' writes such a file,
+        experiment.toml, beside its runs.""",
+        "compare:compare",
+    ),
+    "report": ("Draw the page about runs: table, curves, who computed and who waited.", "report:report"),
+    "replay": (
+        """Run a recorded run again and see whether it is the same; or repeat a test from its seed.
+
+        The same bytes are promised on the same machine with the same build of torch.""",
+        "replay:replay",
+    ),
+    "strategies": ("What strategies there are, or the fields of one.", "lists:strategies"),
+    "workloads": ("What workloads there are, or the fields of one.", "lists:workloads"),
+    "clusters": ("What clusters have a name, or what one of them holds.", "lists:clusters"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        code = _call(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except cyclopts.CycloptsError as error:
+        return _complain(_sentence(error), 2)
+    except ConfigurationError as error:
+        return _complain(error, 2)
+    except OffbeatError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt as interrupt:
+        return _complain(f"interrupted{f'; {interrupt}' if interrupt.args else ''}", 130)
+    except BrokenPipeError:
+        # What is still buffered would be complained about when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+def _call(argv: list[str]) -> int:
+    from offbeat.cli.output import console
+
+    result = application()(argv, console=console())
+    return result if isinstance(result, int) else 0
+
+
+def application() -> cyclopts.App:
+    """The commands, none of them imported yet."""
+    app = cyclopts.App(
+        name="offbeat",
+        help=HELP,
+        version=offbeat.__version__,
+        help_format="plaintext",
+        print_error=False,
+        exit_on_error=False,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for order, (name, (text, place)) in enumerate(COMMANDS.items()):
+        app.command(
+            f"offbeat.cli.{place}",
+            name=name,
+            help=_unwrapped(text),
+            sort_key=order,
+            usage=f"Usage: {USAGES[name]}",
+        )
+    return app
+
+
+def _unwrapped(text: str) -> str:
+    """Paragraphs without the line breaks of the source, so that they fill the terminal."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+USAGES = {
+    "simulate": "offbeat simulate WORKLOAD STRATEGY... [NAME.FIELD=VALUE ...] [OPTIONS]",
+    "compare": "offbeat compare EXPERIMENT.toml [OPTIONS]",
+    "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL]",
+    "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace]",
+    "strategies": "offbeat strategies [NAME] [--json]",
+    "workloads": "offbeat workloads [NAME] [--json]",
+    "clusters": "offbeat clusters [NAME] [--json]",
+}
+
+
+def _complain(what: object, code: int) -> int:
+    print(f"offbeat: {' '.join(str(what).split())}", file=sys.stderr)
+    return code
+
+
+def _sentence(error: cyclopts.CycloptsError) -> object:
+    """What is wrong with the command, in our words."""
+    command = " ".join(["offbeat", *(error.command_chain or ())])
+    see = f"see '{command} --help'"
+    if isinstance(error, cyclopts.UnknownCommandError) and error.unused_tokens:
+        return unknown("command", error.unused_tokens[0], COMMANDS)
+    if isinstance(error, cyclopts.UnknownOptionError):
+        return _unknown_option((error.token.keyword or error.token.value).partition("=")[0], error, see)
+    if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
+        name = error.keyword or error.argument.name
+        return f"{name} needs a value; {see}" if name.startswith("-") else f"{command} needs {name}; {see}"
+    if isinstance(error, cyclopts.RepeatArgumentError):
+        return f"{error.token.keyword} is given more than once; give it once"
+    if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
+        return f"{error.unused_tokens[0]!r} is one word too many; {see}"
+    error.verbose = False
+    return f"{str(error).rstrip('.')}; {see}"
+
+
+def _unknown_option(given: str, error: cyclopts.UnknownOptionError, see: str) -> object:
+    names = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
+    # Past ten, a list of all of them is no help; the nearest one is, and the help page.
+    answer = str(unknown("option", given, names))
+    return answer if "did you mean" in answer or len(names) <= 10 else f"unknown option {given!r}; {see}"

@@ -1,0 +1,253 @@
+"""The flags of `simulate` and `compare`, derived from the fields of the configuration classes.
+
+A flag is the union of the fields of that name: `--batch` is one flag, whichever of the strategies have a batch. Values
+stay text here; `resolve.py` turns them into what each field wants by the way that TOML takes, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import Group, Parameter
+
+import offbeat.strategies
+from offbeat.cluster import Cluster, Link
+from offbeat.configuration import Family, Option, noun, options
+from offbeat.experiment import Settings
+from offbeat.optimizers import Optimizer
+from offbeat.strategies.strategy import Strategy
+from offbeat.workloads import NamedWorkload
+
+RUN, OUTPUT, CLUSTER, STRATEGY, OPTIMIZER, WORKLOAD = "Run", "Output", "Cluster", "Strategies", "Optimizer", "Workload"
+
+_NOTES = {
+    STRATEGY: "Each goes to every named strategy that has it; NAME.FIELD=VALUE sets it for one alone.",
+    OPTIMIZER: "Without --optimizer, these change the optimizer that suits the workload.",
+    WORKLOAD: "In brackets: which workloads have it, and its default.",
+}
+GROUPS = {
+    section: Group(section, help=_NOTES.get(section, ""), sort_key=order)
+    for order, section in enumerate((RUN, OUTPUT, CLUSTER, STRATEGY, OPTIMIZER, WORKLOAD))
+}
+ALIASES = {"optimizer.lr": "--lr"}
+METAVARS = {"seeds": "N", "baseline": "LABEL", "cluster": "NAME|FILE", "optimizer": "NAME"}
+TOML_ONLY = ("workers",)
+"""Fields of a cluster that are too long for a command line."""
+
+Given = dict[str, dict[str, Any]]
+"""What was given: section → path of the field → text, or a truth value for a flag without one."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag: the section of the help page, the path of the field it sets, and what it says there."""
+
+    section: str
+    path: str
+    kind: Any
+    text: str
+
+    @property
+    def name(self) -> str:
+        return flag_of(self.path)
+
+    @property
+    def attribute(self) -> str:
+        return f"{self.section}_{self.path.replace('.', '_')}"
+
+    @property
+    def annotation(self) -> Any:
+        names = [self.name, *filter(None, [ALIASES.get(self.path)])]
+        truth = self.kind is bool
+        parameter = Parameter(
+            name=names,
+            help=self.text,
+            group=GROUPS[self.section],
+            show_default=False,
+            metavar=None if truth else METAVARS.get(self.path) or metavar(self.kind),
+        )
+        return Annotated[bool | None if truth else str | None, parameter]
+
+
+def flag_of(path: str) -> str:
+    return "--" + path.replace("_", "-")
+
+
+def _output(text: str, metavar: str | None = None, name: str | None = None) -> Parameter:
+    return Parameter(name=name, help=text, metavar=metavar, group=GROUPS[OUTPUT], negative=(), show_default=False)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the results go."""
+
+    out: Annotated[
+        str | None, _output("directory for the records [runs/WORKLOAD-NNN, the next that is free]", "DIR")
+    ] = None
+    overwrite: Annotated[bool, _output("replace the runs that --out holds already")] = False
+    json: Annotated[bool, _output("print one JSON object and nothing else")] = False
+    no_report: Annotated[bool, _output("do not draw report.html", name="--no-report")] = False
+    quiet: Annotated[bool, _output("show no progress while it runs")] = False
+
+
+@functools.cache
+def strategies() -> dict[str, type[Any]]:
+    """Every strategy by name. A family is registered by being imported, so a new file needs no entry here."""
+    for module in pkgutil.iter_modules(offbeat.strategies.__path__):
+        importlib.import_module(f"offbeat.strategies.{module.name}")
+    return dict(Strategy.members)
+
+
+@functools.cache
+def workloads() -> dict[str, type[Any]]:
+    """Every workload by name."""
+    return dict(NamedWorkload.members)
+
+
+@functools.cache
+def run_flags() -> tuple[Flag, ...]:
+    """What the runs share: the settings of a plan, and the cluster."""
+    seeds = "how many seeds to run, from 0 on, or which: 3,4,5; each draws its own initial parameters, data order and "
+    texts = {"seeds": seeds + "stragglers [1]"}
+    settings = [
+        Flag(RUN, item.path, item.kind, texts.get(item.path) or _with_default(item))
+        for item in options(Settings)
+        if item.path != "cluster"
+    ]
+    settings.insert(2, Flag(RUN, "seed", int, "run this seed alone"))
+    base = Flag(
+        CLUSTER, "cluster", Cluster, "a cluster with a name, or a TOML file; the flags below change it [uniform]"
+    )
+    return (*settings, base, *_cluster_flags())
+
+
+def _cluster_flags() -> Iterator[Flag]:
+    for item in options(Cluster):
+        if item.path == "link":
+            for inner in options(Link):
+                yield Flag(CLUSTER, f"link.{inner.path}", inner.kind, _with_default(inner))
+        elif item.path not in TOML_ONLY:
+            yield Flag(CLUSTER, item.path, item.kind, _with_default(item))
+
+
+@functools.cache
+def file_flags() -> tuple[Flag, ...]:
+    """The same without defaults: what is not given is as the experiment file says."""
+    return tuple(dataclasses.replace(flag, text=flag.text.partition(" [")[0]) for flag in run_flags())
+
+
+@functools.cache
+def all_flags() -> tuple[Flag, ...]:
+    """Everything that `simulate` takes, besides where the output goes."""
+    chosen = [flag for flag in derived(STRATEGY, strategies()) if flag.path != "optimizer"]
+    names = ", ".join(Optimizer.members)
+    optimizer = f"how parameters are updated: {names}, or with a rate: sgd:0.1 [as suits the workload]"
+    return (
+        *run_flags(),
+        *chosen,
+        Flag(OPTIMIZER, "optimizer", Optimizer, optimizer),
+        *derived(OPTIMIZER, Optimizer.members, "optimizer."),
+        *derived(WORKLOAD, workloads()),
+    )
+
+
+def derived(section: str, classes: Mapping[str, type[Any]], prefix: str = "") -> Iterator[Flag]:
+    """One flag for each field name that occurs in these classes, fields of all of them first."""
+    found: dict[str, dict[str, Option]] = {}
+    for name, cls in classes.items():
+        for item in options(cls):
+            found.setdefault(item.path, {})[name] = item
+    for path, owners in sorted(found.items(), key=lambda entry: -len(entry[1])):
+        kind = next(iter(owners.values())).kind
+        yield Flag(section, prefix + path, kind, explained(owners, everyone=len(owners) == len(classes)))
+
+
+def _default_of(item: Option) -> tuple[str, str]:
+    """What a field means, and its default; what none stands for is the default where that is none."""
+    text, stands_for, meaning = item.text.partition("; none: ")
+    return (text, meaning) if stands_for and item.default is None else (item.text, shown(item.default))
+
+
+def explained(owners: Mapping[str, Option], everyone: bool) -> str:
+    """What a field means, who has it and its default there; equal words are said once."""
+    by_text: dict[str, dict[str, list[str]]] = {}
+    for name, item in owners.items():
+        text, default = _default_of(item)
+        by_text.setdefault(text, {}).setdefault(default, []).append(name)
+    parts = []
+    for text, by_default in by_text.items():
+        if everyone and len(by_text) == len(by_default) == 1:
+            parts.append(f"{text} [{next(iter(by_default))}]")
+        else:
+            listed = "; ".join(f"{', '.join(names)}: {default}" for default, names in by_default.items())
+            parts.append(f"{text} [{listed}]")
+    return "; ".join(parts)
+
+
+def _with_default(item: Option) -> str:
+    text, default = _default_of(item)
+    return f"{text} [{default}]"
+
+
+def shown(default: Any) -> str:
+    """A default as one would type it."""
+    if default is MISSING:
+        return "must be given"
+    if default is None or default == ():
+        return "none"
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, float):
+        return f"{default:.6g}"
+    if isinstance(default, Family):
+        fields = [shown(getattr(default, item.path)) for item in options(type(default))]
+        return ":".join([default.name, *fields])
+    return str(default)
+
+
+def metavar(kind: Any) -> str:
+    """What stands for the value on the help page."""
+    inner = [part for part in members_of(kind) if part is not type(None)]
+    if inner[0] in (int, float):
+        return "N" if inner[0] is int else "X"
+    if typing.get_origin(inner[0]) is tuple:
+        return "LIST"
+    return "WORD" if inner[0] is str else noun(inner[0]).upper()
+
+
+def members_of(kind: Any) -> Iterable[Any]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def takes(flags: Iterable[Flag]) -> Callable[[Function], Function]:
+    """Give a command these flags, in its parameter `flags`, and those of `Output`, in its parameter `output`."""
+    fields = [(flag.attribute, flag.annotation, dataclasses.field(default=None)) for flag in flags]
+    # Without a module of ours, cyclopts would take the class for one of the standard library's.
+    holder = dataclasses.make_dataclass("Flags", fields, namespace={"__module__": __name__})
+
+    def given_to(function: Function) -> Function:
+        function.__annotations__["flags"] = Annotated[holder, Parameter(name="*")]
+        function.__annotations__["output"] = Annotated[Output, Parameter(name="*")]
+        function.__kwdefaults__ = {"flags": holder(), "output": Output()}
+        return function
+
+    return given_to
+
+
+def given(values: Any, flags: Iterable[Flag]) -> Given:
+    """What of these flags was given."""
+    found: Given = {section: {} for section in GROUPS}
+    for flag in flags:
+        value = getattr(values, flag.attribute)
+        if value is not None:
+            found[flag.section][flag.path] = value
+    return found

@@ -1,0 +1,93 @@
+"""`offbeat strategies`, `offbeat workloads`, `offbeat clusters`: what there is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import MISSING
+from typing import Annotated, Any
+
+import tomli_w
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.cli import flags
+from offbeat.cli.output import console, print_json
+from offbeat.cluster import PRESETS, SUMMARIES
+from offbeat.configuration import options, to_plain
+from offbeat.errors import unknown
+
+Name = Annotated[str | None, Parameter(name="NAME", help="show this one in full", show_default=False)]
+Json = Annotated[bool, Parameter(help="print one JSON object and nothing else", negative=(), show_default=False)]
+
+
+def strategies(name: Name = None, /, *, json: Json = False) -> int:
+    """What strategies there are, or the fields of one with their defaults."""
+    return _members("strategy", "strategies", flags.strategies(), name, json)
+
+
+def workloads(name: Name = None, /, *, json: Json = False) -> int:
+    """What workloads there are, or the fields of one with their defaults."""
+    return _members("workload", "workloads", flags.workloads(), name, json)
+
+
+def clusters(name: Name = None, /, *, json: Json = False) -> int:
+    """What clusters have a name, or what one of them holds, as TOML to start a file of your own from."""
+    if name is not None and name not in PRESETS:
+        raise unknown("cluster", name, PRESETS)
+    if json:
+        shown = [name] if name is not None else list(PRESETS)
+        entries = [{"name": key, "summary": SUMMARIES[key], "cluster": to_plain(PRESETS[key])} for key in shown]
+        print_json(entries[0] if name is not None else {"clusters": entries})
+    elif name is not None:
+        print(f"# {name}: {SUMMARIES[name]}\n\n{tomli_w.dumps(to_plain(PRESETS[name]))}", end="")
+    else:
+        console().print(_table(["cluster", "what it is"], [[key, SUMMARIES[key]] for key in PRESETS]))
+    return 0
+
+
+def _members(what: str, plural: str, known: Mapping[str, type[Any]], name: str | None, json: bool) -> int:
+    if name is not None and name not in known:
+        raise unknown(what, name, known)
+    if json:
+        entries = [_plain(key, cls) for key, cls in known.items() if name in (None, key)]
+        print_json(entries[0] if name is not None else {plural: entries})
+    elif name is not None:
+        _print_one(name, known[name])
+    else:
+        rows = [[key, cls.summary, cls.paper] for key, cls in known.items()]
+        console().print(_table([what, "what it is", "paper or source"], rows))
+    return 0
+
+
+def _print_one(name: str, cls: type[Any]) -> None:
+    out = console()
+    out.print(f"{name}: {cls.summary}", markup=False)
+    out.print(f"{inspect.getdoc(cls)}\n", markup=False)
+    out.print(f"{cls.paper}\n", markup=False)
+    rows = [[item.flag, flags.shown(item.default), item.text] for item in options(cls)]
+    out.print(_table(["flag", "default", "meaning"], rows))
+
+
+def _plain(name: str, cls: type[Any]) -> dict[str, Any]:
+    fields = [
+        {
+            "name": item.path,
+            "flag": item.flag,
+            "default": None if item.default is MISSING else to_plain(item.default),
+            "meaning": item.text,
+        }
+        for item in options(cls)
+    ]
+    return {"name": name, "summary": cls.summary, "paper": cls.paper, "fields": fields}
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+    for index, head in enumerate(heads):
+        table.add_column(head, no_wrap=index == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -1,0 +1,100 @@
+"""From a word to the class it names: a strategy or workload of ours, or path/to/file.py:ClassName."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from offbeat.cli.flags import strategies, workloads
+from offbeat.errors import ConfigurationError, unknown
+from offbeat.strategies.strategy import Strategy
+from offbeat.workloads import NamedWorkload
+
+EXAMPLE = "type, for example: offbeat simulate digits fmb amb"
+
+_LABELS: dict[type[Any], str] = {}
+"""What classes from files are called in tables: the name they came with, or that of the class."""
+
+
+def find_strategy(word: str) -> tuple[type[Any], str]:
+    """The strategy that a word names, and its label."""
+    if word not in strategies() and word in workloads():
+        raise ConfigurationError(f"{word!r} is a workload; a command names one, first, and then strategies")
+    return _find(word, Strategy, strategies(), "strategy")
+
+
+def find_workload(word: str) -> tuple[type[Any], str]:
+    """The workload that a word names, and its label."""
+    if word not in workloads() and word in strategies():
+        raise ConfigurationError(f"{word!r} is a strategy, and the workload comes first; {EXAMPLE}")
+    return _find(word, NamedWorkload, workloads(), "workload")
+
+
+def _find(word: str, family: type[Any], known: Mapping[str, type[Any]], what: str) -> tuple[type[Any], str]:
+    if ".py:" in word:
+        return from_source(word, family, what)
+    if word not in known:
+        raise unknown(what, word, known)
+    return known[word], word
+
+
+def from_source(word: str, family: type[Any], what: str) -> tuple[type[Any], str]:
+    """A class of the user's own, named as path/to/file.py:ClassName.
+
+    It is entered in the register under that word, so that records and experiment files can name it.
+    """
+    path, _, name = word.rpartition(":")
+    module = _load(str(Path(path).resolve()), path)
+    cls: Any = getattr(module, name, None)
+    if not _fits(cls, family):
+        fit = [
+            key for key, value in vars(module).items() if _fits(value, family) and value.__module__ == module.__name__
+        ]
+        raise unknown(f"{what} in {path}", name, fit)
+    label = _LABELS.setdefault(cls, vars(cls).get("name") or cls.__name__)
+    family.members[word] = cls
+    cls.name = word
+    return cls, label
+
+
+def _fits(value: Any, family: type[Any]) -> bool:
+    return isinstance(value, type) and issubclass(value, family) and dataclasses.is_dataclass(value)
+
+
+@functools.cache
+def _load(resolved: str, shown: str) -> ModuleType:
+    name = f"offbeat_user_{Path(resolved).stem}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None or not Path(resolved).is_file():
+        raise ConfigurationError(f"there is no Python file {shown}; a class of your own is path/to/file.py:ClassName")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up the types of their fields
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigurationError(f"{shown} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_files(table: Mapping[str, Any], where: str) -> None:
+    """Load the classes that a table of plain data names as path/to/file.py:ClassName, and check its outline."""
+    entries = table.get("strategy", [])
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, str | dict):
+            raise ConfigurationError(f"{where}: a strategy is a name or a table, but {entry!r} was given")
+        if isinstance(entry, dict) and not isinstance(entry.get("label") or "", str):
+            raise ConfigurationError(f"{where}: a label is a word, but {entry['label']!r} was given")
+        _load_named(entry, Strategy, "strategy")
+    _load_named(table.get("workload"), NamedWorkload, "workload")
+
+
+def _load_named(entry: Any, family: type[Any], what: str) -> None:
+    name = entry.get("name") if isinstance(entry, dict) else entry
+    if isinstance(name, str) and ".py:" in name:
+        from_source(name, family, what)

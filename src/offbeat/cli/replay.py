@@ -1,0 +1,111 @@
+"""`offbeat replay`: the same again, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from cyclopts import Parameter
+
+from offbeat.cli.flags import strategies
+from offbeat.cli.names import find_strategy, load_files
+from offbeat.cli.output import say
+from offbeat.configuration import from_plain
+from offbeat.errors import ConfigurationError
+from offbeat.experiment import Experiment, record_bytes, simulate_experiment
+from offbeat.records.files import HEADER, RECORDS, read_run
+from offbeat.records.schema import RunHeader
+
+SHOWN_MAX = 200
+"""Signs of a differing line that are printed."""
+
+
+def replay(
+    what: Annotated[str, Parameter(name="RUN|STRATEGY", help="the directory of a run, or the name of a strategy")],
+    /,
+    *,
+    seed: Annotated[
+        str | None,
+        Parameter(
+            help="the seed of a test of this strategy under random faults, as a failure prints it",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    trace: Annotated[
+        bool, Parameter(help="with --seed: print every event and action", negative=(), show_default=False)
+    ] = False,
+) -> int:
+    """Which of the two is meant shows in whether there is a seed."""
+    if seed is not None:
+        return _replay_test(what, from_plain(int, seed, "--seed"), trace)
+    if what in strategies() and not (Path(what) / HEADER).exists():
+        raise ConfigurationError(
+            f"{what} is a strategy, and its test needs a seed; type: offbeat replay {what} --seed 0"
+        )
+    if trace:
+        raise ConfigurationError("--trace is for a test of a strategy; add --seed N")
+    return _replay_run(Path(what))
+
+
+def _replay_test(name: str, seed: int, trace: bool) -> int:
+    from offbeat import testing
+
+    if seed < 0:
+        raise ConfigurationError(f"a seed is 0 or more, but {seed} was given")
+    find_strategy(name)
+    try:
+        testing.replay(name, seed, trace)
+    except AssertionError as error:
+        say(" ".join(str(error).split()) or "an invariant does not hold")
+        return 1
+    print(f"{name} with seed {seed}: every invariant holds")
+    return 0
+
+
+def _replay_run(directory: Path) -> int:
+    header = read_run(directory).header
+    recorded = (directory / RECORDS).read_bytes()
+    again = record_bytes(simulate_experiment(_experiment(header, directory)).records.records)
+    if again == recorded:
+        print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
+        return 0
+    number, before, after = _first_difference(recorded.splitlines(), again.splitlines())
+    say(f"{directory / RECORDS} differs from line {number} on{_excuse(header)}")
+    print(f"recorded: {before}\nnow:      {after}")
+    return 1
+
+
+def _experiment(header: RunHeader, directory: Path) -> Experiment:
+    plain: dict[str, Any] | None = header.experiment
+    if header.engine != "simulated":
+        raise ConfigurationError(
+            f"{directory} was run in real time, which does not repeat itself; name a simulated run"
+        )
+    if plain is None:
+        raise ConfigurationError(f"{directory} held objects that cannot be written down, so it cannot be run again")
+    strategies()
+    load_files(plain, str(directory))
+    try:
+        return Experiment.from_plain(plain)
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(f"{directory / HEADER} does not hold a whole experiment ({error!r})") from None
+
+
+def _first_difference(before: list[bytes], after: list[bytes]) -> tuple[int, str, str]:
+    same = 0
+    while same < min(len(before), len(after)) and before[same] == after[same]:
+        same += 1
+    return same + 1, _line(before, same), _line(after, same)
+
+
+def _line(lines: list[bytes], index: int) -> str:
+    text = lines[index].decode(errors="replace") if index < len(lines) else "(no such line)"
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
+
+
+def _excuse(header: RunHeader) -> str:
+    if header.torch != torch.__version__:
+        return f"; it was recorded with torch {header.torch} and this is {torch.__version__}, which may be why"
+    return "; on another machine than the recording one that is to be expected, on the same one it is not"

@@ -1,0 +1,95 @@
+"""What `simulate` and `compare` share: run a plan, write down what came out, and say it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tomli_w
+
+from offbeat.analysis import Summary, summarize
+from offbeat.cli.flags import Output
+from offbeat.cli.output import (
+    EXPERIMENT,
+    PAGE,
+    file_name,
+    given_directory,
+    new_directory,
+    print_comparison,
+    print_json,
+    progress,
+    say,
+)
+from offbeat.comparison import Comparison
+from offbeat.configuration import require
+from offbeat.errors import ConfigurationError, MissingDependency
+from offbeat.experiment import Experiment, Plan, simulate_experiment
+from offbeat.records.files import RunRecords
+
+
+def carry_out(plan: Plan, output: Output) -> int:
+    """Run everything, then write, then print: whoever stops reading the output loses none of it."""
+    places = _places(plan)
+    # Whatever the workload lacks, such as a package, is said before a directory is made.
+    next(iter(places)).resolved()
+    label = file_name(plan.workload.name.rpartition(":")[2])
+    directory = given_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
+    _write_experiment(plan, directory / EXPERIMENT)
+    runs = _run(places, directory, output.quiet)
+    comparison = Comparison.of(runs, plan.baseline)
+    page = None if output.no_report else _draw(runs, directory / PAGE, comparison.baseline)
+    if output.json:
+        print_json(comparison.to_json())
+    else:
+        shown = [f"records: {directory}"] + ([f"page:    {page}"] if page else [])
+        print_comparison(comparison, shown)
+    return _failures(comparison.summaries)
+
+
+def _places(plan: Plan) -> dict[Experiment, str]:
+    """Each experiment and the name of its directory, no two the same."""
+    places = {e: f"{file_name(e.name)}-seed{e.seed}" for e in plan.experiments()}
+    owners: dict[str, str] = {}
+    for experiment, name in places.items():
+        other = owners.setdefault(name, experiment.name)
+        require(
+            other == experiment.name,
+            f"the labels {other!r} and {experiment.name!r} would share the directory {name}; change one of them",
+        )
+    return places
+
+
+def _write_experiment(plan: Plan, path: Path) -> None:
+    text = "# What was run here. To run it again: offbeat compare THIS-FILE\n\n" + tomli_w.dumps(plan.to_plain())
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
+
+
+def _run(places: dict[Experiment, str], directory: Path, quiet: bool) -> list[RunRecords]:
+    runs: list[RunRecords] = []
+    try:
+        with progress(len(places), quiet) as shown:
+            for experiment, name in places.items():
+                runs.append(simulate_experiment(experiment, directory / name, shown.on_record).records)
+                shown.ended(summarize(runs[-1]))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{len(runs)} of {len(places)} runs were finished and are in {directory}") from None
+    return runs
+
+
+def _draw(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:
+    from offbeat.report.page import write_report
+
+    try:
+        return write_report(runs, path, baseline)
+    except MissingDependency as missing:
+        say(f"no page was drawn: {missing}")
+        return None
+
+
+def _failures(summaries: tuple[Summary, ...]) -> int:
+    failed = [summary for summary in summaries if summary.failure is not None]
+    for summary in failed:
+        say(f"{summary.strategy}, seed {summary.seed}, failed: {summary.failure}")
+    return 1 if failed else 0

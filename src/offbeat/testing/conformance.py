@@ -1,0 +1,139 @@
+"""Run a strategy through random cases and demand that every invariant holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from offbeat.actions import Action, Record
+from offbeat.engines.simulated import Simulation
+from offbeat.errors import OffbeatError, unknown
+from offbeat.events import Event
+from offbeat.experiment import one_thread, record_bytes
+from offbeat.randomness import stream
+from offbeat.strategies.strategy import Strategy
+from offbeat.testing.fuzz import Case, draw_case
+from offbeat.testing.invariants import Invariants, Violation, demand
+from offbeat.workloads import Workload
+
+SWAP_PROBABILITY = 0.1
+
+
+def check_strategy(
+    strategy: Strategy, *, seeds: Iterable[int] = range(50), workload: Workload | None = None, faults: bool = True
+) -> int:
+    """Check a strategy on the random case of every seed; returns how many were run.
+
+    Raises `Violation` at the first that fails. With `faults=False` nothing goes wrong on the cluster but slowness.
+    """
+    count = 0
+    with one_thread():
+        for seed in seeds:
+            case = draw_case(strategy, seed, workload=workload, faults=faults)
+            try:
+                check_case(case)
+            except Exception as error:
+                name = strategy.name or f"{type(strategy).__module__}:{type(strategy).__name__}"
+                repeat = f"offbeat replay {name} --seed {seed}" if strategy.name else f"seed {seed}"
+                raise Violation(f"{name}, seed {seed}: {error}\nrepeat it with: {repeat}") from error
+            count += 1
+    return count
+
+
+def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
+    """Run one case plainly, and again with nodes swapped and leases taken back; both must write the same."""
+    bound = case.scenario.strategy.staleness_bound
+    plain = _run(case, Invariants(bound), strict=False, trace=trace)
+    swapped = _run(case, _Swapping(bound, case.scenario.seed), strict=True)
+    demand(
+        record_bytes(plain) == record_bytes(swapped),
+        "a node that went through state() and restore(), or had its leases taken back, behaved differently; "
+        f"first at {_first_difference(plain, swapped)}",
+    )
+
+
+def _run(
+    case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[str], None] | None = None
+) -> list[Record]:
+    observer = invariants if trace is None else _Tracing(invariants, trace)
+    simulation = Simulation(case.scenario, invariants, observer=observer, strict=strict)
+    outcome = simulation.run()
+    invariants.ended(simulation, outcome)
+    demand(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")
+    return invariants.records
+
+
+def _first_difference(plain: list[Record], swapped: list[Record]) -> str:
+    for left, right in zip(plain, swapped, strict=False):
+        if record_bytes([left]) != record_bytes([right]):
+            return f"{left} against {right}"
+    return f"the end: {len(plain)} against {len(swapped)} records"
+
+
+class _Swapping(Invariants):
+    """Replaces nodes by new ones that were restored from their state, at random events."""
+
+    def __init__(self, staleness_max: int | None, seed: int) -> None:
+        super().__init__(staleness_max)
+        self._random = stream(seed, "swap")
+
+    def before(self, simulation: Simulation, rank: int, event: Event) -> None:
+        if self._random.random() < SWAP_PROBABILITY:
+            node = simulation.fresh_node(rank)
+            node.restore(plain_copy(simulation.processes[rank].node.state(), f"state of rank {rank}"))
+            simulation.swap(rank, node)
+
+
+class _Tracing:
+    """Prints what happens, event by event."""
+
+    def __init__(self, invariants: Invariants, trace: Callable[[str], None]) -> None:
+        self._invariants = invariants
+        self._trace = trace
+
+    def before(self, simulation: Simulation, rank: int, event: Event) -> None:
+        self._invariants.before(simulation, rank, event)
+
+    def after(self, simulation: Simulation, rank: int, event: Event, actions: list[Action]) -> None:
+        asked = ", ".join(_short(action) for action in actions) or "nothing"
+        self._trace(f"{simulation.now:10.4f}  rank {rank:3d}  {_short(event)} → {asked}")
+        self._invariants.after(simulation, rank, event, actions)
+
+
+def _short(thing: Any) -> str:
+    """A line for a trace: names and numbers, no tensors."""
+    message = getattr(thing, "message", None)
+    details = [type(message).__name__] if message is not None else []
+    for name in ("source", "to", "peer", "version", "draws", "draw", "samples", "name", "seconds", "incarnation"):
+        value = getattr(message if name in ("version", "draws") and message is not None else thing, name, None)
+        if value is not None:
+            details.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}")
+    if hasattr(thing, "record"):
+        details.append(type(thing.record).__name__)
+    return f"{type(thing).__name__}({' '.join(details)})"
+
+
+def plain_copy(value: Any, where: str) -> Any:
+    """A deep copy of a state, as if it had been written to disk and read again; refuses what could not be."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        demand(all(isinstance(key, str) for key in value), f"{where} has keys that are not strings: {list(value)}")
+        return {key: plain_copy(inner, f"{where}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_copy(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+    demand(value is None or isinstance(value, bool | int | float | str), f"{where} is a {type(value).__name__}")
+    return value
+
+
+def replay(strategy: str, seed: int, trace: bool = False) -> None:
+    """Run the fuzz case of a strategy, by its name, and a seed again; raises `Violation` as it did then."""
+    if strategy not in Strategy.members:
+        raise unknown("strategy", strategy, Strategy.members)
+    with one_thread():
+        try:
+            check_case(draw_case(Strategy.members[strategy](), seed), print if trace else None)
+        except OffbeatError as error:
+            raise Violation(f"{strategy}, seed {seed}: {error}") from error

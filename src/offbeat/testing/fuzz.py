@@ -1,0 +1,186 @@
+"""Random cases: a strategy with random settings, on a random cluster where things go wrong.
+
+A case is a pure function of (strategy, seed), so a seed is all that is needed to see it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.random import Generator
+from torch import Tensor, nn
+
+from offbeat.actions import Samples
+from offbeat.cluster import (
+    Cluster,
+    Corrupt,
+    Crash,
+    Fault,
+    Link,
+    Lognormal,
+    Mixture,
+    NoStraggle,
+    Pareto,
+    Partition,
+    Pause,
+    Straggle,
+)
+from offbeat.engines.simulated import Scenario
+from offbeat.optimizers import SGD, Adam, Optimizer
+from offbeat.randomness import stream
+from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
+from offbeat.workloads import Quadratic, Workload
+
+PATIENCE_SECONDS = 60.0
+"""Longer than any outage drawn here, so that nobody gives up who should not."""
+
+FIELDS: dict[str, Callable[[Generator], Any]] = {
+    "batch": lambda rng: int(rng.integers(4, 49)),
+    "microbatch": lambda rng: int(rng.integers(1, 17)),
+    "seconds": lambda rng: _maybe(rng, float(rng.uniform(0.05, 0.6))),
+    "samples_max": lambda rng: _maybe(rng, int(rng.integers(16, 65))),
+    "worker_seconds": lambda rng: float(rng.uniform(0.05, 0.6)),
+    "hub_seconds": lambda rng: float(rng.uniform(0.05, 0.6)),
+    "messages": lambda rng: _maybe(rng, int(rng.integers(1, 6))),
+    "k": lambda rng: _maybe(rng, int(rng.integers(1, 4))),
+    "staleness_max": lambda rng: _maybe(rng, int(rng.integers(1, 6))),
+    "damping": lambda rng: float(rng.choice([0.0, 0.5, 1.0])),
+    "in_flight_max": lambda rng: int(rng.integers(1, 4)),
+    "optimizer": lambda rng: _optimizer(rng),
+    "patience_seconds": lambda rng: PATIENCE_SECONDS,
+}
+"""How to draw a setting, for every strategy that has a field of this name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One random case. `may_fail` where gradients are broken so often that the run is allowed to give up."""
+
+    scenario: Scenario
+    may_fail: bool
+
+
+def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None, faults: bool = True) -> Case:
+    """The case of this seed. A strategy's own settings are varied too, where their names are known here."""
+    rng = stream(seed, "fuzz")
+    workers = int(rng.integers(1, 6))
+    samples = int(rng.integers(120, 600))
+    varied = _vary(strategy, rng)
+    chosen = workload or _workload(rng)
+    cluster = _cluster(rng, varied, workers, samples, faults)
+    scenario = Scenario(
+        strategy=varied.suited(SGD(lr=0.02)),
+        workload=chosen,
+        cluster=cluster,
+        workers=workers,
+        until=Samples(samples),
+        seed=seed,
+        evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(rng.integers(3))],
+    )
+    return Case(scenario, may_fail=any(isinstance(fault, Corrupt) for fault in cluster.faults))
+
+
+def _vary(strategy: Strategy, rng: Generator) -> Strategy:
+    drawn = {name: draw(rng) for name, draw in FIELDS.items()}
+    names = {item.name for item in dataclasses.fields(strategy)}
+    return dataclasses.replace(strategy, **{name: value for name, value in drawn.items() if name in names})
+
+
+def _optimizer(rng: Generator) -> Optimizer | None:
+    return [None, SGD(lr=0.02, momentum=0.9), Adam(lr=0.01)][int(rng.integers(3))]
+
+
+def _workload(rng: Generator) -> Workload:
+    return _with_buffers() if rng.random() < 0.25 else Quadratic(dimension=6, examples=64).build()
+
+
+class _Counting(nn.Module):
+    """A linear model with buffers: statistics that move in training, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.mean: Tensor
+        self.calls: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(inputs.mean(0), 0.1)
+                self.calls.add_(1)
+        outputs: Tensor = self.linear(inputs - self.mean)
+        return outputs.squeeze(1)
+
+
+def _with_buffers() -> Workload:
+    """A small model whose buffers have to travel with its parameters."""
+    values = torch.linspace(-1.0, 1.0, 64 * 3).reshape(64, 3)
+    return Workload(_Counting, _squared, (values, values.sum(1)), label="buffers")  # type: ignore[arg-type]
+
+
+def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square()
+
+
+def _cluster(rng: Generator, strategy: Strategy, workers: int, samples: int, faults: bool) -> Cluster:
+    seconds_per_sample = float(10 ** rng.uniform(-3, -2))
+    horizon = 1.5 * samples * seconds_per_sample / workers + 0.5
+    silence = float(rng.uniform(0.5, 2.0))
+    drawn = [_fault(rng, strategy, workers, horizon, silence) for _ in range(int(rng.integers(0, 5)))] if faults else []
+    return Cluster(
+        seconds_per_sample=seconds_per_sample,
+        seconds_per_call=float(rng.choice([0.0, 0.01])),
+        seconds_per_update=float(rng.choice([0.0, 0.0, 0.03])),
+        straggle=_straggle(rng),
+        factors=tuple(float(rng.uniform(0.5, 4.0)) for _ in range(int(rng.integers(0, workers + 1)))),
+        link=_link(rng),
+        faults=tuple(drawn),
+        crash_seen_seconds=float(rng.uniform(0.0, 0.5)),
+        silence_seconds=silence,
+    )
+
+
+def _straggle(rng: Generator) -> Straggle:
+    kinds: list[Straggle] = [
+        NoStraggle(),
+        Lognormal(0.7),
+        Pareto(1.5),
+        Mixture(((0.0, 0.0, 0.6), (0.1, 0.1, 0.3), (1.0, 0.2, 0.1))),
+    ]
+    return kinds[int(rng.integers(len(kinds)))]
+
+
+def _link(rng: Generator) -> Link:
+    return Link(
+        latency_seconds=float(rng.choice([0.0, 0.01, 0.3])),
+        bytes_per_second=_maybe(rng, float(10 ** rng.uniform(2.5, 4.5))),
+        delay_std_seconds=float(rng.choice([0.0, 0.0, 0.2])),
+    )
+
+
+def _fault(rng: Generator, strategy: Strategy, workers: int, horizon: float, silence: float) -> Fault:
+    size = strategy.processes(workers)
+    computing = [rank for rank in range(size) if strategy.computes(rank)]
+    at = float(rng.uniform(0.0, horizon))
+    seconds = float(rng.uniform(0.1, 3.0)) * silence
+    kind = int(rng.integers(5))
+    if kind <= 1:
+        rank = int(rng.choice(computing))
+        for_good = rank != computing[0] and rng.random() < 0.3  # somebody is left to finish
+        return Crash(rank, at, None if for_good else seconds)
+    if kind == 2:
+        return Pause(int(rng.integers(size)), at, seconds)
+    if kind == 3:
+        count = int(rng.integers(1, size)) if size > 1 else 1
+        return Partition(tuple(int(rank) for rank in rng.choice(size, count, replace=False)), at, seconds)
+    return Corrupt(int(rng.choice(computing)), at, min(seconds, 0.5))
+
+
+def _maybe(rng: Generator, value: Any) -> Any:
+    return value if rng.random() < 0.5 else None
