@@ -38,10 +38,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Segment:
-    """One round on a time line: `idle_seconds` of waiting up to `start`, then computing, then induced delay.
-
-    Delay may have been spread over the round; it is put at its end, where it does not split the bar.
-    """
+    """One round on a time line: `idle_seconds` of waiting up to `start`, then induced delay, then computing."""
 
     start: float
     compute_seconds: float

@@ -31,7 +31,6 @@ import msgspec
 import torch
 from torch import nn
 
-import offbeat
 from offbeat.actions import Budget, Finish, Record
 from offbeat.analysis import Summary, summarize
 from offbeat.cluster import Cluster, load_cluster
@@ -43,6 +42,7 @@ from offbeat.errors import ConfigurationError, RunFailed, unknown
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, RunRecords
 from offbeat.records.schema import RunHeader
 from offbeat.strategies.strategy import Cadence, EveryUpdates, Strategy
+from offbeat.version import __version__
 from offbeat.workloads import NamedWorkload, Target, Workload
 
 DEFAULT_WORKERS = 10
@@ -336,7 +336,7 @@ def _header(experiment: Experiment, workload: Workload, parameters: int) -> RunH
         parameters=parameters,
         target=None if experiment.target is None else to_plain(experiment.target),
         experiment=experiment.to_plain(),
-        offbeat=offbeat.__version__,
+        offbeat=__version__,
         torch=str(torch.__version__),
     )
 

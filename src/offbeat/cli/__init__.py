@@ -2,7 +2,7 @@
 
 0 done · 1 the run failed · 2 the command was wrong · 130 interrupted · 141 nobody reads the output any more
 
-Commands are imported when they are called: torch takes seconds, and `--version` needs none of it.
+A command is imported when it is called, since deriving its flags takes all strategies, workloads and torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 
 import cyclopts
 
-import offbeat
 from offbeat.errors import ConfigurationError, OffbeatError, unknown
+from offbeat.version import __version__
 
 HELP = """Train one model on many machines without making the fast ones wait.
 
@@ -79,7 +79,7 @@ def application() -> cyclopts.App:
     app = cyclopts.App(
         name="offbeat",
         help=HELP,
-        version=offbeat.__version__,
+        version=__version__,
         help_format="plaintext",
         print_error=False,
         exit_on_error=False,

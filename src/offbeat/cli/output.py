@@ -28,7 +28,12 @@ PAGE = "report.html"
 def console() -> Console:
     """Standard output; as wide as the terminal, or wide enough for the tables where there is none."""
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(file=sys.stdout, width=width, highlight=False)
+    return _Console(file=sys.stdout, width=width, highlight=False)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # `main` answers it, for this and for all other output
 
 
 def say(sentence: str) -> None:

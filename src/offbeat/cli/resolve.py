@@ -235,7 +235,8 @@ class _Choice:
             return strategy
         if alone or everyone:
             where = f"{self.label}.optimizer" if alone else "--optimizer"
-            strategy = dataclasses.replace(strategy, optimizer=from_plain(Optimizer | None, alone or everyone, where))  # type: ignore[call-arg]
+            chosen = from_plain(Optimizer | None, alone or everyone, where)
+            strategy = dataclasses.replace(strategy, optimizer=chosen)  # type: ignore[call-arg]
         current: Any = Experiment(workload, strategy).resolved()[0].strategy
         current = current.optimizer
         self.optimizer = current.name

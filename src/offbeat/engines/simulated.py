@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from offbeat.actions import (
     Action,
@@ -33,6 +32,7 @@ from offbeat.cluster import Cluster, Corrupt, Crash, Link, Partition, Pause, Spe
 from offbeat.engines.computing import Batches, Computing
 from offbeat.engines.network import LinkState, Network
 from offbeat.engines.pace import Pace
+from offbeat.engines.sent_tensors import SentTensors
 from offbeat.errors import ContractViolation
 from offbeat.events import (
     Evaluated,
@@ -167,7 +167,7 @@ class Simulation:
         self._strict = strict
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._sequence = 0
-        self._immutable: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._sent = SentTensors()
 
         strategy, workers = scenario.strategy, scenario.workers
         self.size = strategy.processes(workers)
@@ -311,7 +311,7 @@ class Simulation:
         elif isinstance(event, MessageArrived) and isinstance(event.keep, _Lease) and not event.keep.kept:
             lent = list(event.message.tensors())
         for tensor in lent:
-            if tensor not in self._immutable:
+            if tensor not in self._sent:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
     def _carry_out(self, rank: int, actions: Iterable[Action]) -> None:
@@ -388,7 +388,7 @@ class Simulation:
 
     def _snapshot(self, action: Compute) -> Compute:
         """The values as they are now. A tensor that has been sent is immutable by contract and need not be copied."""
-        if action.parameters in self._immutable or action.parameters is self._initial:
+        if action.parameters in self._sent or action.parameters is self._initial:
             return action
         return Compute(
             action.parameters.clone(),
@@ -536,8 +536,7 @@ class Simulation:
         if link is None:
             raise ContractViolation(f"rank {rank} sent to {send.to}, which its strategy does not name as a peer")
         for tensor in send.message.tensors():
-            if tensor not in self._immutable:
-                self._immutable[tensor] = tensor._version
+            self._sent.add(tensor)
         if link.up and self.processes[rank].known.get(send.to) == link.incarnation:
             link.outboxes[rank].put(send)
             self._transmit(rank, link)
@@ -588,7 +587,7 @@ class Simulation:
 
     def _arrived(self, at: float, source: int, message: Message) -> MessageArrived:
         for tensor in message.tensors():
-            if self._immutable[tensor] != tensor._version:
+            if self._sent.changed(tensor):
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
         if self._strict:
             lease = _Lease(message.copy())

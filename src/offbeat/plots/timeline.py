@@ -77,10 +77,10 @@ def _rows(axes: Axes, rows: list[list[curves.Segment]], look: Look, window: floa
     waiting, computing, delayed = Bars(window), Bars(window), Bars(window)
     for row, segments in enumerate(rows, start=1):
         for segment in segments:
-            done = segment.start + segment.compute_seconds
+            begun = segment.start + segment.induced_seconds
             waiting.add(segment.start - segment.idle_seconds, segment.start, row, 0.1)
-            computing.add(segment.start, done, row, 0.4)
-            delayed.add(done, done + segment.induced_seconds, row, 0.4)
+            delayed.add(segment.start, begun, row, 0.4)
+            computing.add(begun, begun + segment.compute_seconds, row, 0.4)
     waiting.draw(axes, INK, WAITING_ALPHA)
     computing.draw(axes, look.colour, 1.0)
     delayed.draw(axes, look.colour, DELAYED_ALPHA)

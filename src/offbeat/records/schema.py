@@ -19,7 +19,7 @@ FORMAT = 1
 class Round(Record, frozen=True, tag="round"):
     """One computation of one rank, written by the engine when it ended (`at`).
 
-    `seconds` counts from `start`, `induced_seconds` of them were artificial delay; `idle_seconds` went by
+    `seconds` counts from `start`, the first `induced_seconds` of them were artificial delay; `idle_seconds` went by
     between the end of the rank's previous round and this start, and of the messages that the previous round
     sent, the last took `send_seconds` to leave.
     """

@@ -1,1 +1,8 @@
-"""The algorithms: `strategy.py` is the contract, one package or file per family."""
+"""The algorithms: `strategy.py` is the contract, and there is one package or file per family.
+
+Importing a family enters its members in `Strategy.members`, where the command line finds them.
+"""
+
+from offbeat.strategies import hub
+
+__all__ = ["hub"]

@@ -103,22 +103,22 @@ class Workload:
         return model.train()  # type: ignore[no-any-return]
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """One loss per sample of the batch, ready to be summed and differentiated."""
+        """One loss per sample of a batch that is where the model is, ready to be summed and differentiated."""
         return self._outputs_and_losses(model, batch)[1]
 
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
         """Mean loss on the test data, and accuracy where outputs and targets are those of a classifier."""
-        data = self.evaluation_examples
+        data, device = self.evaluation_examples, next(model.parameters()).device
         loss, correct, classifies = 0.0, 0, True
         with torch.no_grad(), _evaluating(model):
             for first in range(0, len(data), EVALUATION_CHUNK):
                 chunk = slice(first, first + EVALUATION_CHUNK)
-                batch = data.inputs[chunk], data.targets[chunk]
+                batch = on_device((data.inputs[chunk], data.targets[chunk]), device)
                 outputs, losses = self._outputs_and_losses(model, batch)
                 loss += float(losses.sum(dtype=torch.float64))
                 classifies = classifies and _is_classification(outputs, batch[1])
                 if classifies:
-                    correct += int((outputs.argmax(1) == batch[1].to(outputs.device)).sum())
+                    correct += int((outputs.argmax(1) == batch[1]).sum())
         return loss / len(data), correct / len(data) if classifies else None
 
     @functools.cached_property
@@ -132,13 +132,20 @@ class Workload:
         return Examples(*self.train.take(spread))
 
     def _outputs_and_losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        device = next(model.parameters()).device
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        inputs, targets = batch
         outputs = model(inputs)
         losses = self.loss(outputs, targets)
         if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
             raise _wrong_shape(losses, len(targets))
         return outputs, losses
+
+
+def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The batch where the model is."""
+    inputs, targets = batch
+    if inputs.device == device and targets.device == device:
+        return batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 def _wrong_shape(losses: Any, samples: int) -> ConfigurationError:

@@ -1,0 +1,3 @@
+"""The version, for whoever cannot import the whole package."""
+
+__version__ = "0.1.0"

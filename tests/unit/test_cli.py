@@ -1,0 +1,456 @@
+"""The command line as a user meets it: what comes out, where it goes, and what flags mean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import a_small_run
+
+import offbeat
+from offbeat import cli
+from offbeat.actions import Budget, Samples, Seconds
+from offbeat.analysis import summarize
+from offbeat.cli import flags, main
+from offbeat.cli.flags import all_flags
+from offbeat.cli.output import Bar
+from offbeat.cli.resolve import plan_of
+from offbeat.configuration import options
+from offbeat.errors import RunFailed
+from offbeat.experiment import Experiment, Plan
+from offbeat.optimizers import SGD, AMSGrad
+from offbeat.records.schema import Notice, Update
+from offbeat.schedules import Linear
+from offbeat.strategies.hub import FixedMinibatch
+from offbeat.strategies.strategy import Strategy
+from offbeat.workloads import NamedWorkload, Quadratic
+
+QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
+
+SIMULATE = """
+    --baseline --batch --cluster --condition --crash-seen-seconds --damping --dimension --evaluate --examples --factors
+    --faults --hidden --hub-seconds --in-flight-max --json --k --link.bytes-per-second --link.delay-std-seconds
+    --link.latency-seconds --lr --messages --microbatch --no-report --noise --nonfinite-max --optimizer
+    --optimizer.alpha --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm --optimizer.decay-1d
+    --optimizer.epsilon --optimizer.lr --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d
+    --optimizer.no-nesterov --optimizer.weight-decay --out --overwrite --patience-seconds --quiet --samples-max
+    --seconds --seconds-per-call --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --split
+    --staleness-max --straggle --target --until --width --worker-seconds --workers
+"""
+COMPARE = """
+    --baseline --cluster --crash-seen-seconds --evaluate --factors --faults --json --link.bytes-per-second
+    --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet --seconds-per-call
+    --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --straggle --target --until --workers
+"""
+COMMANDS = {
+    "simulate": SIMULATE,
+    "compare": COMPARE,
+    "report": "--baseline --out",
+    "replay": "--seed --trace",
+    "strategies": "--json",
+    "workloads": "--json",
+    "clusters": "--json",
+}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def registers() -> Any:
+    """Leaves the registers as they were, for tests that load classes from files."""
+    before = dict(Strategy.members), dict(NamedWorkload.members)
+    yield
+    for family, members in zip((Strategy, NamedWorkload), before, strict=True):
+        family.members.clear()
+        family.members.update(members)
+
+
+def plan(*argv: str) -> Plan:
+    """The plan that `simulate` makes of these words and flags."""
+    words, values = [], {flag.attribute: None for flag in all_flags()}
+    names = {name: flag for flag in all_flags() for name in (flag.name, flags.ALIASES.get(flag.path))}
+    rest = iter(argv)
+    for word in rest:
+        if word.startswith("--"):
+            flag = names[word]
+            values[flag.attribute] = True if flag.kind is bool else next(rest)  # type: ignore[assignment]
+        else:
+            words.append(word)
+    return plan_of(words, flags.given(types.SimpleNamespace(**values), all_flags()))
+
+
+# What can be typed
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_the_options_of_a_command_change_only_on_purpose(command: str) -> None:
+    arguments = cli.application()[command].assemble_argument_collection(parse_docstring=False)
+    names = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
+    assert sorted(name for name in names if name.startswith("--")) == COMMANDS[command].split()
+
+
+def test_the_commands_change_only_on_purpose() -> None:
+    assert list(cli.COMMANDS) == list(COMMANDS)
+    assert list(cli.USAGES) == list(COMMANDS)
+
+
+def test_no_two_flags_share_a_name() -> None:
+    names = [flag.name for flag in all_flags()]
+    assert len(names) == len(set(names))
+
+
+def test_a_field_name_means_the_same_type_in_every_strategy_and_in_every_workload() -> None:
+    for members in (flags.strategies(), flags.workloads()):
+        kinds: dict[str, Any] = {}
+        for cls in members.values():
+            for item in options(cls):
+                assert kinds.setdefault(item.path, item.kind) == item.kind, f"{cls.__name__}.{item.path}"
+
+
+def test_every_flag_is_explained() -> None:
+    assert [flag.name for flag in all_flags() if len(flag.text) < 10] == []
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_without_a_command_it_says_what_commands_there_are(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == offbeat.__version__
+
+
+def test_it_is_quiet_when_nobody_reads_its_output() -> None:
+    script = "import sys; from offbeat.cli import main; sys.exit(main(['--help']))"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_the_help_of_simulate_fits_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 100
+    places = [shown.index(f"─ {section} ─") for section in flags.GROUPS]
+    assert places == sorted(places)
+    assert "seconds between updates [async-timed: 2]" in shown
+
+
+# What words and flags mean
+
+
+def test_a_flag_goes_to_every_strategy_that_has_the_field() -> None:
+    made = plan("quadratic", "fmb", "amb", "async-timed", "--batch", "32", "--hub-seconds", "0.5")
+    assert made.strategies[0].batch == made.strategies[1].batch == 32  # type: ignore[attr-defined]
+    assert made.strategies[2].hub_seconds == 0.5  # type: ignore[attr-defined]
+
+
+def test_a_setting_for_one_strategy_beats_a_flag_for_all() -> None:
+    made = plan("quadratic", "fmb", "amb", "amb", "amb.batch=8", "amb-2.seconds=5", "--batch", "32", "fmb.lr=0.5")
+    assert made.labels == ("fmb", "amb", "amb-2")
+    assert [strategy.batch for strategy in made.strategies] == [32, 8, 32]  # type: ignore[attr-defined]
+    assert [getattr(strategy, "seconds", None) for strategy in made.strategies] == [None, None, 5.0]
+    assert made.strategies[0].optimizer == SGD(lr=0.5)  # type: ignore[attr-defined]
+
+
+def test_a_learning_rate_alone_changes_the_optimizer_that_suits_workload_and_strategy() -> None:
+    made = plan("quadratic", "fmb", "apam", "--lr", "0.01", "--optimizer.momentum", "0.5")
+    assert made.strategies[0].optimizer == SGD(lr=0.01, momentum=0.5)  # type: ignore[attr-defined]
+    assert made.strategies[1].optimizer == AMSGrad(lr=0.01)  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_is_a_name_a_shorthand_or_fields() -> None:
+    def optimizer(*argv: str) -> Any:
+        return plan("quadratic", "fmb", *argv).strategies[0].optimizer  # type: ignore[attr-defined]
+
+    assert optimizer("--optimizer", "sgd:0.3") == SGD(lr=0.3)
+    assert optimizer("--optimizer", "sgd:0.3", "--lr", "0.2") == SGD(lr=0.2)
+    assert optimizer("--lr", "0.2", "fmb.optimizer=sgd:0.3") == SGD(lr=0.3)
+    assert optimizer("--lr", "0.2", "fmb.optimizer.momentum=0.9") == SGD(lr=0.2, momentum=0.9)
+    assert optimizer("--lr", "linear:0.1:0:1000") == SGD(lr=Linear(0.1, 0.0, 1000))
+    assert optimizer("--optimizer.momentum", "0.9", "--optimizer.nesterov") == SGD(0.1, momentum=0.9, nesterov=True)
+    assert optimizer() is None
+
+
+def test_cluster_flags_change_the_cluster_that_is_named() -> None:
+    made = plan(
+        *("quadratic", "fmb", "--cluster", "thin", "--link.latency-seconds", "0.2", "--straggle", "niagara"),
+        *("--factors", "1,1,4", "--faults", "crash:1:30:5,pause:2:10:5"),
+    )
+    assert made.cluster.link.latency_seconds == 0.2
+    assert made.cluster.link.bytes_per_second == 12.5e6
+    assert made.cluster.factors == (1.0, 1.0, 4.0)
+    assert [fault.name for fault in made.cluster.faults] == ["crash", "pause"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "seeds"),
+    [(["--seeds", "3"], (0, 1, 2)), (["--seeds", "3,4,7"], (3, 4, 7)), (["--seed", "5"], (5,)), ([], (0,))],
+)
+def test_seeds_are_a_number_or_a_list(argv: list[str], seeds: tuple[int, ...]) -> None:
+    assert plan("quadratic", "fmb", *argv).seeds == seeds
+
+
+def test_none_can_be_said_to_a_field_whose_default_is_something_and_survives_a_file() -> None:
+    made = plan("quadratic", "async-timed", "--samples-max", "none", "--evaluate", "none")
+    assert made.strategies[0].samples_max is None  # type: ignore[attr-defined]
+    again = Plan.from_plain(made.to_plain(), "again")
+    assert again == made
+
+
+# Running
+
+
+def test_simulate_shows_a_table_a_headline_and_where_everything_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "quadratic", "fmb", "amb", "--seeds", "2", *QUICK]) == 0
+    said = capsys.readouterr()
+    assert "speed-up" in said.out
+    assert "No strategy reaches" in said.out
+    assert "records: runs/quadratic-001" in said.out
+    assert "page:    runs/quadratic-001/report.html" in said.out
+    assert len(said.err.splitlines()) == 4
+    assert "[4/4] amb, seed 1:" in said.err
+    there = {path.name for path in Path("runs/quadratic-001").iterdir()}
+    assert there == {"fmb-seed0", "fmb-seed1", "amb-seed0", "amb-seed1", "experiment.toml", "report.html"}
+
+
+@pytest.mark.parametrize("until", [Samples(200), Seconds(20.0)])
+def test_the_bar_advances_by_the_share_of_a_run_that_is_done(until: Budget) -> None:
+    drawn: list[tuple[float, str]] = []
+    bar = Bar(2, lambda done, text: drawn.append((done, text)))
+    experiment = Experiment(Quadratic(), FixedMinibatch(), until=until, seed=4)
+    halfway = Update(10.0, 0, 1, 1, 100, 100, 0.1, ())
+    bar.on_record(experiment, Notice(9.0, 0, "not an update"))
+    bar.on_record(experiment, halfway)
+    bar.ended(summarize(a_small_run()))
+    bar.on_record(experiment, halfway)
+    assert drawn == [(0.5, "fmb, seed 4 (1 of 2)"), (1.5, "fmb, seed 4 (2 of 2)")]
+
+
+def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "quadratic", "fmb", "amb", "--json", "--quiet", "--no-report", *QUICK]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    result = json.loads(said.out)
+    assert [run["strategy"] for run in result["runs"]] == ["fmb", "amb"]
+    assert [run["directory"] for run in result["runs"]] == [
+        f"runs/quadratic-001/{name}-seed0" for name in ("fmb", "amb")
+    ]
+    assert result["baseline"] == "fmb"
+    assert not Path("runs/quadratic-001/report.html").exists()
+
+
+def test_each_command_gets_the_next_free_number() -> None:
+    Path("runs/quadratic-004").mkdir(parents=True)
+    assert main(["simulate", "quadratic", "fmb", "--no-report", *QUICK]) == 0
+    assert Path("runs/quadratic-005/fmb-seed0/records.jsonl").exists()
+
+
+def test_what_was_run_can_be_run_again_from_its_experiment_file() -> None:
+    argv = [
+        "quadratic",
+        "fmb",
+        "amb",
+        "amb",
+        "amb-2.seconds=1",
+        "--straggle",
+        "niagara",
+        "--lr",
+        "0.05",
+        "--seeds",
+        "1,2",
+    ]
+    assert main(["simulate", *argv, "--out", "first", "--no-report", *QUICK]) == 0
+    assert main(["compare", "first/experiment.toml", "--out", "second", "--no-report"]) == 0
+    assert (Path("first/experiment.toml").read_text()) == Path("second/experiment.toml").read_text()
+    runs = sorted(path.name for path in Path("first").iterdir() if path.is_dir())
+    assert len(runs) == 6
+    for run, file in itertools.product(runs, ("run.json", "records.jsonl")):
+        assert (Path("first") / run / file).read_bytes() == (Path("second") / run / file).read_bytes()
+
+
+def test_compare_takes_what_the_command_line_says_over_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("e.toml").write_text('workload = "quadratic"\nstrategy = ["fmb", "amb"]\nseeds = 3\ncluster = "thin"\n')
+    argv = ["--workers", "2", "--seed", "7", "--until", "1000", "--target", "loss:5", "--straggle", "niagara"]
+    assert main(["compare", "e.toml", *argv, "--json", "--quiet", "--no-report", "--out", "o"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(run["workers"], run["seed"]) for run in result["runs"]] == [(2, 7), (2, 7)]
+    assert result["target"] == {"metric": "loss", "value": 5.0}
+    made = Plan.from_file("o/experiment.toml")
+    assert made.cluster.link.latency_seconds == 0.05
+    assert made.cluster.straggle.name == "mixture"
+
+
+def test_overwrite_removes_runs_and_leaves_everything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", "quadratic", "--no-report", "--out", "o", *QUICK]
+    assert main([*argv, "fmb", "amb"]) == 0
+    Path("o/amb-seed0/notes.txt").write_text("mine")
+    Path("o/notes.txt").write_text("mine")
+    assert main([*argv, "fmb", "--overwrite"]) == 0
+    assert Path("o/fmb-seed0/run.json").exists()
+    assert [path.name for path in Path("o/amb-seed0").iterdir()] == ["notes.txt"]
+    assert Path("o/notes.txt").exists()
+
+
+def test_overwrite_leaves_alone_what_only_looks_like_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", "quadratic", "fmb", "--no-report", *QUICK]
+    assert main([*argv, "--out", "o/deeper"]) == 0
+    Path("p/other").mkdir(parents=True)
+    Path("p/other/run.json").write_text("{}")
+    for out in ("o", "p"):
+        assert main([*argv, "--out", out, "--overwrite"]) == 2
+    assert Path("o/deeper/fmb-seed0/run.json").exists()
+    assert Path("p/other/run.json").exists()
+
+
+def test_a_failed_run_is_shown_and_makes_the_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = "crash:1:1,crash:2:1,crash:3:1"
+    assert main(["simulate", "quadratic", "fmb", "--faults", faults, "--quiet", "--out", "o", *QUICK]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("offbeat: fmb, seed 0, failed: every worker was lost")
+    assert "records: o" in said.out
+    assert Path("o/report.html").exists()
+
+
+def test_without_matplotlib_everything_but_the_page_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", "quadratic", "fmb", "--quiet", *QUICK]) == 0
+    said = capsys.readouterr()
+    assert said.err == (
+        "offbeat: no page was drawn: the report needs matplotlib, which is not installed; "
+        "type: pip install 'offbeat[report]'\n"
+    )
+    assert "records:" in said.out
+    assert "page:" not in said.out
+
+
+def test_an_interrupt_is_one_line_that_says_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offbeat.cli import running
+
+    simulate = running.simulate_experiment
+
+    def interrupted(experiment: Any, *rest: Any) -> Any:
+        if experiment.name == "amb":
+            raise KeyboardInterrupt
+        return simulate(experiment, *rest)
+
+    monkeypatch.setattr(running, "simulate_experiment", interrupted)
+    assert main(["simulate", "quadratic", "fmb", "amb", "--quiet", *QUICK]) == 130
+    said = capsys.readouterr()
+    assert said.err == "offbeat: interrupted; 1 of 2 runs were finished and are in runs/quadratic-001\n"
+
+
+def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from offbeat.configuration import option\n"
+        "from offbeat.strategies.hub import FixedMinibatch\n"
+        "from offbeat.workloads import Quadratic\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(FixedMinibatch):\n"
+        "    extra: int = option(1, 'nothing in particular')\n"
+        "@dataclass(frozen=True)\n"
+        "class Small(Quadratic, name='small'):\n"
+        "    dimension: int = option(10, 'how many parameters')\n"
+    )
+    argv = ["own.py:Small", "fmb", "own.py:Mine", "Mine.extra=5", "small.noise=0.5", "--out", "o", "--no-report"]
+    assert main(["simulate", *argv, *QUICK]) == 0
+    assert 'name = "own.py:Mine"' in Path("o/experiment.toml").read_text()
+    assert main(["replay", "o/Mine-seed0"]) == 0
+    assert main(["compare", "o/experiment.toml", "--out", "p", "--no-report"]) == 0
+    assert Path("o/Mine-seed0/records.jsonl").read_bytes() == Path("p/Mine-seed0/records.jsonl").read_bytes()
+
+
+# Reports, lists, replays
+
+
+def test_report_draws_the_page_beside_the_runs_or_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "quadratic", "fmb", "amb", "--no-report", "--quiet", "--out", "o", *QUICK]) == 0
+    assert main(["report", "o"]) == 0
+    assert main(["report", "o/fmb-seed0", "o/amb-seed0", "--out", "elsewhere/p.html", "--baseline", "amb"]) == 0
+    assert "page: elsewhere/p.html" in capsys.readouterr().out
+    assert Path("o/report.html").exists()
+    assert Path("elsewhere/p.html").exists()
+
+
+@pytest.mark.parametrize("command", ["strategies", "workloads", "clusters"])
+def test_the_lists_name_everything_in_words_and_as_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 0
+    shown = capsys.readouterr().out
+    assert main([command, "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)[command]
+    assert len(entries) >= 6
+    assert all(entry["name"] in shown and entry["summary"] for entry in entries)
+    name = entries[0]["name"]
+    assert main([command, name]) == 0
+    assert name in capsys.readouterr().out
+    assert main([command, name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == entries[0]
+
+
+def test_one_strategy_is_shown_with_its_fields_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies", "async-timed"]) == 0
+    shown = capsys.readouterr().out
+    assert "Al-Lawati" in shown
+    assert "--hub-seconds" in shown
+    assert "seconds between updates" in shown
+
+
+def test_replay_says_that_a_run_repeats_itself_or_where_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "quadratic", "async-timed", "--no-report", "--quiet", "--out", "o", *QUICK]) == 0
+    capsys.readouterr()
+    assert main(["replay", "o/async-timed-seed0"]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
+    records = Path("o/async-timed-seed0/records.jsonl")
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join([*lines[:4], lines[5], *lines[5:]]))
+    assert main(["replay", "o/async-timed-seed0"]) == 1
+    assert "differs from line 5 on; on another machine" in capsys.readouterr().err
+    header = Path("o/async-timed-seed0/run.json")
+    header.write_text(header.read_text().replace('"torch": "', '"torch": "0.'))
+    assert main(["replay", "o/async-timed-seed0"]) == 1
+    assert "it was recorded with torch 0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("a sample was applied twice"), RunFailed("a sample was applied twice")]
+)
+def test_replay_of_a_seed_says_what_went_wrong(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offbeat import testing
+
+    asked: list[Any] = []
+
+    def replay(*args: Any) -> None:
+        asked.append(args)
+        if args[1] == 4:
+            raise error
+
+    monkeypatch.setattr(testing, "replay", replay)
+    assert main(["replay", "amb", "--seed", "3"]) == 0
+    assert main(["replay", "amb", "--seed", "4", "--trace"]) == 1
+    assert asked == [("amb", 3, False), ("amb", 4, True)]
+    assert capsys.readouterr().err == "offbeat: a sample was applied twice\n"
