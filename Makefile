@@ -13,7 +13,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/offbeat compare experiments/demo.toml --out runs/demo
+	$(BIN)/offbeat compare experiments/demo.toml --out runs/demo --overwrite
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2

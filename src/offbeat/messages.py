@@ -1,8 +1,8 @@
 """What nodes say to each other: a small typed header and flat tensors.
 
-A message is a frozen dataclass. Fields that hold a tensor, or a tuple of tensors, are its payload; all others
-are its header, plain data that msgspec can encode. A strategy defines its own messages in its own file by
-subclassing `Message`; the two that end a run are here because every family ends the same way.
+A message is a frozen dataclass. Fields declared as `Tensor` or `Buffers` are its payload; all others are its
+header, plain data that msgspec can encode. A strategy defines its own messages in its own file by subclassing
+`Message`; the two that end a run are here because every family ends the same way.
 
 A tensor in a message is immutable from the moment it is handed to `Send`.
 """
@@ -10,6 +10,7 @@ A tensor in a message is immutable from the moment it is handed to `Send`.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,24 +34,21 @@ class Message:
         super().__init_subclass__(**kwargs)
         Message.kinds[cls.__name__] = cls
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The payload, in the order of the fields."""
-        for name in _fields(self):
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-                yield from value
+        found: list[Tensor] = []
+        for name, single in _payload(self):
+            if single:
+                found.append(getattr(self, name))
+            else:
+                found.extend(getattr(self, name))
+        return found
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Message:
         """The same header over other tensors, taken in the order of `tensors()`."""
         changes: dict[str, Any] = {}
-        for name in _fields(self):
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                changes[name] = next(tensors)
-            elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-                changes[name] = tuple(next(tensors) for _ in value)
+        for name, single in _payload(self):
+            changes[name] = next(tensors) if single else tuple(next(tensors) for _ in getattr(self, name))
         return dataclasses.replace(self, **changes)
 
     def copy(self) -> Message:
@@ -62,14 +60,17 @@ class Message:
         return HEADER_BYTES + sum(tensor.nbytes for tensor in self.tensors())
 
 
-_FIELDS: dict[type[Message], tuple[str, ...]] = {}
+_PAYLOADS: dict[type[Message], list[tuple[str, bool]]] = {}
 
 
-def _fields(message: Message) -> tuple[str, ...]:
+def _payload(message: Message) -> list[tuple[str, bool]]:
+    """The fields of a message that hold tensors, and whether they hold just one."""
     kind = type(message)
-    if kind not in _FIELDS:
-        _FIELDS[kind] = tuple(item.name for item in dataclasses.fields(kind))
-    return _FIELDS[kind]
+    if kind not in _PAYLOADS:
+        hints = typing.get_type_hints(kind)
+        kinds = [(item.name, hints[item.name]) for item in dataclasses.fields(kind)]
+        _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in kinds if hint in (Tensor, Buffers)]
+    return _PAYLOADS[kind]
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,16 @@ class _Lease:
         return self.message
 
 
-Happening = Callable[[], None]
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """An event for the node of a rank, made when it is handled; None where it has lost its point by then."""
+
+    life: int
+    event: Callable[[float], Event | None]
+
+
+Happening = Delivery | Callable[[], None]
+"""What the heap holds. None of them refers to itself: gradients must go when they are used, not when memory is low."""
 
 
 class Simulation:
@@ -168,6 +177,8 @@ class Simulation:
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._sequence = 0
         self._sent = SentTensors()
+        self._active = 0
+        """How many processes are alive and have not finished."""
 
         strategy, workers = scenario.strategy, scenario.workers
         self.size = strategy.processes(workers)
@@ -178,6 +189,7 @@ class Simulation:
         self._computing_ranks = [rank for rank in range(self.size) if strategy.computes(rank)]
         self._orders: dict[int, Order] = {}
         self.processes = [self._process(rank) for rank in range(self.size)]
+        self._active = self.size
         self.network = self._connect()
 
     # Building
@@ -243,9 +255,12 @@ class Simulation:
         for fault in self.scenario.cluster.faults:
             self._at(fault.at_seconds, -1, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
         with torch.random.fork_rng(devices=[]):
-            while self._heap and any(process.active for process in self.processes):
-                self.now, _, _, happening = heapq.heappop(self._heap)
-                happening()
+            while self._heap and self._active:
+                self.now, sequence, rank, happening = heapq.heappop(self._heap)
+                if isinstance(happening, Delivery):
+                    self._delivered(sequence, rank, happening)
+                else:
+                    happening()
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -269,22 +284,19 @@ class Simulation:
 
     def _deliver(self, time: float, rank: int, event: Callable[[float], Event | None]) -> int:
         """Let the node of `rank` handle an event at `time`, or when it can; the event is made then."""
-        life = self.processes[rank].life
+        return self._at(time, rank, Delivery(self.processes[rank].life, event))
 
-        def happening() -> None:
-            process = self.processes[rank]
-            if not process.active or process.life != life:
-                return
-            if process.busy_until > self.now:
-                # Kept in order: what is put off keeps its sequence number.
-                heapq.heappush(self._heap, (process.busy_until, sequence, rank, happening))
-                return
-            made = event(self.now)
-            if made is not None:
-                self._handle(rank, made)
-
-        sequence = self._at(time, rank, happening)
-        return sequence
+    def _delivered(self, sequence: int, rank: int, delivery: Delivery) -> None:
+        process = self.processes[rank]
+        if not process.active or process.life != delivery.life:
+            return
+        if process.busy_until > self.now:
+            # Kept in order: what is put off keeps its sequence number.
+            heapq.heappush(self._heap, (process.busy_until, sequence, rank, delivery))
+            return
+        event = delivery.event(self.now)
+        if event is not None:
+            self._handle(rank, event)
 
     def _handle(self, rank: int, event: Event) -> None:
         self.events += 1
@@ -513,6 +525,7 @@ class Simulation:
 
     def _finish(self, rank: int, action: Finish) -> None:
         process = self.processes[rank]
+        self._active -= 1
         process.finish = action
         process.finished_at = self.now
         process.computation = None
@@ -568,24 +581,21 @@ class Simulation:
             left()
 
     def _travel(self, source: int, send: Send, link: LinkState) -> None:
-        config, incarnation = link.outboxes[source].config, link.incarnation
+        config = link.outboxes[source].config
         delay = config.latency_seconds
         if config.delay_std_seconds > 0:
             delay += config.draw_delay(self.processes[send.to].delay_random)
 
-        def event(at: float) -> Event | None:
-            if not link.up or link.incarnation != incarnation:
-                return None
-            if link.held_until > at:
-                self._deliver(link.held_until, send.to, event)
-                return None
-            return self._arrived(at, source, send.message)
-
+        arrival = Arrival(self, source, send, link, link.incarnation)
         outbox = link.outboxes[source]
         outbox.last_arrival = max(outbox.last_arrival, self.now + delay)
-        self._deliver(self.now + delay, send.to, event)
+        self._deliver(self.now + delay, send.to, arrival)
 
-    def _arrived(self, at: float, source: int, message: Message) -> MessageArrived:
+    def hold(self, until: float, rank: int, arrival: Arrival) -> None:
+        """Let a message arrive later."""
+        self._deliver(until, rank, arrival)
+
+    def arrived(self, at: float, source: int, message: Message) -> MessageArrived:
         for tensor in message.tensors():
             if self._sent.changed(tensor):
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
@@ -614,6 +624,7 @@ class Simulation:
         process = self.processes[fault.rank]
         if not process.active:
             return
+        self._active -= 1
         process.alive = False
         process.computation, process.stepper, process.timers, process.known = None, None, {}, {}
         life = process.life
@@ -632,6 +643,7 @@ class Simulation:
 
     def _come_back(self, rank: int, reason: str) -> None:
         process = self.processes[rank]
+        self._active += 1
         process.alive, process.life = True, process.life + 1
         process.busy_until, process.free_since = self.now, self.now
         process.node = self.fresh_node(rank)
@@ -701,3 +713,22 @@ class Simulation:
         link = self.network.link(a, b)
         assert link is not None
         return link
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message under way. It arrives unless the link it left by is gone; a partition may hold it up."""
+
+    simulation: Simulation
+    source: int
+    send: Send
+    link: LinkState
+    incarnation: int
+
+    def __call__(self, at: float) -> Event | None:
+        if not self.link.up or self.link.incarnation != self.incarnation:
+            return None
+        if self.link.held_until > at:
+            self.simulation.hold(self.link.held_until, self.send.to, self)
+            return None
+        return self.simulation.arrived(at, self.source, self.send.message)

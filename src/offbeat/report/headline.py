@@ -73,7 +73,8 @@ def _alone(comparison: Comparison, target: Target, reached: dict[str, Interval])
 
 def _never(comparison: Comparison, target: Target) -> str:
     best = _best(comparison, target.metric)
-    ends = f"; {best[0]} comes nearest and ends at {best[1]:.3g}" if best else ""
+    nearest = f"{best[0]} comes nearest and ends" if best and len(comparison.strategies) > 1 else "it ends"
+    ends = f"; {nearest} at {best[1]:.3g}" if best else ""
     who = "No strategy reaches" if len(comparison.strategies) > 1 else f"{comparison.baseline} does not reach"
     return f"{who} {goal(target)} in the time it had{ends}."
 

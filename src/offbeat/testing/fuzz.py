@@ -38,22 +38,22 @@ from offbeat.workloads import Quadratic, Workload
 PATIENCE_SECONDS = 60.0
 """Longer than any outage drawn here, so that nobody gives up who should not."""
 
-FIELDS: dict[str, Callable[[Generator], Any]] = {
-    "batch": lambda rng: int(rng.integers(4, 49)),
-    "microbatch": lambda rng: int(rng.integers(1, 17)),
-    "seconds": lambda rng: _maybe(rng, float(rng.uniform(0.05, 0.6))),
-    "samples_max": lambda rng: _maybe(rng, int(rng.integers(16, 65))),
-    "worker_seconds": lambda rng: float(rng.uniform(0.05, 0.6)),
-    "hub_seconds": lambda rng: float(rng.uniform(0.05, 0.6)),
-    "messages": lambda rng: _maybe(rng, int(rng.integers(1, 6))),
-    "k": lambda rng: _maybe(rng, int(rng.integers(1, 4))),
-    "staleness_max": lambda rng: _maybe(rng, int(rng.integers(1, 6))),
-    "damping": lambda rng: float(rng.choice([0.0, 0.5, 1.0])),
-    "in_flight_max": lambda rng: int(rng.integers(1, 4)),
-    "optimizer": lambda rng: _optimizer(rng),
-    "patience_seconds": lambda rng: PATIENCE_SECONDS,
+FIELDS: dict[str, Callable[[Generator, int], Any]] = {
+    "batch": lambda rng, workers: int(rng.integers(4, 49)),
+    "microbatch": lambda rng, workers: int(rng.integers(1, 17)),
+    "seconds": lambda rng, workers: _maybe(rng, float(rng.uniform(0.05, 0.6))),
+    "samples_max": lambda rng, workers: _maybe(rng, int(rng.integers(16, 65))),
+    "worker_seconds": lambda rng, workers: float(rng.uniform(0.05, 0.6)),
+    "hub_seconds": lambda rng, workers: float(rng.uniform(0.05, 0.6)),
+    "messages": lambda rng, workers: _maybe(rng, int(rng.integers(1, 6))),
+    "k": lambda rng, workers: _maybe(rng, int(rng.integers(1, workers + 1))),
+    "staleness_max": lambda rng, workers: _maybe(rng, int(rng.integers(1, 6))),
+    "damping": lambda rng, workers: float(rng.choice([0.0, 0.5, 1.0])),
+    "in_flight_max": lambda rng, workers: int(rng.integers(1, 4)),
+    "optimizer": lambda rng, workers: _optimizer(rng),
+    "patience_seconds": lambda rng, workers: PATIENCE_SECONDS,
 }
-"""How to draw a setting, for every strategy that has a field of this name."""
+"""How to draw a setting, given the number of workers, for every strategy that has a field of this name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     rng = stream(seed, "fuzz")
     workers = int(rng.integers(1, 6))
     samples = int(rng.integers(120, 600))
-    varied = _vary(strategy, rng)
+    varied = _vary(strategy, rng, workers)
     chosen = workload or _workload(rng)
     cluster = _cluster(rng, varied, workers, samples, faults)
     scenario = Scenario(
@@ -84,8 +84,8 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     return Case(scenario, may_fail=any(isinstance(fault, Corrupt) for fault in cluster.faults))
 
 
-def _vary(strategy: Strategy, rng: Generator) -> Strategy:
-    drawn = {name: draw(rng) for name, draw in FIELDS.items()}
+def _vary(strategy: Strategy, rng: Generator, workers: int) -> Strategy:
+    drawn = {name: draw(rng, workers) for name, draw in FIELDS.items()}
     names = {item.name for item in dataclasses.fields(strategy)}
     return dataclasses.replace(strategy, **{name: value for name, value in drawn.items() if name in names})
 

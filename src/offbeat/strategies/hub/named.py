@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from offbeat.actions import Samples, Seconds
-from offbeat.configuration import option, require_positive
+from offbeat.configuration import option, require, require_positive
 from offbeat.optimizers import AMSGrad, Optimizer
 from offbeat.strategies.hub.composition import Hub
 from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, TargetBatch
@@ -189,6 +189,13 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
         require_positive(self, "k")
         first = self.k or max(1, math.ceil(0.8 * workers))
         return self._composed(compute=Samples(self.batch), collect=Distinct(first), waits=True)
+
+    def processes(self, workers: int) -> int:
+        require(
+            self.k is None or self.k <= workers,
+            f"k-of-n cannot wait for the first k = {self.k} of {workers} workers; give a smaller k or more workers",
+        )
+        return super().processes(workers)
 
 
 def _amsgrad(optimizer: Optimizer) -> AMSGrad:
