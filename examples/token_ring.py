@@ -1,0 +1,79 @@
+"""Incremental SGD on a ring: one set of parameters goes from machine to machine, and each takes a step on it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import offbeat as ob
+from offbeat.actions import Compute, Evaluate, Finish, Report, Send
+from offbeat.configuration import option
+from offbeat.events import Evaluated, GradientReady, MessageArrived, Started
+from offbeat.messages import Buffers, Message
+from offbeat.records.schema import Contribution, Evaluation, Update
+
+
+@dataclass(frozen=True)
+class Token(Message):
+    parameters: Tensor
+    buffers: Buffers
+    version: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class TokenRing(ob.Strategy, name="token-ring"):
+    batch: int = option(64, "samples per step")
+    lr: float = option(0.1, "learning rate")
+
+    def processes(self, workers):
+        return workers
+
+    def computes(self, rank):
+        return True
+
+    def peers(self, rank, processes):
+        return {(rank + 1) % processes, (rank - 1) % processes} - {rank}
+
+    def node(self, setup):
+        return Member(self, setup)
+
+
+class Member(ob.Node):
+    def __init__(self, config, setup):
+        self.config, self.setup, self.draw = config, setup, 0
+        self.next = (setup.rank + 1) % len(setup.members)
+        self.token = Token(setup.parameters, setup.buffers)
+
+    def handle(self, event):
+        if isinstance(event, Started) and self.setup.rank == 0:
+            yield from self.go_on(here=True)
+        elif isinstance(event, MessageArrived):
+            self.token = event.keep()
+            yield from self.go_on(here=self.token.samples < self.setup.until.count)
+        elif isinstance(event, GradientReady):
+            old, self.draw, lr = self.token, event.draws[1], self.config.lr
+            parameters = old.parameters - lr / event.samples * event.gradient
+            buffers = tuple(buffer.clone() for buffer in event.buffers)  # lent with the event, so copied
+            self.token = new = Token(parameters, buffers, old.version + 1, old.samples + event.samples)
+            part = Contribution(self.setup.rank, *event.draws, staleness=0)
+            yield Report(Update(event.at, 0, new.version, 1, event.samples, new.samples, lr, (part,)))
+            yield Evaluate(parameters, buffers, new.version)
+        elif isinstance(event, Evaluated):
+            yield Report(Evaluation(event.at, 0, event.version, self.token.samples, event.loss, event.accuracy))
+            yield from self.go_on(here=self.next == self.setup.rank)
+
+    def go_on(self, here):
+        x, enough = self.token, self.token.samples >= self.setup.until.count
+        if here and not enough:
+            yield Compute(x.parameters, x.buffers, x.version, self.draw, ob.Samples(self.config.batch), microbatch=16)
+        elif self.next != self.setup.rank:
+            yield Send(self.next, x)
+        if enough:
+            yield Finish(x.parameters, x.buffers, x.version)
+
+    def state(self):
+        return {"draw": self.draw, "token": dict(vars(self.token))}
+
+    def restore(self, state):
+        token = state["token"]
+        self.draw, self.token = state["draw"], Token(**{**token, "buffers": tuple(token["buffers"])})

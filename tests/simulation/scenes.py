@@ -1,0 +1,63 @@
+"""Small scenes for tests: run a strategy, get its records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import offbeat as ob
+from offbeat.actions import Budget, Record
+from offbeat.engines.simulated import Outcome, Scenario, Simulation
+from offbeat.records.files import MemoryWriter
+from offbeat.strategies.strategy import Cadence
+from offbeat.testing import Invariants
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+@dataclass
+class Scene:
+    records: list[Record]
+    outcome: Outcome
+    simulation: Simulation
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+
+def play(
+    strategy: ob.Strategy,
+    workload: ob.Workload | None = None,
+    *,
+    cluster: ob.Cluster | None = None,
+    workers: int = 3,
+    until: Budget | None = None,
+    seed: int = 0,
+    evaluate: Cadence | None = None,
+    user_optimizer: ob.Optimizer | None = None,
+    checked: bool = True,
+) -> Scene:
+    """Simulate; the invariants are watched unless a test is about what they would refuse."""
+    workload = workload or quadratic()
+    strategy = strategy.suited(workload.optimizer)
+    scenario = Scenario(
+        strategy,
+        workload,
+        cluster or ob.Cluster(),
+        workers,
+        until or ob.Samples(2000),
+        seed,
+        evaluate,
+        user_optimizer,
+    )
+    invariants = Invariants(strategy.staleness_bound)
+    writer = invariants if checked else MemoryWriter()
+    simulation = Simulation(scenario, writer, observer=invariants if checked else None)
+    outcome = simulation.run()
+    if checked:
+        invariants.ended(simulation, outcome)
+    return Scene(writer.records, outcome, simulation)
+
+
+def quadratic() -> ob.Workload:
+    return ob.Quadratic(dimension=8, examples=256).build()

@@ -1,0 +1,65 @@
+"""Same seed, same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import offbeat as ob
+from offbeat.records.files import RECORDS, read_run
+
+CLUSTER = ob.Cluster(
+    straggle=ob.NIAGARA,
+    link=ob.Link(latency_seconds=0.01, delay_std_seconds=0.05),
+    faults=(ob.Crash(2, 10.0, back_after_seconds=5.0),),
+)
+
+
+def digest(directory: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(directory.iterdir()))).hexdigest()
+
+
+@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+def test_the_same_seed_writes_the_same_bytes_and_another_does_not(name: str, tmp_path: Path) -> None:
+    def run(seed: int, where: str) -> str:
+        strategy = ob.Strategy.members[name]()
+        ob.simulate(ob.Digits(), strategy, CLUSTER, ob.Samples(6000), seed, workers=4, out=tmp_path / where)
+        return digest(tmp_path / where)
+
+    first, again, other = run(0, "first"), run(0, "again"), run(1, "other")
+    assert first == again
+    assert first != other
+
+
+def test_global_randomness_neither_matters_nor_is_touched() -> None:
+    def run() -> torch.Tensor:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 10))
+        digits = ob.Digits().build()
+        flat = (digits.train.inputs.flatten(1), digits.train.targets)
+        torch.manual_seed(7)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        workload = ob.Workload(model, digits.loss, flat)
+        torch.manual_seed(int(torch.randint(1000, ())))
+        before = torch.get_rng_state()
+        result = ob.simulate(workload, ob.AsyncFixed(), until=ob.Samples(2000), workers=3)
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat([parameter.flatten() for parameter in result.model().parameters()])
+
+    assert torch.equal(run(), run())
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    run = ob.simulate(ob.Digits(), ob.AsyncTimed(), CLUSTER, ob.Samples(4000), workers=4, out=tmp_path)
+    assert read_run(tmp_path).records == run.records.records
+    assert read_run(tmp_path).header == run.records.header
+
+
+def test_a_last_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(9000), workers=2, out=tmp_path)
+    path = tmp_path / RECORDS
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_run(tmp_path).records == run.records.records[:-1]

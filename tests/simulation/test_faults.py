@@ -1,0 +1,128 @@
+"""What happens when machines die, stand still, are cut off, come back, or compute nonsense."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scenes import Scene, play
+
+import offbeat as ob
+from offbeat.records.schema import Dropped, Membership, Round, Update
+
+SPEED = 0.01
+
+
+def with_faults(*faults: ob.Crash | ob.Pause | ob.Partition | ob.Corrupt, **settings: object) -> ob.Cluster:
+    return ob.Cluster(seconds_per_sample=SPEED, faults=faults, **settings)
+
+
+def ranks_of_last(scene: Scene, count: int = 3) -> set[int]:
+    return {part.rank for update in scene.of(Update)[-count:] for part in update.contributions}
+
+
+@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+def test_a_lost_worker_is_no_longer_waited_for(name: str) -> None:
+    scene = play(ob.Strategy.members[name](), cluster=with_faults(ob.Crash(2, 1.0)), until=ob.Samples(20_000))
+    assert scene.outcome.failure is None
+    assert ranks_of_last(scene) == {1, 3}
+    assert [(m.peer, m.joined) for m in scene.of(Membership) if not m.joined] == [(2, False)]
+
+
+@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+def test_a_worker_that_comes_back_repeats_what_was_lost_and_skips_nothing(name: str) -> None:
+    scene = play(
+        ob.Strategy.members[name](batch=16) if name != "async-timed" else ob.AsyncTimed(worker_seconds=0.2),
+        cluster=with_faults(ob.Crash(2, 1.0, back_after_seconds=3.0)),
+        until=ob.Samples(8_000),
+    )
+    assert 2 in ranks_of_last(scene)
+    joins = [m.incarnation for m in scene.of(Membership) if m.peer == 2 and m.joined]
+    assert joins == [0, 1]
+    positions = [r.draws for r in scene.of(Round) if r.rank == 2]
+    assert all(later[0] <= sooner[1] for sooner, later in itertools.pairwise(positions)), "nothing was skipped"
+
+
+def test_what_was_on_the_way_when_a_worker_died_is_computed_again() -> None:
+    link = ob.Link(latency_seconds=0.1, bytes_per_second=500.0)
+    cluster = with_faults(ob.Crash(2, 1.0, back_after_seconds=3.0), link=link)
+    scene = play(ob.AsyncFixed(batch=8), cluster=cluster)
+    draws = [r.draws for r in scene.of(Round) if r.rank == 2]
+    repeated = [pair for pair in set(draws) if draws.count(pair) > 1]
+    assert repeated, "the invariants of the scene say that they were applied once all the same"
+
+
+def test_a_short_pause_goes_unnoticed_and_a_long_one_costs_membership() -> None:
+    short = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Pause(1, 1.0, 5.0)))
+    assert all(m.joined for m in short.of(Membership))
+    assert max(r.seconds for r in short.of(Round)) > 5.0
+
+    long = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Pause(1, 1.0, 30.0)), until=ob.Samples(9000))
+    assert [m.joined for m in long.of(Membership) if m.peer == 1] == [True, False, True]
+    assert ranks_of_last(long) == {1, 2, 3}
+
+
+def test_asynchronous_strategies_go_on_while_a_worker_stands_still() -> None:
+    scene = play(ob.AsyncFixed(batch=16, messages=1), cluster=with_faults(ob.Pause(1, 1.0, 8.0)))
+    meanwhile = [update for update in scene.of(Update) if 1.5 < update.at < 9.0]
+    assert len(meanwhile) > 50
+
+
+def test_a_partition_holds_messages_back_and_a_long_one_cuts_the_link() -> None:
+    short = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Partition((1,), 1.0, 5.0)))
+    assert all(m.joined for m in short.of(Membership))
+    long = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Partition((1, 2), 1.0, 20.0)))
+    assert sorted(m.peer for m in long.of(Membership) if not m.joined) == [1, 2]
+
+
+def test_workers_that_lose_the_hub_for_good_end_with_a_sentence() -> None:
+    scene = play(ob.FixedMinibatch(patience_seconds=30.0), cluster=with_faults(ob.Crash(0, 1.0)), checked=False)
+    assert scene.outcome.failure == "worker 1 waited 30 s for the hub in vain"
+    assert scene.outcome.seconds == pytest.approx(32.0)
+
+
+def test_a_hub_that_loses_every_worker_for_good_ends_with_a_sentence() -> None:
+    crashes = with_faults(ob.Crash(1, 1.0), ob.Crash(2, 1.5), ob.Crash(3, 2.0))
+    scene = play(ob.AsyncFixed(), cluster=crashes)
+    assert scene.outcome.failure is not None
+    assert "every worker was lost" in scene.outcome.failure
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_the_run_goes_on() -> None:
+    scene = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Corrupt(2, 1.0, 0.3)))
+    dropped = scene.of(Dropped)
+    assert {(record.rank, record.reason) for record in dropped} == {(2, "nonfinite")}
+    assert scene.outcome.failure is None
+    assert torch.isfinite(scene.outcome.finishes[0].parameters).all()
+
+
+@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+def test_too_many_in_a_row_fail_the_run_with_the_rank(name: str) -> None:
+    scene = play(ob.Strategy.members[name](nonfinite_max=3), cluster=with_faults(ob.Corrupt(2, 0.0, 1e9)))
+    assert scene.outcome.failure is not None
+    assert "worker 2 reported 3 gradients in a row that were not finite" in scene.outcome.failure
+
+
+def test_when_every_gradient_of_a_round_is_bad_workers_are_told_to_try_again() -> None:
+    spans = [ob.Corrupt(rank, 1.0, 0.4) for rank in (1, 2, 3)]
+    scene = play(ob.FixedMinibatch(batch=16), cluster=with_faults(*spans))
+    assert scene.outcome.failure is None
+    assert len({record.rank for record in scene.of(Dropped)}) == 3
+
+
+def test_messages_may_overtake_one_another() -> None:
+    cluster = ob.Cluster(seconds_per_sample=SPEED, link=ob.Link(delay_std_seconds=0.5))
+    scene = play(ob.AsyncFixed(batch=8, messages=2), cluster=cluster, until=ob.Samples(4000))
+    versions = [r.version for r in scene.of(Round) if r.rank == 1]
+    assert versions == sorted(versions)
+
+
+def test_a_thin_link_supersedes_parameters_and_holds_the_worker_back() -> None:
+    link = ob.Link(bytes_per_second=400.0)
+    cluster = ob.Cluster(seconds_per_sample=1e-4, link=link)
+    scene = play(ob.AsyncFixed(batch=8, messages=1, in_flight_max=2), cluster=cluster, until=ob.Samples(2000))
+    assert max(r.idle_seconds for r in scene.of(Round)) > 0, "the link is the bottleneck"
+    assert all(r.send_seconds == pytest.approx((64 + 32) / 400.0) for r in scene.of(Round)[20:])
+    used = {r.version for r in scene.of(Round) if r.rank == 1}
+    assert max(used) > len(used), "versions that were superseded on the way are never used"
