@@ -1,6 +1,6 @@
 """Draw the picture of the README again: who computes and who waits, from runs of experiments/demo.toml.
 
-    python bench/readme_picture.py [PICTURE]
+python bench/readme_picture.py [PICTURE]
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from offbeat.plots.timeline import timeline
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("fmb", "amb", "async-timed")
-SECONDS = 60.0
+SECONDS = 40.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", nargs="?", type=Path, default=ROOT / "docs/images/timeline.svg", help="where to")
+    parser.add_argument("picture", nargs="?", type=Path, default=ROOT / "docs/images/timeline.png", help="where to")
     print(draw(parser.parse_args().picture))
 
 

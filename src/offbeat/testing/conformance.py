@@ -18,7 +18,8 @@ from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation, demand
 from offbeat.workloads import Workload
 
-SWAP_PROBABILITY = 0.1
+SWAP_PROBABILITIES = (0.05, 0.3, 1.0)
+"""Per event; one of them is drawn for a case. Some states last for a single event, others must survive many swaps."""
 
 
 def check_strategy(
@@ -78,9 +79,10 @@ class _Swapping(Invariants):
     def __init__(self, staleness_max: int | None, seed: int) -> None:
         super().__init__(staleness_max)
         self._random = stream(seed, "swap")
+        self._probability = float(self._random.choice(SWAP_PROBABILITIES))
 
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
-        if self._random.random() < SWAP_PROBABILITY:
+        if self._random.random() < self._probability:
             node = simulation.fresh_node(rank)
             node.restore(plain_copy(simulation.processes[rank].node.state(), f"state of rank {rank}"))
             simulation.swap(rank, node)

@@ -1,0 +1,257 @@
+"""Every strategy on random clusters, and a few that are broken on purpose: the checks must be able to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat as ob
+from offbeat.actions import Action, Finish, Report, Send
+from offbeat.draws import Draws
+from offbeat.events import Event, MessageArrived
+from offbeat.messages import Stop
+from offbeat.records.schema import Update
+from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.node import HubNode
+from offbeat.strategies.hub.worker import Worker
+from offbeat.testing import Violation, check_strategy, draw_case, replay
+
+NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "k-of-n", "sync-amsgrad")
+CHUNK = 48
+CHUNKS = 6
+
+
+def test_two_thousand_cases_are_checked_and_no_strategy_is_left_out() -> None:
+    assert len(NAMES) * CHUNKS * CHUNK >= 2000
+    assert set(NAMES) == set(ob.Strategy.members)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_invariant_holds_on_random_clusters(name: str, chunk: int) -> None:
+    strategy = ob.Strategy.members[name]()
+    assert check_strategy(strategy, seeds=range(chunk * CHUNK, (chunk + 1) * CHUNK)) == CHUNK
+
+
+@pytest.mark.parametrize("collect", [ob.Hub().collect])
+def test_a_composition_of_ones_own_is_checked_as_well(collect: Any) -> None:
+    assert check_strategy(ob.Hub(compute=ob.Seconds(0.2, samples_max=64), collect=collect), seeds=range(20)) == 20
+
+
+def test_cases_are_a_pure_function_of_their_seed() -> None:
+    first, again = draw_case(ob.AsyncTimed(), 5).scenario, draw_case(ob.AsyncTimed(), 5).scenario
+    assert (first.strategy, first.cluster, first.workers) == (again.strategy, again.cluster, again.workers)
+    assert draw_case(ob.AsyncTimed(), 6).scenario.cluster != first.cluster
+
+
+def test_a_replayed_case_can_be_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    replay("apam", 3, trace=True)
+    assert "GradientReady(" in capsys.readouterr().out
+
+
+# Broken on purpose
+
+
+@dataclass(frozen=True)
+class Sabotaged(ob.Strategy):
+    """A sound strategy whose nodes are tampered with as they are made."""
+
+    sound: ob.Strategy = ob.AsyncFixed(batch=16)
+    tamper: Callable[[Any], None] = lambda node: None
+
+    def processes(self, workers: int) -> int:
+        return self.sound.processes(workers)
+
+    def computes(self, rank: int) -> bool:
+        return self.sound.computes(rank)
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return self.sound.peers(rank, processes)
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return self.sound.staleness_bound
+
+    def suited(self, optimizer: ob.Optimizer) -> Sabotaged:
+        return dataclasses.replace(self, sound=self.sound.suited(optimizer))
+
+    def node(self, setup: ob.Setup) -> ob.Node:
+        node = self.sound.node(setup)
+        self.tamper(node)
+        return node
+
+
+def on_worker(change: Callable[[Worker, Event], Event]) -> Callable[[Any], None]:
+    def tamper(node: Any) -> None:
+        if isinstance(node, Worker):
+            sound = node.handle
+            node.handle = lambda event: sound(change(node, event))  # type: ignore[method-assign]
+
+    return tamper
+
+
+def on_hub(change: Callable[[HubNode, Event], Event]) -> Callable[[Any], None]:
+    def tamper(node: Any) -> None:
+        if isinstance(node, HubNode):
+            sound = node.handle
+            node.handle = lambda event: sound(change(node, event))  # type: ignore[method-assign]
+
+    return tamper
+
+
+def starts_its_data_from_the_beginning(worker: Worker, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Welcome):
+        message = dataclasses.replace(event.message, draw=0, done=())
+        return dataclasses.replace(event, message=message, keep=lambda: message)
+    return event
+
+
+def skips_data_when_welcomed(worker: Worker, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Welcome):
+        message = dataclasses.replace(event.message, draw=event.message.draw + 5)
+        return dataclasses.replace(event, message=message, keep=lambda: message)
+    return event
+
+
+def holds_on_to_what_it_was_lent(worker: Worker, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Parameters | Welcome | Stop):
+        return dataclasses.replace(event, keep=lambda: event.message)
+    return event
+
+
+def applies_what_is_not_finite(hub: HubNode, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Gradient) and not event.message.finite:
+        like = hub._parameters
+        message = dataclasses.replace(event.message, finite=True, gradient=torch.zeros_like(like))
+        return dataclasses.replace(event, message=message, keep=lambda: message)
+    return event
+
+
+def changes_what_it_has_sent(hub: HubNode, event: Event) -> Event:
+    hub._snapshot.mul_(1.0)
+    return event
+
+
+def believes_that_its_gradients_are_fresh(hub: HubNode, event: Event) -> Event:
+    hub._version += isinstance(event, MessageArrived)
+    return event
+
+
+def forgets_which_draws_it_has(hub: HubNode, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Gradient):
+        hub._draws[event.source] = Draws([(0, event.message.draws[0])] if event.message.draws[0] else [])
+    return event
+
+
+def says_that_it_went_further_than_it_did(worker: Worker, event: Event) -> Event:
+    worker._draw += 7 if isinstance(event, MessageArrived) and isinstance(event.message, Stop) else 0
+    return event
+
+
+BROKEN = {
+    "worker starts its data from the beginning": on_worker(starts_its_data_from_the_beginning),
+    "worker skips data when welcomed": on_worker(skips_data_when_welcomed),
+    "worker holds on to what it was lent": on_worker(holds_on_to_what_it_was_lent),
+    "worker claims more than it computed": on_worker(says_that_it_went_further_than_it_did),
+    "hub applies what is not finite": on_hub(applies_what_is_not_finite),
+    "hub changes what it has sent": on_hub(changes_what_it_has_sent),
+    "hub makes up versions": on_hub(believes_that_its_gradients_are_fresh),
+    "hub forgets which draws it has": on_hub(forgets_which_draws_it_has),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_node_is_found(fault: str) -> None:
+    with pytest.raises(Violation):
+        check_strategy(Sabotaged(tamper=BROKEN[fault]), seeds=range(60))
+
+
+@pytest.mark.parametrize("field", ["draws", "optimizer", "collected", "samples", "live", "reported"])
+def test_a_hub_that_loses_part_of_its_state_is_found(field: str) -> None:
+    def tamper(node: Any) -> None:
+        if isinstance(node, HubNode):
+            kept = node.state()[field]
+            restore = node.restore
+            node.restore = lambda state: restore({**state, field: kept})  # type: ignore[method-assign]
+
+    sound = ob.FixedMinibatch(batch=16, optimizer=ob.Adam(lr=0.01))
+    with pytest.raises(Violation, match="seed"):
+        check_strategy(Sabotaged(sound=sound, tamper=tamper), seeds=range(60))
+
+
+@pytest.mark.parametrize("field", ["newest", "draw", "computing", "in_flight", "stop", "discard", "told_to_compute"])
+def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
+    def tamper(node: Any) -> None:
+        if isinstance(node, Worker):
+            kept = node.state()[field]
+            restore = node.restore
+            node.restore = lambda state: restore({**state, field: kept})  # type: ignore[method-assign]
+
+    asynchronous = field in ("in_flight", "draw", "stop")
+    sound = ob.AsyncFixed(batch=16, in_flight_max=1) if asynchronous else ob.FixedMinibatch(batch=16)
+    with pytest.raises(Violation, match="seed"):
+        check_strategy(Sabotaged(sound=sound, tamper=tamper), seeds=range(200))
+
+
+def test_a_run_that_never_ends_is_found() -> None:
+    def tamper(node: Any) -> None:
+        if isinstance(node, Worker):
+            sound = node.handle
+            node.handle = lambda event: [a for a in sound(event) if not isinstance(a, Finish)]  # type: ignore[method-assign]
+
+    with pytest.raises(Violation, match="had not finished"):
+        check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
+
+
+def test_an_update_that_counts_wrongly_is_found() -> None:
+    def tamper(node: Any) -> None:
+        if isinstance(node, HubNode):
+            sound = node.handle
+
+            def handle(event: Event) -> list[Action]:
+                return [wrong(action) for action in sound(event)]
+
+            node.handle = handle  # type: ignore[method-assign]
+
+    def wrong(action: Action) -> Action:
+        if isinstance(action, Report) and isinstance(action.record, Update):
+            counted = {name: getattr(action.record, name) for name in action.record.__struct_fields__}
+            return Report(Update(**{**counted, "samples": action.record.samples + 1}))
+        return action
+
+    with pytest.raises(Violation, match="samples"):
+        check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
+
+
+def test_two_computations_at_once_are_found() -> None:
+    def tamper(node: Any) -> None:
+        if isinstance(node, Worker):
+            sound = node.handle
+
+            def handle(event: Event) -> list[Action]:
+                actions = list(sound(event))
+                return actions + [a for a in actions if not isinstance(a, Send | Report)]
+
+            node.handle = handle  # type: ignore[method-assign]
+
+    with pytest.raises(Violation, match="second Compute"):
+        check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
+
+
+def test_the_line_that_repeats_a_failure_is_printed() -> None:
+    @dataclass(frozen=True)
+    class Named(Sabotaged, name="broken-on-purpose"):
+        tamper: Callable[[Any], None] = on_hub(changes_what_it_has_sent)
+
+    try:
+        with pytest.raises(Violation, match="offbeat replay broken-on-purpose --seed 0"):
+            check_strategy(Named(), seeds=range(1))
+        with pytest.raises(Violation, match="broken-on-purpose, seed 0"):
+            replay("broken-on-purpose", 0)
+    finally:
+        del ob.Strategy.members["broken-on-purpose"]

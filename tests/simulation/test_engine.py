@@ -1,0 +1,306 @@
+"""What the engine promises to nodes, and what it refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from scenes import play
+from torch import Tensor
+
+import offbeat as ob
+from offbeat.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Send, SetTimer
+from offbeat.engines.simulated import Scenario, Simulation
+from offbeat.errors import ContractViolation
+from offbeat.events import (
+    Evaluated,
+    Event,
+    GradientReady,
+    MessageArrived,
+    PeerJoined,
+    Sent,
+    Started,
+    StepReady,
+    TimerFired,
+)
+from offbeat.messages import Message
+from offbeat.records.files import MemoryWriter
+
+Script = Callable[["Scripted", Event], Iterable[Action]]
+
+
+@dataclass(frozen=True)
+class Note(Message):
+    values: Tensor
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Duet(ob.Strategy):
+    """Two ranks that both compute and do what a test says."""
+
+    script: Script = lambda node, event: ()
+    log: list[tuple[int, Event]] = field(default_factory=list)
+
+    def processes(self, workers: int) -> int:
+        return 2
+
+    def computes(self, rank: int) -> bool:
+        return True
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return (1 - rank,)
+
+    def node(self, setup: ob.Setup) -> ob.Node:
+        return Scripted(self, setup)
+
+
+class Scripted(ob.Node):
+    def __init__(self, config: Duet, setup: ob.Setup) -> None:
+        self.config, self.setup, self.rank = config, setup, setup.rank
+
+    def handle(self, event: Event) -> Iterable[Action]:
+        self.config.log.append((self.rank, event))
+        return self.config.script(self, event)
+
+    def compute(self, budget: Any, microbatch: int = 4) -> Compute:
+        return Compute(self.setup.parameters, self.setup.buffers, 0, 0, budget, microbatch)
+
+    def finish(self) -> Finish:
+        return Finish(self.setup.parameters, self.setup.buffers, 0)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def perform(script: Script, cluster: ob.Cluster | None = None, **settings: Any) -> list[tuple[int, Event]]:
+    """Let both ranks act; the run ends when each has finished."""
+    strategy = Duet(script)
+    cluster = cluster or ob.Cluster(seconds_per_sample=0.01)
+    play(strategy, cluster=cluster, workers=2, checked=False, **settings)
+    return strategy.log
+
+
+def seen(log: list[tuple[int, Event]], kind: type[Any], rank: int = 0) -> list[Any]:
+    return [event for of, event in log if of == rank and isinstance(event, kind)]
+
+
+def test_started_comes_first_and_peers_join_before_they_speak() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined):
+            yield Send(1 - node.rank, Note(torch.ones(3)))
+        if isinstance(event, MessageArrived):
+            yield node.finish()
+
+    log = perform(script)
+    for rank in (0, 1):
+        assert [type(event) for of, event in log if of == rank][:2] == [Started, PeerJoined]
+        assert len(seen(log, MessageArrived, rank)) == 1
+
+
+def test_a_time_limit_counts_from_the_start_of_the_round_delay_included() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield node.compute(ob.Seconds(1.0))
+        if isinstance(event, GradientReady):
+            yield node.finish()
+
+    sleepy = ob.Cluster(seconds_per_sample=0.01, straggle=ob.Mixture(((0.5, 0.0, 1.0),)))
+    (ready,) = seen(perform(script, sleepy), GradientReady)
+    assert (ready.samples, ready.seconds, ready.induced_seconds) == (52, pytest.approx(1.02), pytest.approx(0.5))
+
+
+def test_cancel_ends_at_the_next_microbatch_and_still_reports() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield node.compute(ob.Samples(400), microbatch=10)
+            yield SetTimer("enough", 0.25)
+        if isinstance(event, TimerFired):
+            yield Cancel()
+        if isinstance(event, GradientReady):
+            yield node.finish()
+
+    (ready,) = seen(perform(script), GradientReady)
+    assert (ready.samples, ready.at, ready.draws) == (30, pytest.approx(0.3), (0, 30))
+
+
+def test_cancel_during_an_induced_delay_reports_nothing_done() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield node.compute(ob.Samples(4))
+            yield SetTimer("enough", 0.25)
+        if isinstance(event, TimerFired):
+            yield Cancel()
+        if isinstance(event, GradientReady):
+            yield node.finish()
+
+    sleepy = ob.Cluster(seconds_per_sample=0.01, straggle=ob.Mixture(((5.0, 0.0, 1.0),)))
+    (ready,) = seen(perform(script, sleepy), GradientReady)
+    assert (ready.samples, ready.at) == (0, pytest.approx(0.25))
+    assert torch.count_nonzero(ready.gradient) == 0
+
+
+def test_the_snapshot_is_taken_when_the_computation_begins() -> None:
+    values: dict[int, Tensor] = {}
+
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            mine = node.setup.parameters.clone()
+            action = Compute(mine, (), 0, 0, ob.Samples(8), 8)
+            values[node.rank] = mine
+            yield action
+            yield SetTimer("change", 0.01)
+        if isinstance(event, TimerFired):
+            values[node.rank].add_(100.0 * node.rank)  # rank 1 changes its parameters meanwhile, rank 0 does not
+        if isinstance(event, GradientReady):
+            yield node.finish()
+
+    # One shard of the same data and no noise: the gradients are equal although one node has moved on.
+    workload = ob.Quadratic(dimension=8, noise=0.0, examples=64).build()
+    strategy = Duet(script)
+    play(strategy, workload, cluster=ob.Cluster(seconds_per_sample=0.01), workers=2, checked=False)
+    zero, one = (seen(strategy.log, GradientReady, rank)[0].gradient for rank in (0, 1))
+    torch.testing.assert_close(zero, one)
+
+
+def test_timers_fire_once_can_be_replaced_and_cleared() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield SetTimer("replaced", 1.0)
+            yield SetTimer("replaced", 2.0)
+            yield SetTimer("cleared", 1.5)
+            yield ClearTimer("cleared")
+            yield SetTimer("end", 3.0)
+        if isinstance(event, TimerFired) and event.name == "end":
+            yield node.finish()
+
+    fired = [(event.name, event.at) for event in seen(perform(script), TimerFired)]
+    assert fired == [("replaced", 2.0), ("end", 3.0)]
+
+
+def test_a_queued_message_is_superseded_and_one_that_is_leaving_is_not() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined) and node.rank == 0:
+            for number in range(4):
+                yield Send(1, Note(torch.zeros(9), str(number)), supersedes="newest")
+            yield Send(1, Note(torch.zeros(9), "other"))
+        if isinstance(event, Sent) and event.key is None:
+            yield node.finish()
+        if isinstance(event, MessageArrived) and event.message.text == "other":
+            yield node.finish()
+
+    thin = ob.Cluster(link=ob.Link(latency_seconds=0.5, bytes_per_second=100.0))
+    log = perform(script, thin)
+    arrived = [(event.message.text, event.at) for event in seen(log, MessageArrived, rank=1)]
+    # 100 bytes take one second each to leave, then half a second to travel.
+    assert arrived == [("0", 1.5), ("3", 2.5), ("other", 3.5)]
+    assert [(event.key, event.at) for event in seen(log, Sent)] == [("newest", 1.0), ("newest", 2.0), (None, 3.0)]
+
+
+def test_evaluation_is_answered_and_takes_no_time() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield Evaluate(node.setup.parameters, (), 7)
+        if isinstance(event, Evaluated):
+            yield node.finish()
+
+    (answer,) = seen(perform(script), Evaluated)
+    assert (answer.version, answer.at, answer.accuracy) == (7, 0.0, None)
+    assert answer.loss > 0
+
+
+def test_users_who_step_their_own_optimizer_report_the_change() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield node.compute(ob.Samples(8))
+        if isinstance(event, StepReady):
+            yield node.finish()
+
+    (ready,) = seen(perform(script, user_optimizer=ob.SGD(lr=0.5)), StepReady)
+    gradients = perform(lambda node, event: script_for_gradient(node, event))
+    (reference,) = seen(gradients, GradientReady)
+    torch.testing.assert_close(ready.delta, -0.5 / 8 * reference.gradient)
+
+
+def script_for_gradient(node: Scripted, event: Event) -> Iterable[Action]:
+    if isinstance(event, Started):
+        yield node.compute(ob.Samples(8))
+    if isinstance(event, GradientReady):
+        yield node.finish()
+
+
+def test_nothing_arrives_after_finish_and_the_other_side_gets_to_know() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined) and node.rank == 0:
+            yield Send(1, Note(torch.zeros(1), "last words"))
+            yield node.finish()
+        if type(event).__name__ == "PeerLost":
+            yield node.finish()
+
+    log = perform(script)
+    assert [type(event).__name__ for of, event in log if of == 1] == [
+        "Started",
+        "PeerJoined",
+        "MessageArrived",
+        "PeerLost",
+    ]
+
+
+def test_a_gradient_is_lent_only_while_the_event_is_handled() -> None:
+    held: list[Tensor] = []
+
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, GradientReady):
+            held.append(event.gradient)
+        yield from script_for_gradient(node, event)
+
+    workload = ob.Quadratic(dimension=8).build()
+    scenario = Scenario(Duet(script), workload, ob.Cluster(), 2, ob.Samples(8), seed=0)
+    Simulation(scenario, MemoryWriter(), strict=True).run()
+    assert all(torch.isnan(gradient).all() for gradient in held)
+
+
+FORBIDDEN = {
+    "a second Compute": lambda node: [node.compute(ob.Samples(8)), node.compute(ob.Samples(8))],
+    "does not name as a peer": lambda node: [Send(5, Note(torch.zeros(1)))],
+    "set the timer": lambda node: [SetTimer("x", -1.0)],
+    "which is not an action": lambda node: ["finish"],
+}
+
+
+@pytest.mark.parametrize("sentence", FORBIDDEN)
+def test_what_the_contract_forbids_is_refused(sentence: str) -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        return FORBIDDEN[sentence](node) if isinstance(event, Started) else ()
+
+    with pytest.raises(ContractViolation, match=sentence):
+        perform(script)
+
+
+def test_changing_a_tensor_after_sending_it_is_noticed() -> None:
+    values = torch.zeros(3)
+
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined) and node.rank == 0:
+            yield Send(1, Note(values))
+            yield SetTimer("change", 0.5)
+        if isinstance(event, TimerFired):
+            values.add_(1.0)
+
+    with pytest.raises(ContractViolation, match="changed a tensor of Note after sending it"):
+        perform(script, ob.Cluster(link=ob.Link(latency_seconds=1.0)))
+
+
+def test_a_rank_that_does_not_compute_is_refused_to() -> None:
+    class OnlyTheSecond(Duet):
+        def computes(self, rank: int) -> bool:
+            return rank == 1
+
+    with pytest.raises(ContractViolation, match="rank 0 asked for Compute"):
+        play(OnlyTheSecond(script_for_gradient), workers=1, checked=False)

@@ -1,0 +1,280 @@
+"""What the documents say is true: their Python, TOML and commands run, their links resolve, their tables are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import offbeat as ob
+from offbeat.analysis import Summary
+from offbeat.cli import COMMANDS, USAGES, flags, main
+from offbeat.cluster import PRESETS, Fault, Straggle
+from offbeat.cluster.cluster import Cluster
+from offbeat.configuration import build, options
+from offbeat.experiment import Plan
+from offbeat.messages import Message
+from offbeat.records.schema import AnyRecord
+from offbeat.strategies.strategy import Strategy
+from offbeat.testing import check_strategy
+from offbeat.workloads import NamedWorkload
+
+ROOT = Path(__file__).parents[2]
+RING = ROOT / "examples/token_ring.py"
+GUIDE = "docs/writing_a_strategy.md"
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT)) for pattern in ("*.md", "docs/*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
+)
+WITH_COMMANDS = ["docs/cluster.md", "docs/command_line.md", GUIDE, "CONTRIBUTING.md"]
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks(document: str, *languages: str) -> list[tuple[str, str]]:
+    """The fenced blocks of a document in these languages, in order: language and text."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", read(document), re.DOTALL | re.MULTILINE)
+    return [(language, text) for language, text in found if language in languages]
+
+
+def own_name(text: str) -> str | None:
+    """The file that a block stands for, where its first line says so: `# lab.toml`."""
+    named = re.match(r"# (\w+\.(?:py|toml))\n", text)
+    return named[1] if named else None
+
+
+def first_cells(document: str, head: str) -> list[str]:
+    """The code words in the first column of the table under this head."""
+    _, _, below = read(document).partition(f"| {head} |")
+    rows = below.split("\n\n")[0].splitlines()[2:]
+    return [word for row in rows for word in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory to work in, as a reader's: examples and experiments are there. Registers are left as they were."""
+    flags.all_flags()  # remembered from its first call on; classes of the examples must not be among them
+    registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, Straggle.members, Message.kinds]
+    before, modules = [dict(register) for register in registers], set(sys.modules)
+    for folder in ("examples", "experiments"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "examples")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for register, members in zip(registers, before, strict=True):
+        register.clear()
+        register.update(members)
+    for name in set(sys.modules) - modules:
+        if name in ("token_ring", "k_async"):
+            del sys.modules[name]
+
+
+# Python
+
+
+def run_python(text: str) -> str:
+    """Execute a block, then the tests that it defines; returns what it printed."""
+    printed = io.StringIO()
+    namespace: dict[str, Any] = {"__name__": "block"}
+    with contextlib.redirect_stdout(printed):
+        exec(compile(text, "block", "exec"), namespace)
+        for name, value in namespace.items():
+            if name.startswith("test_"):
+                value()
+    return printed.getvalue()
+
+
+def test_the_python_of_the_readme_prints_what_the_readme_says() -> None:
+    """The words exactly; the numbers nearly, since other processors and builds of torch round differently."""
+    number = r"\d+(?:\.\d+)?"
+    shown = blocks("README.md", "python", "text")
+    pairs = [(text, after) for (kind, text), (_, after) in zip(shown, shown[1:], strict=False) if kind == "python"]
+    assert len(pairs) == 2
+    for text, expected in pairs:
+        printed = run_python(text)
+        assert re.sub(number, "N", printed) == re.sub(number, "N", expected)
+        approximately = [pytest.approx(float(value), rel=0.1, abs=1) for value in re.findall(number, expected)]
+        assert [float(value) for value in re.findall(number, printed)] == approximately
+
+
+def test_the_readme_shows_ten_lines_of_python() -> None:
+    assert len(blocks("README.md", "python")[0][1].splitlines()) <= 11
+
+
+def test_the_guide_quotes_the_whole_example_in_pieces() -> None:
+    quoted = [lines_of(text) for _, text in blocks(GUIDE, "python") if is_quoted(text)]
+    assert [line for piece in quoted for line in piece] == lines_of(RING.read_text(encoding="utf-8"))
+
+
+def is_quoted(text: str) -> bool:
+    return "\n".join(lines_of(text)) in "\n".join(lines_of(RING.read_text(encoding="utf-8")))
+
+
+def lines_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_the_example_stays_short() -> None:
+    assert len(RING.read_text(encoding="utf-8").splitlines()) < 80
+
+
+def test_the_example_keeps_the_contract(desk: Path) -> None:
+    ring: Any = importlib.import_module("token_ring")
+    assert check_strategy(ring.TokenRing(), seeds=range(30), faults=False) == 30
+
+
+def test_the_example_learns(desk: Path) -> None:
+    ring: Any = importlib.import_module("token_ring")
+    run = ob.simulate(ob.Digits(), ring.TokenRing(), workers=4, until=ob.Samples(6_000))
+    assert run.summary.failure is None
+    assert run.summary.samples >= 6_000
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy > 0.5
+
+
+# A document, read from top to bottom
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS)
+def test_what_a_document_shows_can_be_done_in_its_order(
+    document: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for language, text in blocks(document, "python", "toml", "sh"):
+        name = own_name(text)
+        if name:
+            (desk / name).write_text(text, encoding="utf-8")
+        if language == "toml":
+            take_toml(text)
+        elif language == "sh":
+            for line in text.splitlines():
+                run_command(line, capsys)
+        elif not name and not is_quoted(text) and "range(30)" not in text:  # the example has a test of its own
+            run_python(text)
+
+
+def take_toml(text: str) -> None:
+    table = tomllib.loads(text)
+    if "workload" in table:
+        Plan.from_plain(table, "block")
+    else:
+        build(Cluster, table, "block")
+
+
+def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Type a line; it ends with exit code 0, or with the one that its comment names."""
+    command, _, comment = line.partition(" # ")
+    program, *words = shlex.split(command)
+    if program == "make":
+        assert f"\n{words[0]}: " in read("Makefile")
+    elif program.endswith("python"):
+        assert (ROOT / words[0]).is_file()
+    else:
+        expected = int(comment.removeprefix("exit code ")) if comment else 0
+        capsys.readouterr()
+        code = main(words)
+        assert (code, program) == (expected, "offbeat"), f"{line}\n{capsys.readouterr().err}"
+
+
+def test_the_readme_names_targets_that_exist() -> None:
+    for _, text in blocks("README.md", "sh"):
+        for line in text.splitlines():
+            assert f"\n{line.removeprefix('make ')}: " in read("Makefile")
+
+
+def test_the_same_written_in_two_ways_is_the_same() -> None:
+    tables = [tomllib.loads(text) for _, text in blocks("docs/cluster.md", "toml")]
+    word, table = (build(Cluster, t, "block") for t in tables if "pareto" in str(t.get("straggle")))
+    assert word == table
+
+
+# Tables
+
+
+def test_the_readme_lists_every_strategy_workload_and_cluster() -> None:
+    names = {name: cls for name, cls in flags.strategies().items() if cls.__module__.startswith("offbeat.")}
+    cells = first_cells("README.md", "command line")
+    assert cells == list(names)
+    rows = [line for line in read("README.md").splitlines() if line.startswith("| `")]
+    assert [re.findall(r"`([^`]+)`", row)[1] for row in rows] == [cls.__name__ for cls in names.values()]
+    for name in [*flags.workloads(), *PRESETS]:
+        assert f"`{name}`" in read("README.md")
+
+
+def test_the_cluster_page_lists_every_preset_field_straggle_and_fault() -> None:
+    page = "docs/cluster.md"
+    assert first_cells(page, "name | what it is") == list(PRESETS)
+    assert first_cells(page, "field | default | meaning") == [item.path for item in options(Cluster)]
+    assert first_cells(page, "name | as a word | a round") == list(Straggle.members)
+    assert first_cells(page, "name | fields, in the order of the word | what happens") == list(Fault.members)
+    for link_field in dataclasses.fields(ob.Link):
+        assert f"| `{link_field.name}` |" in read(page)
+    rows = {row.split("`")[1]: row for row in read(page).splitlines() if row.startswith("| `")}
+    for name, fault in Fault.members.items():
+        assert re.findall(r"`(\w+)`", rows[name].split("|")[2]) == [item.path for item in options(fault)]
+
+
+def test_the_command_page_lists_every_command_key_and_record() -> None:
+    page = "docs/command_line.md"
+    assert list(COMMANDS) == re.findall(r"^offbeat (\w+)", blocks(page, "text")[0][1], re.MULTILINE)
+    assert "\n".join(USAGES.values()) + "\n" == blocks(page, "text")[0][1]
+    assert sorted(first_cells(page, "key of a run | meaning")) == sorted(Summary.__struct_fields__)
+    kinds: dict[str, Any] = {kind.__struct_config__.tag: kind for kind in AnyRecord.__args__}
+    assert first_cells(page, "record | when | besides `at`") == list(kinds)
+    rows = {row.split("`")[1]: row for row in read(page).splitlines() if row.startswith("| `")}
+    for tag, kind in kinds.items():
+        listed = re.findall(r"`(\w+)`", rows[tag].split("|")[3])
+        assert listed == [item.name for item in msgspec.structs.fields(kind) if item.name != "at"]
+
+
+def test_every_flag_that_the_command_page_names_exists() -> None:
+    known = {flag.name for flag in flags.all_flags()} | set(flags.ALIASES.values())
+    known |= {"--" + item.name.replace("_", "-") for item in dataclasses.fields(flags.Output)}
+    known |= {"--help", "--trace"}
+    page = re.sub(r"^```\w+\n.*?^```$", "", read("docs/command_line.md"), flags=re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page)) <= known
+
+
+def test_the_architecture_page_has_a_line_for_every_module_and_the_layers_as_they_are() -> None:
+    page = read("ARCHITECTURE.md")
+    source = ROOT / "src/offbeat"
+    modules = [path.relative_to(source) for path in source.rglob("*.py") if path.name != "__init__.py"]
+    assert [str(module) for module in sorted(modules) if f"`{module.as_posix()}`" not in page] == []
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert (source / name).is_file(), f"ARCHITECTURE.md names {name}, which is not there"
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    assert "\n".join(layers) in page
+
+
+# Links and words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_resolve(document: str) -> None:
+    text = re.sub(r"^```\w*\n.*?^```$", "", read(document), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            there = (ROOT / document).parent / path if path else ROOT / document
+            assert there.exists(), f"{document} links to {target}, which is not there"
+            if anchor:
+                assert anchor in anchors(there), f"{document} links to {target}, which has no such heading"
+
+
+def anchors(document: Path) -> list[str]:
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]

@@ -1,0 +1,69 @@
+"""The package as a whole: exported names, what may be imported where, what importing it does."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import offbeat as ob
+
+SOURCE = Path(ob.__file__).parent
+
+EXPORTED = """
+    AMSGrad Adam AdamW AnytimeMinibatch AsyncAdaptive AsyncFixed AsyncTimed BackupWorkers ByLabel CEDAR Cluster
+    Comparison ConfigurationError Constant ContractViolation Corrupt Crash Digits DigitsCNN DigitsLogistic
+    EverySeconds EveryUpdates Examples Experiment Exponential FixedMinibatch Hub Linear LinearRegression Link
+    Lognormal Milestones MissingDependency Mixture NIAGARA NamedWorkload NoStraggle Node OffbeatError Optimizer
+    Pareto Partition Pause Plan Quadratic RMSprop Run RunFailed SGD Samples Schedule Seconds Setup Sharded Shared
+    ShiftedExponential Slowdown Straggle Strategy SyncAdaptive Target TorchOptimizer TwoGaussians WarmUp
+    WorkerOverride Workload __version__ compare load_cluster simulate
+"""
+
+
+def test_exported_names_change_only_on_purpose() -> None:
+    assert sorted(ob.__all__) == sorted(EXPORTED.split())
+    assert all(hasattr(ob, name) for name in EXPORTED.split())
+
+
+def imported_by(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_torch_distributed_and_pickle_are_imported_nowhere() -> None:
+    for path in SOURCE.rglob("*.py"):
+        for name in imported_by(path):
+            assert not name.startswith(("torch.distributed", "pickle", "mpi4py")), f"{path.name} imports {name}"
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    for path in SOURCE.rglob("*.py"):
+        assert path.stem not in {"utils", "helpers", "common", "misc", "base"}
+
+
+def test_importing_touches_neither_logging_nor_plotting_nor_threads() -> None:
+    program = (
+        "import logging, sys, torch\n"
+        "before = torch.get_num_threads(), logging.getLogger().handlers[:], torch.get_rng_state()\n"
+        "import offbeat\n"
+        "assert torch.get_num_threads() == before[0] and logging.getLogger().handlers == before[1]\n"
+        "assert torch.equal(torch.get_rng_state(), before[2])\n"
+        "assert not {'matplotlib', 'sklearn', 'scipy.stats'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_functions_stay_short() -> None:
+    """A function of more than 60 lines is usually two."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno <= 60, f"{path.name}: {node.name}"
