@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import itertools
 import re
 import shlex
 import shutil
@@ -66,6 +67,7 @@ def first_cells(document: str, head: str) -> list[str]:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory to work in, as a reader's: examples and experiments are there. Registers are left as they were."""
+    importlib.import_module("offbeat.cli.report")  # before the page is taken away from under it
     flags.all_flags()  # remembered from its first call on; classes of the examples must not be among them
     registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, Straggle.members, Message.kinds]
     before, modules = [dict(register) for register in registers], set(sys.modules)
@@ -74,6 +76,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "examples")
     monkeypatch.syspath_prepend(tmp_path)
+    # Figures take most of the time of a short run, and have tests of their own; `offbeat report` still draws them.
+    monkeypatch.setattr("offbeat.report.page.write_report", lambda runs, path, baseline: path)
     yield tmp_path
     for register, members in zip(registers, before, strict=True):
         register.clear()
@@ -102,7 +106,7 @@ def test_the_python_of_the_readme_prints_what_the_readme_says() -> None:
     """The words exactly; the numbers nearly, since other processors and builds of torch round differently."""
     number = r"\d+(?:\.\d+)?"
     shown = blocks("README.md", "python", "text")
-    pairs = [(text, after) for (kind, text), (_, after) in zip(shown, shown[1:], strict=False) if kind == "python"]
+    pairs = [(text, after) for (kind, text), (_, after) in itertools.pairwise(shown) if kind == "python"]
     assert len(pairs) == 2
     for text, expected in pairs:
         printed = run_python(text)

@@ -1,0 +1,105 @@
+"""Experiments from Python: simulate, compare, plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import offbeat as ob
+from offbeat.records.files import read_run
+
+
+def test_a_simulated_run_hands_back_the_model_that_it_trained() -> None:
+    run = ob.simulate(ob.Digits(), ob.AsyncTimed(), ob.Cluster(straggle=ob.NIAGARA), seed=1, workers=10)
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy > 0.9
+    assert ob.Digits().build().evaluate(run.model()) == pytest.approx((run.summary.loss, run.summary.accuracy))
+    assert "target reached after" in repr(run)
+
+
+def test_a_workload_of_ones_own_is_a_first_class_citizen(tmp_path: Path) -> None:
+    inputs = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    workload = ob.Workload(
+        model=lambda: torch.nn.Linear(5, 3),
+        loss=lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"),
+        train=(inputs, inputs[:, :3].argmax(1)),
+        optimizer=ob.SGD(lr=0.5),
+        target=ob.Target("accuracy", 0.9),
+        until=ob.Samples(20_000),
+        label="mine",
+    )
+    comparison = ob.compare(
+        [ob.Experiment(workload, strategy, workers=4) for strategy in (ob.FixedMinibatch(batch=32), ob.AsyncFixed())],
+        out=tmp_path,
+    )
+    assert [summary.strategy for summary in comparison.summaries] == ["fmb", "async-fmb"]
+    assert all((summary.accuracy or 0) > 0.9 for summary in comparison.summaries)
+    assert read_run(tmp_path / "fmb-seed0").header.experiment is None, "it holds functions, which have no name"
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    text = """
+        workload = {name = "digits-cnn", width = 8, split = "sharded"}
+        workers = 4
+        seeds = [3, 5]
+        until = "9000"
+        evaluate = "seconds:2"
+        target = "loss:0.5"
+        baseline = "slow"
+        [cluster]
+        straggle = "lognormal:0.3"
+        factors = [1, 2]
+        faults = ["crash:1:30:5", {name = "pause", rank = 2, at_seconds = 1, seconds = 2}]
+        [[cluster.workers]]
+        workers = [3]
+        straggle = "niagara"
+        link = {latency_seconds = 0.1}
+        [[strategy]]
+        name = "fmb"
+        label = "slow"
+        optimizer = {name = "sgd", lr = {name = "linear", start = 0.1, end = 0.0, samples = 9000}, momentum = 0.9}
+        [[strategy]]
+        name = "amb"
+        seconds = 6.43
+    """
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    plan = ob.Plan.from_file(path)
+    assert plan.labels == ("slow", "amb")
+    assert plan.cluster.faults == (ob.Crash(1, 30.0, 5.0), ob.Pause(2, 1.0, 2.0))
+    assert plan.cluster.speed(3).straggle == ob.NIAGARA
+    assert ob.Plan.from_plain(plan.to_plain(), "again") == plan
+    assert [(e.name, e.seed) for e in plan.experiments()] == [("slow", 3), ("amb", 3), ("slow", 5), ("amb", 5)]
+
+
+def test_runs_without_evaluation_have_no_time_to_target() -> None:
+    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(5000), workers=2, evaluate=None)
+    assert run.summary.seconds_to_target is None
+    assert run.summary.updates == 10
+
+
+def test_a_failed_run_is_a_result_too() -> None:
+    cluster = ob.Cluster(faults=(ob.Corrupt(1, 0.0, 1e9),))
+    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), cluster, ob.Samples(90_000), workers=2)
+    assert run.summary.failure is not None
+    assert "worker 1" in run.summary.failure
+
+
+def test_a_cluster_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ob.ConfigurationError, match="rank 7"):
+        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), ob.Cluster(faults=(ob.Crash(7, 1.0),)), workers=2)
+    with pytest.raises(ob.ConfigurationError, match="at least 1 worker"):
+        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), workers=0)
+
+
+def test_a_batch_norm_model_with_single_samples_is_refused_in_a_sentence() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    data = torch.randn(50, 2)
+    workload = ob.Workload(model, lambda out, y: (out.squeeze(1) - y).square(), (data, data.sum(1)))
+    with pytest.raises(ob.ConfigurationError, match="needs at least 2 samples"):
+        ob.simulate(workload, ob.FixedMinibatch(batch=4, microbatch=1), workers=1)
+    # A last micro-batch of one sample joins the one before it.
+    assert ob.simulate(workload, ob.FixedMinibatch(batch=9, microbatch=4), until=ob.Samples(90), workers=1).summary

@@ -1,0 +1,210 @@
+"""The hub's arithmetic and protocol, with events made by hand: no engine in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat as ob
+from offbeat.actions import Action, Compute, Finish, Report, Send, SetTimer
+from offbeat.events import GradientReady, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.flat import FlatModule
+from offbeat.messages import Message, Stop, Stopped
+from offbeat.records.schema import Dropped, Update
+from offbeat.strategies.hub import Distinct, Every, Messages
+from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.pacing import Effort, SharePacing, TargetPacing
+from offbeat.strategies.hub.parts import All, Census, Share, TargetBatch
+
+
+def setup_for(rank: int, workers: int, until: int = 1000) -> ob.Setup:
+    flat = FlatModule(nn.Linear(2, 1, bias=False))
+    flat.parameters.zero_()
+    return ob.Setup(
+        rank=rank,
+        members=tuple(range(workers + 1)),
+        layout=flat.layout,
+        parameters=flat.parameters,
+        buffers=(),
+        random=np.random.default_rng(0),
+        until=ob.Samples(until),
+        evaluate=None,
+    )
+
+
+def hub_of(config: ob.Hub, workers: int = 2, until: int = 1000) -> ob.Node:
+    """A hub that all its workers have joined."""
+    hub = config.node(setup_for(0, workers, until))
+    list(hub.handle(Started(0.0)))
+    for rank in range(1, workers + 1):
+        list(hub.handle(PeerJoined(0.0, rank, 0)))
+    return hub
+
+
+def arrives(source: int, message: Message, at: float = 1.0) -> MessageArrived:
+    return MessageArrived(at, source, message, lambda: message)
+
+
+def gradient(values: list[float], version: int, draws: tuple[int, int]) -> Gradient:
+    return Gradient(torch.tensor(values), (), draws[1] - draws[0], 0.0, version, draws, 1.0, True)
+
+
+def updates(actions: Iterable[Action]) -> list[Update]:
+    return [a.record for a in actions if isinstance(a, Report) and isinstance(a.record, Update)]
+
+
+def sent(actions: Iterable[Action], kind: type[Message]) -> list[int]:
+    return [action.to for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+ASYNCHRONOUS = ob.Hub(compute=ob.Samples(4), collect=Messages(1), waits=False, optimizer=ob.SGD(lr=1.0), damping=1.0)
+
+
+def test_stale_gradients_are_damped_in_the_numerator_only() -> None:
+    hub = hub_of(ASYNCHRONOUS)
+    list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
+    assert hub.state()["parameters"].tolist() == [-1.0, 0.0]
+    list(hub.handle(arrives(2, gradient([0.0, 4.0], 0, (0, 4)))))  # one update old: half its weight
+    assert hub.state()["parameters"].tolist() == [-1.0, -0.5]
+
+
+def test_the_sum_is_divided_once_by_all_samples() -> None:
+    hub = hub_of(ob.Hub(optimizer=ob.SGD(lr=1.0)))
+    assert updates(hub.handle(arrives(2, gradient([6.0, 0.0], 0, (0, 6))))) == []
+    (update,) = updates(list(hub.handle(arrives(1, gradient([2.0, 4.0], 0, (0, 2))))))
+    assert hub.state()["parameters"].tolist() == [-1.0, -0.5]
+    assert (update.samples, update.messages, [part.rank for part in update.contributions]) == (8, 2, [1, 2])
+
+
+def test_weight_decay_acts_once_per_update_however_many_gradients_are_in_it() -> None:
+    hub = hub_of(ob.Hub(optimizer=ob.SGD(lr=1.0, weight_decay=0.5)))
+    for rank in (1, 2):
+        list(hub.handle(arrives(rank, gradient([4.0, 0.0], 0, (0, 4)))))
+    for rank in (1, 2):
+        list(hub.handle(arrives(rank, gradient([0.0, 0.0], 1, (4, 8)))))
+    assert hub.state()["parameters"].tolist() == [-0.5, 0.0]
+
+
+def test_one_copy_of_a_version_is_shared_by_all_messages() -> None:
+    hub = hub_of(ASYNCHRONOUS)
+    actions = list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
+    payloads = [action.message.parameters for action in actions if isinstance(action, Send)]
+    assert len(payloads) == 2
+    assert payloads[0] is payloads[1]
+
+
+def test_ending_is_stop_then_stopped_then_finish() -> None:
+    hub = hub_of(ob.Hub(optimizer=ob.SGD(lr=1.0)), until=8)
+    list(hub.handle(arrives(1, gradient([1.0, 1.0], 0, (0, 4)))))
+    assert sent(list(hub.handle(arrives(2, gradient([1.0, 1.0], 0, (0, 4))))), Stop) == [1, 2]
+    assert not any(isinstance(a, Finish) for a in hub.handle(arrives(1, Stopped(4, 4))))
+    # Worker 2 had gone on to draw 10 when it was told: those samples are accounted for.
+    actions = list(hub.handle(arrives(2, Stopped(10, 10))))
+    dropped = [a.record for a in actions if isinstance(a, Report) and isinstance(a.record, Dropped)]
+    assert [(d.rank, d.first, d.stop, d.reason) for d in dropped] == [(2, 4, 10, "stopped")]
+    assert isinstance(actions[-1], Finish)
+    assert actions[-1].version == 1
+
+
+def test_a_lost_worker_ends_the_wait_for_it() -> None:
+    hub = hub_of(ob.Hub(optimizer=ob.SGD(lr=1.0)))
+    list(hub.handle(arrives(1, gradient([1.0, 1.0], 0, (0, 4)))))
+    actions = list(hub.handle(PeerLost(2.0, 2, 0)))
+    assert len(updates(actions)) == 1
+    assert sent(actions, Parameters) == [1]
+
+
+def test_a_worker_that_joins_gets_the_newest_parameters_and_what_it_may_skip() -> None:
+    hub = hub_of(ASYNCHRONOUS)
+    list(hub.handle(arrives(2, gradient([1.0, 0.0], 0, (0, 4)))))
+    list(hub.handle(arrives(2, gradient([1.0, 0.0], 0, (8, 12)))))  # its predecessor is still on the way
+    list(hub.handle(PeerLost(2.0, 2, 0)))
+    (welcome,) = [a.message for a in hub.handle(PeerJoined(3.0, 2, 1)) if isinstance(a, Send)]
+    assert isinstance(welcome, Welcome)
+    assert (welcome.version, welcome.draw, welcome.done) == (2, 4, ((8, 12),))
+
+
+def test_a_worker_passes_over_what_the_hub_has_already() -> None:
+    worker = ASYNCHRONOUS.node(setup_for(2, 2))
+    list(worker.handle(Started(0.0)))
+    list(worker.handle(PeerJoined(0.0, 0, 0)))
+    welcome = Welcome(torch.zeros(2), (), 5, ob.Samples(6), draw=4, done=((8, 12),))
+    (first,) = worker.handle(arrives(0, welcome))
+    assert isinstance(first, Compute)
+    assert (first.draw, first.budget) == (4, ob.Samples(4))
+    ready = GradientReady(1.0, torch.zeros(2), 4, 0.0, (), 5, (4, 8), 1.0, 0.0, True)
+    _, second = worker.handle(ready)
+    assert isinstance(second, Compute)
+    assert (second.draw, second.budget) == (12, ob.Samples(6))
+
+
+def test_an_older_parameter_message_never_replaces_a_newer_one() -> None:
+    worker = ASYNCHRONOUS.node(setup_for(1, 1))
+    list(worker.handle(arrives(0, Welcome(torch.zeros(2), (), 1, ob.Samples(4), 0, ()))))
+    list(worker.handle(arrives(0, Parameters(torch.ones(2), (), 7, ob.Samples(4)))))
+    list(worker.handle(arrives(0, Parameters(torch.zeros(2), (), 3, ob.Samples(4)))))
+    ready = GradientReady(1.0, torch.zeros(2), 4, 0.0, (), 1, (0, 4), 1.0, 0.0, True)
+    computes = [action for action in worker.handle(ready) if isinstance(action, Compute)]
+    assert [(compute.version, compute.parameters.tolist()) for compute in computes] == [(7, [1.0, 1.0])]
+
+
+def test_the_hub_begins_without_those_who_never_join() -> None:
+    hub = ob.Hub(optimizer=ob.SGD(lr=1.0), patience_seconds=5.0).node(setup_for(0, 2))
+    assert SetTimer("gather", 5.0) in list(hub.handle(Started(0.0)))
+    assert sent(hub.handle(PeerJoined(0.0, 1, 0)), Welcome) == []
+    assert sent(list(hub.handle(TimerFired(5.0, "gather"))), Welcome) == [1]
+
+
+def test_a_strategy_without_an_optimizer_says_what_to_type() -> None:
+    with pytest.raises(ob.ConfigurationError, match=r"optimizer=offbeat.SGD"):
+        ob.Hub().node(setup_for(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("collect", "census", "ready"),
+    [
+        (All(), Census(live=3, reported=3, messages=3), True),
+        (All(), Census(live=3, reported=2, messages=9), False),
+        (All(), Census(live=0, reported=0, messages=4), False),
+        (Messages(4), Census(live=2, reported=1, messages=4), True),
+        (Messages(), Census(live=5, reported=5, messages=4), False),
+        (Messages(), Census(live=0, reported=0, messages=1), True),
+        (Distinct(3), Census(live=5, reported=3, messages=3), True),
+        (Distinct(3), Census(live=2, reported=2, messages=2), True),
+        (Distinct(3), Census(live=5, reported=2, messages=7), False),
+        (Every(1.0), Census(live=1, reported=1, messages=9), False),
+    ],
+)
+def test_when_the_hub_updates(collect: ob.Hub, census: Census, ready: bool) -> None:
+    assert collect.ready(census) is ready
+
+
+def test_a_share_is_split_as_evenly_as_it_goes_and_never_to_nothing() -> None:
+    pacing = SharePacing(Share(7))
+    assert [pacing.budget(rank, {1, 2, 3}).count for rank in (1, 2, 3)] == [3, 2, 2]
+    assert SharePacing(Share(2)).budget(9, range(1, 10)) == ob.Samples(1)
+
+
+def test_the_controller_follows_its_formula() -> None:
+    pacing = TargetPacing(TargetBatch(samples=100, first=50, samples_max=400), microbatch=1)
+    pacing.members_changed({1, 2})
+    assert pacing.budget(1, {1, 2}) == ob.Samples(50)
+    pacing.observe({1: Effort(50, 5.0), 2: Effort(50, 10.0)}, {1, 2})  # 10 and 5 samples a second
+    assert pacing.limit_seconds == pytest.approx(100 / 15)
+    limit = pacing.limit_seconds
+    for k, batch in enumerate((110, 80, 500, 90), start=1):
+        step = 1 + max(0.1, 1 / k) * (100 - batch) / 100
+        limit *= min(2.0, max(0.5, step))
+        pacing.observe({1: Effort(batch // 2, limit), 2: Effort(batch // 2, limit)}, {1, 2})
+        assert pacing.limit_seconds == pytest.approx(limit)
+
+
+def test_the_controller_does_not_wind_up_where_everyone_is_at_the_cap() -> None:
+    pacing = TargetPacing(TargetBatch(samples=100, first=10, samples_max=10), microbatch=1)
+    for _ in range(50):
+        pacing.observe({1: Effort(10, 1.0)}, {1})
+    assert pacing.limit_seconds == pytest.approx(10.0)
