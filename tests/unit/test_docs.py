@@ -95,7 +95,7 @@ def run_python(text: str) -> str:
     printed = io.StringIO()
     namespace: dict[str, Any] = {"__name__": "block"}
     with contextlib.redirect_stdout(printed):
-        exec(compile(text, "block", "exec"), namespace)
+        exec(compile(text, "block", "exec", dont_inherit=True), namespace)
         for name, value in namespace.items():
             if name.startswith("test_"):
                 value()
