@@ -35,9 +35,7 @@ from offbeat.workloads import NamedWorkload
 ROOT = Path(__file__).parents[2]
 RING = ROOT / "examples/token_ring.py"
 GUIDE = "docs/writing_a_strategy.md"
-DOCUMENTS = sorted(
-    str(path.relative_to(ROOT)) for pattern in ("*.md", "docs/*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
-)
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 WITH_COMMANDS = ["docs/cluster.md", "docs/command_line.md", GUIDE, "CONTRIBUTING.md"]
 
 
