@@ -19,7 +19,7 @@ from offbeat.records.schema import Update
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.node import HubNode
 from offbeat.strategies.hub.worker import Worker
-from offbeat.testing import Violation, check_strategy, draw_case, replay
+from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
 
 NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "k-of-n", "sync-amsgrad")
 CHUNK = 48
@@ -243,13 +243,22 @@ def test_two_computations_at_once_are_found() -> None:
         check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
 
 
+def test_the_line_that_repeats_a_failure_names_the_command_where_one_will_do() -> None:
+    line = conformance._repeat_line
+    assert line(ob.AsyncTimed(), 7, True, True) == "offbeat replay async-timed --seed 7"
+    assert line(ob.AsyncTimed(), 7, True, False) == "offbeat replay async-timed --seed 7 --no-faults"
+    assert line(ob.AsyncTimed(hub_seconds=9.0), 7, True, True).startswith("offbeat.testing.check_case(")
+    assert line(ob.AsyncTimed(), 7, False, True).startswith("offbeat.testing.check_case(")
+    assert line(Sabotaged(), 7, True, True).endswith("test_strategies.py:Sabotaged --seed 7")
+
+
 def test_the_line_that_repeats_a_failure_is_printed() -> None:
     @dataclass(frozen=True)
     class Named(Sabotaged, name="broken-on-purpose"):
         tamper: Callable[[Any], None] = on_hub(changes_what_it_has_sent)
 
     try:
-        with pytest.raises(Violation, match="offbeat replay broken-on-purpose --seed 0"):
+        with pytest.raises(Violation, match=r"repeat it with: .*draw_case\(.*Named\(.*, 0, faults=True"):
             check_strategy(Named(), seeds=range(1))
         with pytest.raises(Violation, match="broken-on-purpose, seed 0"):
             replay("broken-on-purpose", 0)

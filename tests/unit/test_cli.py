@@ -53,7 +53,7 @@ COMMANDS = {
     "simulate": SIMULATE,
     "compare": COMPARE,
     "report": "--baseline --out",
-    "replay": "--seed --trace",
+    "replay": "--no-faults --seed --trace",
     "strategies": "--json",
     "workloads": "--json",
     "clusters": "--json",
@@ -451,6 +451,6 @@ def test_replay_of_a_seed_says_what_went_wrong(
 
     monkeypatch.setattr(testing, "replay", replay)
     assert main(["replay", "amb", "--seed", "3"]) == 0
-    assert main(["replay", "amb", "--seed", "4", "--trace"]) == 1
-    assert asked == [("amb", 3, False), ("amb", 4, True)]
+    assert main(["replay", "amb", "--seed", "4", "--trace", "--no-faults"]) == 1
+    assert asked == [("amb", 3, False, True), ("amb", 4, True, False)]
     assert capsys.readouterr().err == "offbeat: a sample was applied twice\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli import flags
+from offbeat.cli.names import find_strategy, find_workload
 from offbeat.cli.output import console, print_json
 from offbeat.cluster import PRESETS, SUMMARIES
 from offbeat.configuration import options, to_plain
@@ -25,12 +26,12 @@ Json = Annotated[bool, Parameter(help="print one JSON object and nothing else", 
 
 def strategies(name: Name = None, /, *, json: Json = False) -> int:
     """What strategies there are, or the fields of one with their defaults."""
-    return _members("strategy", "strategies", flags.strategies(), name, json)
+    return _members("strategies", flags.strategies(), name, json, find_strategy)
 
 
 def workloads(name: Name = None, /, *, json: Json = False) -> int:
     """What workloads there are, or the fields of one with their defaults."""
-    return _members("workload", "workloads", flags.workloads(), name, json)
+    return _members("workloads", flags.workloads(), name, json, find_workload)
 
 
 def clusters(name: Name = None, /, *, json: Json = False) -> int:
@@ -48,25 +49,29 @@ def clusters(name: Name = None, /, *, json: Json = False) -> int:
     return 0
 
 
-def _members(what: str, plural: str, known: Mapping[str, type[Any]], name: str | None, json: bool) -> int:
-    if name is not None and name not in known:
-        raise unknown(what, name, known)
-    if json:
-        entries = [_plain(key, cls) for key, cls in known.items() if name in (None, key)]
-        print_json(entries[0] if name is not None else {plural: entries})
-    elif name is not None:
-        _print_one(name, known[name])
+Find = Callable[[str], tuple[type[Any], str]]
+
+
+def _members(plural: str, known: Mapping[str, type[Any]], name: str | None, json: bool, find: Find) -> int:
+    if name is not None:
+        cls, label = find(name)
+        if json:
+            print_json(_plain(label, cls))
+        else:
+            _print_one(label, cls)
+    elif json:
+        print_json({plural: [_plain(key, cls) for key, cls in known.items()]})
     else:
         rows = [[key, cls.summary, cls.paper] for key, cls in known.items()]
-        console().print(_table([what, "what it is", "paper or source"], rows))
+        console().print(_table([plural, "what it is", "paper or source"], rows))
     return 0
 
 
 def _print_one(name: str, cls: type[Any]) -> None:
     out = console()
-    out.print(f"{name}: {cls.summary}", markup=False)
-    out.print(f"{inspect.getdoc(cls)}\n", markup=False)
-    out.print(f"{cls.paper}\n", markup=False)
+    for text in (f"{name}: {cls.summary}" if cls.summary else name, inspect.getdoc(cls), cls.paper):
+        if text:
+            out.print(f"{text}\n", markup=False)
     rows = [[item.flag, flags.shown(item.default), item.text] for item in options(cls)]
     out.print(_table(["flag", "default", "meaning"], rows))
 

@@ -36,27 +36,31 @@ def replay(
     trace: Annotated[
         bool, Parameter(help="with --seed: print every event and action", negative=(), show_default=False)
     ] = False,
+    no_faults: Annotated[
+        bool, Parameter(help="with --seed: a cluster where nothing goes wrong", negative=(), show_default=False)
+    ] = False,
 ) -> int:
     """Which of the two is meant shows in whether there is a seed."""
     if seed is not None:
-        return _replay_test(what, from_plain(int, seed, "--seed"), trace)
+        return _replay_test(what, from_plain(int, seed, "--seed"), trace, not no_faults)
     if what in strategies() and not (Path(what) / HEADER).exists():
         raise ConfigurationError(
             f"{what} is a strategy, and its test needs a seed; type: offbeat replay {what} --seed 0"
         )
-    if trace:
-        raise ConfigurationError("--trace is for a test of a strategy; add --seed N")
+    if trace or no_faults:
+        flag = "--trace" if trace else "--no-faults"
+        raise ConfigurationError(f"{flag} is for a test of a strategy; add --seed N")
     return _replay_run(Path(what))
 
 
-def _replay_test(name: str, seed: int, trace: bool) -> int:
+def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
     from offbeat import testing
 
     if seed < 0:
         raise ConfigurationError(f"a seed is 0 or more, but {seed} was given")
     find_strategy(name)
     try:
-        testing.replay(name, seed, trace)
+        testing.replay(name, seed, trace, faults)
     except AssertionError as error:
         say(" ".join(str(error).split()) or "an invariant does not hold")
         return 1

@@ -164,8 +164,12 @@ class Simulation:
         *,
         observer: Observer | None = None,
         strict: bool = False,
+        events_max: int | None = None,
     ) -> None:
-        """With `strict`, every lease is taken back: what a node did not keep, copy or send is overwritten."""
+        """With `strict`, every lease is taken back: what a node did not keep, copy or send is overwritten.
+
+        A run that has not ended after `events_max` events is a `ContractViolation`.
+        """
         self.scenario = scenario
         self.now = 0.0
         self.events = 0
@@ -174,6 +178,7 @@ class Simulation:
         self._writer = writer
         self._observer = observer
         self._strict = strict
+        self._events_max = events_max
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._sequence = 0
         self._sent = SentTensors()
@@ -300,6 +305,8 @@ class Simulation:
 
     def _handle(self, rank: int, event: Event) -> None:
         self.events += 1
+        if self.events == self._events_max:
+            raise ContractViolation(f"the run had not ended after {self.events:,} events, at {self.now:g} s")
         if isinstance(event, PeerJoined):
             self.processes[rank].known[event.peer] = event.incarnation
         elif isinstance(event, PeerLost):

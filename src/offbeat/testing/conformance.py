@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +19,9 @@ from offbeat.strategies.strategy import Strategy
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation, demand
 from offbeat.workloads import Workload
+
+EVENTS_MAX = 100_000
+"""Many times what any case takes that ends."""
 
 SWAP_PROBABILITIES = (0.05, 0.3, 1.0)
 """Per event; one of them is drawn for a case. Some states last for a single event, others must survive many swaps."""
@@ -36,11 +41,27 @@ def check_strategy(
             try:
                 check_case(case)
             except Exception as error:
-                name = strategy.name or f"{type(strategy).__module__}:{type(strategy).__name__}"
-                repeat = f"offbeat replay {name} --seed {seed}" if strategy.name else f"seed {seed}"
+                name = strategy.name or type(strategy).__name__
+                repeat = _repeat_line(strategy, seed, workload is None, faults)
                 raise Violation(f"{name}, seed {seed}: {error}\nrepeat it with: {repeat}") from error
             count += 1
     return count
+
+
+def _repeat_line(strategy: Strategy, seed: int, usual_workload: bool, faults: bool) -> str:
+    """What to type to see a case again: a command where the strategy can be named in one, else Python."""
+    kind = type(strategy)
+    if usual_workload and kind.__module__.startswith("offbeat.") and _is_default(strategy):
+        return f"offbeat replay {strategy.name} --seed {seed}{'' if faults else ' --no-faults'}"
+    if usual_workload and _is_default(strategy) and kind.__qualname__ == kind.__name__:
+        source = f"{inspect.getsourcefile(kind)}:{kind.__name__}"
+        return f"offbeat replay {source} --seed {seed}{'' if faults else ' --no-faults'}"
+    workload = "" if usual_workload else ", workload=..."
+    return f"offbeat.testing.check_case(offbeat.testing.draw_case({strategy}, {seed}{workload}, faults={faults}))"
+
+
+def _is_default(strategy: Strategy) -> bool:
+    return all(getattr(strategy, item.name) == item.default for item in dataclasses.fields(strategy))
 
 
 def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
@@ -59,7 +80,7 @@ def _run(
     case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[str], None] | None = None
 ) -> list[Record]:
     observer = invariants if trace is None else _Tracing(invariants, trace)
-    simulation = Simulation(case.scenario, invariants, observer=observer, strict=strict)
+    simulation = Simulation(case.scenario, invariants, observer=observer, strict=strict, events_max=EVENTS_MAX)
     outcome = simulation.run()
     invariants.ended(simulation, outcome)
     demand(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")
@@ -130,12 +151,12 @@ def plain_copy(value: Any, where: str) -> Any:
     return value
 
 
-def replay(strategy: str, seed: int, trace: bool = False) -> None:
+def replay(strategy: str, seed: int, trace: bool = False, faults: bool = True) -> None:
     """Run the fuzz case of a strategy, by its name, and a seed again; raises `Violation` as it did then."""
     if strategy not in Strategy.members:
         raise unknown("strategy", strategy, Strategy.members)
     with one_thread():
         try:
-            check_case(draw_case(Strategy.members[strategy](), seed), print if trace else None)
+            check_case(draw_case(Strategy.members[strategy](), seed, faults=faults), print if trace else None)
         except OffbeatError as error:
             raise Violation(f"{strategy}, seed {seed}: {error}") from error

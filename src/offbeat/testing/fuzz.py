@@ -121,7 +121,7 @@ class _Counting(nn.Module):
 def _with_buffers() -> Workload:
     """A small model whose buffers have to travel with its parameters."""
     values = torch.linspace(-1.0, 1.0, 64 * 3).reshape(64, 3)
-    return Workload(_Counting, _squared, (values, values.sum(1)), label="buffers")  # type: ignore[arg-type]
+    return Workload(_Counting, _squared, (values, values.sum(1)), label="buffers")
 
 
 def _squared(outputs: Tensor, targets: Tensor) -> Tensor:

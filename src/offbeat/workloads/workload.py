@@ -68,8 +68,8 @@ class Workload:
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
-    train: Examples
-    test: Examples | None = None
+    train: Any
+    test: Any = None
     split: Split = option(Shared(), "which examples each worker draws from")
     optimizer: Optimizer = option(Adam(lr=3e-3), "what suits this workload")
     target: Target | None = None
@@ -124,12 +124,11 @@ class Workload:
     @functools.cached_property
     def evaluation_examples(self) -> Examples:
         """What `evaluate` looks at: the test data, or examples spread evenly over the training data."""
-        if self.test is not None:
-            return self.test
-        if len(self.train) <= EVALUATION_MAX:
-            return self.train
-        spread = torch.linspace(0, len(self.train) - 1, EVALUATION_MAX, dtype=torch.float64).long()
-        return Examples(*self.train.take(spread))
+        data: Examples = self.train if self.test is None else self.test
+        if self.test is not None or len(data) <= EVALUATION_MAX:
+            return data
+        spread = torch.linspace(0, len(data) - 1, EVALUATION_MAX, dtype=torch.float64).long()
+        return Examples(*data.take(spread))
 
     def _outputs_and_losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         inputs, targets = batch

@@ -12,9 +12,10 @@ from offbeat.strategies.hub.named import (
     AsyncTimed,
     BackupWorkers,
     FixedMinibatch,
+    HubStrategy,
     SyncAdaptive,
 )
-from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.strategies.hub.parts import All, Census, Collect, Distinct, Every, Messages, Share, TargetBatch
 
 __all__ = [
     "All",
@@ -23,10 +24,13 @@ __all__ = [
     "AsyncFixed",
     "AsyncTimed",
     "BackupWorkers",
+    "Census",
+    "Collect",
     "Distinct",
     "Every",
     "FixedMinibatch",
     "Hub",
+    "HubStrategy",
     "Messages",
     "Share",
     "SyncAdaptive",

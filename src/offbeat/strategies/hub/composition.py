@@ -50,8 +50,7 @@ class Hub(Strategy):
 
     @property
     def staleness_bound(self) -> int | None:
-        everyone_waits = self.waits and self.collect.in_rank_order
-        return 0 if everyone_waits else self.staleness_max
+        return 0 if self.waits and self.collect.synchronous else self.staleness_max
 
     def node(self, setup: Setup) -> Node:
         if setup.rank != HUB:

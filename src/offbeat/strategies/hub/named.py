@@ -44,7 +44,8 @@ class HubStrategy(Strategy):
     def __post_init__(self) -> None:
         self.hub(workers=1)  # whatever its parts refuse is refused here
 
-    def _composed(self, **parts: object) -> Hub:
+    def composed(self, **parts: object) -> Hub:
+        """A composition of these parts and of the fields that all share."""
         shared = {item.name: getattr(self, item.name) for item in dataclasses.fields(HubStrategy)}
         return Hub(**shared, **parts)  # type: ignore[arg-type]
 
@@ -73,8 +74,8 @@ class AsynchronousHubStrategy(HubStrategy):
     damping: float = option(0.0, "exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none")
     in_flight_max: int = option(2, "messages a worker may have on the way before it waits for its link")
 
-    def _composed(self, **parts: object) -> Hub:
-        return super()._composed(
+    def composed(self, **parts: object) -> Hub:
+        return super().composed(
             staleness_max=self.staleness_max, damping=self.damping, in_flight_max=self.in_flight_max, **parts
         )
 
@@ -84,12 +85,12 @@ class FixedMinibatch(HubStrategy, name="fmb"):
     """Fixed mini-batch: everybody computes the same number of samples, and waits for the slowest."""
 
     summary: ClassVar[str] = "synchronous, a fixed batch per worker; the slowest sets the pace (the baseline)"
-    paper: ClassVar[str] = "Dean et al., NeurIPS 2012 (synchronous form)"
+    paper: ClassVar[str] = "Dekel et al., JMLR 2012 (distributed mini-batches)"
 
     batch: int = option(256, "samples each worker computes per update")
 
     def hub(self, workers: int) -> Hub:
-        return self._composed(compute=Samples(self.batch), collect=All(), waits=True)
+        return self.composed(compute=Samples(self.batch), collect=All(), waits=True)
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class AnytimeMinibatch(HubStrategy, name="amb"):
         require_positive(self, "batch", "seconds", "samples_max")
         cap = self.samples_max or 4 * self.batch
         if self.seconds is not None:
-            return self._composed(compute=Seconds(self.seconds, samples_max=cap), collect=All(), waits=True)
+            return self.composed(compute=Seconds(self.seconds, samples_max=cap), collect=All(), waits=True)
         target = TargetBatch(samples=workers * self.batch, first=min(self.batch, cap), samples_max=cap)
-        return self._composed(compute=target, collect=All(), waits=True)
+        return self.composed(compute=target, collect=All(), waits=True)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
     messages: int | None = option(None, "messages per update; none: as many as there are workers")
 
     def hub(self, workers: int) -> Hub:
-        return self._composed(compute=Samples(self.batch), collect=Messages(self.messages), waits=False)
+        return self.composed(compute=Samples(self.batch), collect=Messages(self.messages), waits=False)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
     def hub(self, workers: int) -> Hub:
         require_positive(self, "worker_seconds", "hub_seconds", "samples_max")
         compute = Seconds(self.worker_seconds, samples_max=self.samples_max)
-        return self._composed(compute=compute, collect=Every(self.hub_seconds), waits=False)
+        return self.composed(compute=compute, collect=Every(self.hub_seconds), waits=False)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
     batch: int = option(64, "samples per message")
 
     def hub(self, workers: int) -> Hub:
-        return self._composed(compute=Samples(self.batch), collect=Messages(1), waits=True)
+        return self.composed(compute=Samples(self.batch), collect=Messages(1), waits=True)
 
     def suited(self, optimizer: Optimizer) -> Self:
         return super().suited(_amsgrad(optimizer))
@@ -169,7 +170,7 @@ class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
     batch: int = option(640, "samples per update over all workers")
 
     def hub(self, workers: int) -> Hub:
-        return self._composed(compute=Share(self.batch), collect=All(), waits=True)
+        return self.composed(compute=Share(self.batch), collect=All(), waits=True)
 
     def suited(self, optimizer: Optimizer) -> Self:
         return super().suited(_amsgrad(optimizer))
@@ -188,7 +189,7 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
     def hub(self, workers: int) -> Hub:
         require_positive(self, "k")
         first = self.k or max(1, math.ceil(0.8 * workers))
-        return self._composed(compute=Samples(self.batch), collect=Distinct(first), waits=True)
+        return self.composed(compute=Samples(self.batch), collect=Distinct(first), waits=True)
 
     def processes(self, workers: int) -> int:
         require(

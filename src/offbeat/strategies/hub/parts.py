@@ -56,6 +56,8 @@ class Collect(ABC):
     """Whether an update sums in the order of ranks, so that it does not depend on who was first."""
     current_only = False
     """Whether gradients of older versions are dropped as late."""
+    synchronous = False
+    """Whether workers that wait never have a gradient of an older version applied."""
 
     @abstractmethod
     def ready(self, census: Census) -> bool: ...
@@ -66,6 +68,7 @@ class All(Collect):
     """When every live worker has reported."""
 
     in_rank_order = True
+    synchronous = True
 
     def ready(self, census: Census) -> bool:
         return 0 < census.live <= census.reported
@@ -92,6 +95,7 @@ class Distinct(Collect):
 
     in_rank_order = True
     current_only = True
+    synchronous = True
 
     def __post_init__(self) -> None:
         require_positive(self, "count")
