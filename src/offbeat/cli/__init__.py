@@ -106,7 +106,7 @@ USAGES = {
     "simulate": "offbeat simulate WORKLOAD STRATEGY... [NAME.FIELD=VALUE ...] [OPTIONS]",
     "compare": "offbeat compare EXPERIMENT.toml [OPTIONS]",
     "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL]",
-    "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace]",
+    "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
     "strategies": "offbeat strategies [NAME] [--json]",
     "workloads": "offbeat workloads [NAME] [--json]",
     "clusters": "offbeat clusters [NAME] [--json]",
