@@ -132,7 +132,7 @@ LOSS = f"Held-out loss; further left and lower is better. {BAND}."
 TIMELINE = (
     "The beginning of one run of each strategy, one row a rank. Full colour is computing, pale colour is delay that "
     "was put in on purpose, a thin line is waiting; the marks above are the hub's updates. Look for thin lines: "
-    "that is time paid for and not used. A round's delay is drawn at its end."
+    "that is time paid for and not used."
 )
 SAMPLES = f"The steeper, the more samples a second go into the parameters. {BAND}."
 UPDATES = (
