@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +32,20 @@ import msgspec
 import torch
 from torch import nn
 
-from offbeat.actions import Budget, Finish, Record
+from offbeat.actions import Budget, Finish, Record, Samples, Seconds
 from offbeat.analysis import Summary, summarize
 from offbeat.cluster import Cluster, load_cluster
 from offbeat.comparison import Comparison
-from offbeat.configuration import build, from_plain, option, read_toml, require, to_plain
+from offbeat.configuration import (
+    build,
+    check_instance,
+    check_types,
+    from_plain,
+    option,
+    read_toml,
+    require,
+    to_plain,
+)
 from offbeat.engines.computing import Computing
 from offbeat.engines.simulated import Scenario, Simulation
 from offbeat.errors import ConfigurationError, RunFailed, unknown
@@ -63,7 +73,16 @@ class Experiment:
     label: str | None = None
 
     def __post_init__(self) -> None:
-        _require_workers(self.workers)
+        check_instance(self.workload, (NamedWorkload, Workload), "the workload", "offbeat.Digits()")
+        check_instance(self.strategy, (Strategy,), "the strategy", "offbeat.FixedMinibatch()")
+        check_instance(self.cluster, (Cluster,), "the cluster", 'offbeat.Cluster() or offbeat.load_cluster("niagara")')
+        check_instance(self.evaluate, (Cadence, type(None)), "evaluate", "offbeat.EveryUpdates(5)")
+        check_instance(self.target, (Target, type(None)), "the target", 'offbeat.Target("accuracy", 0.9)')
+        if isinstance(self.until, int | str) and not isinstance(self.until, bool):
+            object.__setattr__(self, "until", Budget.shorthand(str(self.until)))
+        check_instance(self.until, (Samples, Seconds, type(None)), "until", "offbeat.Samples(60_000)")
+        _require_whole("workers", self.workers, 1)
+        _require_whole("seed", self.seed, 0)
 
     @property
     def name(self) -> str:
@@ -76,8 +95,8 @@ class Experiment:
         filled = dataclasses.replace(
             self,
             strategy=self.strategy.suited(workload.optimizer),
-            until=self.until or workload.until,
-            target=self.target or workload.target,
+            until=workload.until if self.until is None else self.until,
+            target=workload.target if self.target is None else self.target,
         )
         return filled, workload
 
@@ -129,7 +148,8 @@ class Plan(Settings):
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_workers(self.workers)
+        check_types(self)
+        _require_whole("workers", self.workers, 1)
         require(bool(self.strategies), "there is no strategy to run; name at least one, for example fmb")
         require(bool(self.seeds), "there is no seed to run; give at least one")
         if not self.labels:
@@ -193,8 +213,9 @@ class Plan(Settings):
         return plain
 
 
-def _require_workers(workers: int) -> None:
-    require(workers >= 1, f"at least 1 worker is needed to train, but workers = {workers}")
+def _require_whole(name: str, value: Any, least: int) -> None:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(whole and value >= least, f"{name} must be a whole number of at least {least}, but is {value!r}")
 
 
 def _labels(names: Sequence[str]) -> Iterator[str]:
@@ -234,7 +255,7 @@ class Run:
     def model(self) -> nn.Module:
         """The trained model."""
         if self._finish is None:
-            raise RunFailed(f"the run has no result: {self.summary.failure}")
+            raise RunFailed(f"the run failed and has no result: {self.summary.failure}")
         computing = Computing(self._workload, self._seed)
         computing.flat.load(self._finish.parameters, self._finish.buffers)
         return computing.flat.module
@@ -243,6 +264,8 @@ class Run:
         summary = self.summary
         reached = summary.seconds_to_target
         timed = "target not reached" if reached is None else f"target reached after {reached:.1f} s"
+        if summary.failure is not None:
+            timed = f"failed: {summary.failure}"
         return f"<Run {summary.strategy} on {summary.workload}, seed {summary.seed}: {timed}>"
 
 
@@ -291,17 +314,24 @@ def simulate_experiment(
         header = _header(experiment, workload, simulation.computing.flat.layout.numel)
         directory = None if out is None else Path(out)
         if directory is not None:
+            require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
             with FileWriter(directory, header, flush_every=1000) as recorder.file:
                 outcome = simulation.run()
         else:
             outcome = simulation.run()
     records = RunRecords(directory, header, tuple(memory.records))  # type: ignore[arg-type]
-    finish = outcome.finishes[min(outcome.finishes)] if outcome.finishes else None
+    finish = outcome.finishes[min(outcome.finishes)] if outcome.finishes and outcome.failure is None else None
     return Run(records, finish, workload, experiment.seed)
 
 
 def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = None) -> Comparison:
     """Run several experiments in virtual time and put them side by side."""
+    if not isinstance(experiments, Plan):
+        what = "compare takes offbeat.Experiment objects or an offbeat.Plan"
+        require(isinstance(experiments, Iterable) and not isinstance(experiments, str), f"{what}, not {experiments!r}")
+        experiments = list(experiments)
+        for experiment in experiments:
+            check_instance(experiment, (Experiment,), "what is compared", "offbeat.Experiment(workload, strategy)")
     return Comparison.of(run_all(experiments, out), _baseline(experiments))
 
 
@@ -313,13 +343,21 @@ def run_all(
     experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, on_record: OnRecord | None = None
 ) -> list[RunRecords]:
     """Simulate experiments one after the other; with `out`, each into a directory of its own below it."""
-    if isinstance(experiments, Plan):
-        experiments = experiments.experiments()
     runs = []
-    for experiment in experiments:
+    for experiment in experiments.experiments() if isinstance(experiments, Plan) else _told_apart(experiments):
         directory = None if out is None else Path(out) / f"{_as_file_name(experiment.name)}-seed{experiment.seed}"
         runs.append(simulate_experiment(experiment, directory, on_record).records)
     return runs
+
+
+def _told_apart(experiments: Iterable[Experiment]) -> Iterator[Experiment]:
+    """Experiments of one name and seed get a number, so that none is taken for another."""
+    seen: dict[tuple[str, int], int] = {}
+    for experiment in experiments:
+        key = experiment.name, experiment.seed
+        seen[key] = seen.get(key, 0) + 1
+        name = experiment.name if seen[key] == 1 else f"{experiment.name}-{seen[key]}"
+        yield dataclasses.replace(experiment, label=name)
 
 
 def _as_file_name(label: str) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from offbeat.cluster.faults import Fault
 from offbeat.cluster.links import Link
 from offbeat.cluster.speeds import SECONDS_PER_SAMPLE, NoStraggle, Speed, Straggle
-from offbeat.configuration import option, require, require_not_negative, require_positive
+from offbeat.configuration import check_types, option, require, require_not_negative, require_positive
 
 T = TypeVar("T")
 
@@ -52,8 +52,14 @@ class Cluster:
     silence_seconds: float = option(10.0, "seconds after which a silent peer is given up")
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
         require_positive(self, "silence_seconds")
+        require(
+            self.seconds_per_sample + self.seconds_per_call > 0,
+            "a cluster where computing takes no time would never get anywhere; give seconds_per_sample or "
+            "seconds_per_call more than 0",
+        )
         require(
             all(factor > 0 for factor in self.factors),
             f"Cluster.factors must all be greater than 0, but are {list(self.factors)}",

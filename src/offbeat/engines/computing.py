@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat.errors import ConfigurationError
 from offbeat.flat import FlatModule
@@ -52,7 +52,8 @@ class Computing:
         self.workload = workload
         self.flat = FlatModule(workload.initial_model(seed))
         self._loaded: tuple[Tensor, int] | None = None
-        self._joins_microbatches = not self.flat.buffers
+        self._joins_microbatches = not self.flat.buffers and not _has_batch_norm(self.flat.module)
+        self._works = False
 
     def gradient(self, parameters: Tensor, buffers: Buffers, batches: Batches) -> Differentiated:
         """The sum of gradients over the batches, in a tensor of its own."""
@@ -70,18 +71,30 @@ class Computing:
         new_buffers = tuple(buffer.clone() for buffer in self.flat.buffers)
         if new_buffers:
             self._loaded = None  # training has moved them
-        return Differentiated(gradient, sum(map(float, losses)), new_buffers, is_finite(gradient))
+        loss = sum(map(float, losses))
+        statistics = [buffer for buffer in new_buffers if buffer.is_floating_point()]
+        finite = math.isfinite(loss) and all(map(is_finite, [gradient, *statistics]))
+        return Differentiated(gradient, loss, new_buffers, finite)
 
     def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        batch = on_device(batch, self.flat.parameters.device)
         try:
-            return self.workload.losses(self.flat.module, on_device(batch, self.flat.parameters.device))
-        except ValueError as error:
+            losses = self.workload.losses(self.flat.module, batch)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if len(batch[1]) == 1 and "more than 1 value per channel" in str(error):
                 raise ConfigurationError(
                     "the model has batch norm, which needs at least 2 samples at a time, but a micro-batch of 1 was "
                     "asked for; raise microbatch (and batch) to 2 or more"
                 ) from None
-            raise
+            if self._works:
+                raise
+            shown = [f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.") for tensor in batch]
+            raise ConfigurationError(
+                f"the model or the loss failed on its first batch (inputs: {shown[0]}; targets: {shown[1]}; "
+                f"parameters: {str(self.flat.parameters.dtype).removeprefix('torch.')}): {str(error).splitlines()[0]}"
+            ) from error
+        self._works = True
+        return losses
 
     def evaluate(self, parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
         """Held-out loss and accuracy."""
@@ -109,3 +122,8 @@ class Computing:
 def is_finite(vector: Tensor) -> bool:
     """Whether every element is finite. A finite sum proves it, at a fraction of the cost of looking at each."""
     return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    """Batch norm that keeps no statistics has no buffers, and still depends on how a batch is cut."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())

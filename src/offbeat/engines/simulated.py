@@ -7,7 +7,9 @@ from the seed, per rank and purpose, and ties are broken by sequence: same seed,
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,10 +27,12 @@ from offbeat.actions import (
     Evaluate,
     Finish,
     Report,
+    Seconds,
     Send,
     SetTimer,
 )
 from offbeat.cluster import Cluster, Corrupt, Crash, Link, Partition, Pause, Speed
+from offbeat.configuration import require
 from offbeat.engines.computing import Batches, Computing
 from offbeat.engines.network import LinkState, Network
 from offbeat.engines.pace import Pace
@@ -74,6 +78,8 @@ class Computation:
     ends: float
     parameters_version: int
     """torch's count of in-place changes, to notice a node that changes what it should not"""
+    paused: float = 0.0
+    """Seconds of the round that the process stood still."""
 
 
 @dataclass
@@ -91,6 +97,10 @@ class Process:
     finish: Finish | None = None
     finished_at: float = 0.0
     busy_until: float = 0.0
+    asleep: bool = False
+    """Whether it is paused or busy with an update: its actions and events wait until it wakes up."""
+    unfinished: list[Action] = field(default_factory=list)
+    waiting: deque[Delivery] = field(default_factory=deque)
     computation: Computation | None = None
     timers: dict[str, int] = field(default_factory=dict)
     """name → the sequence number of the firing that counts"""
@@ -188,6 +198,7 @@ class Simulation:
         strategy, workers = scenario.strategy, scenario.workers
         self.size = strategy.processes(workers)
         scenario.cluster.check(self.size, workers)
+        self._check_faults()
         self.computing = Computing(scenario.workload, scenario.seed)
         self._initial = self.computing.flat.parameters.clone()
         self._initial_buffers = tuple(buffer.clone() for buffer in self.computing.flat.buffers)
@@ -198,6 +209,15 @@ class Simulation:
         self.network = self._connect()
 
     # Building
+
+    def _check_faults(self) -> None:
+        for fault in self.scenario.cluster.faults:
+            returns = isinstance(fault, Crash) and fault.back_after_seconds is not None
+            require(
+                not returns or self.scenario.strategy.computes(fault.affected[0]),
+                f"rank {fault.affected[0]} holds the parameters and is gone with them when it crashes, so it cannot "
+                "come back in a simulation; leave back_after_seconds out, or crash a rank that computes",
+            )
 
     def _process(self, rank: int) -> Process:
         seed, cluster = self.scenario.seed, self.scenario.cluster
@@ -261,9 +281,9 @@ class Simulation:
             self._at(fault.at_seconds, -1, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
         with torch.random.fork_rng(devices=[]):
             while self._heap and self._active:
-                self.now, sequence, rank, happening = heapq.heappop(self._heap)
+                self.now, _, rank, happening = heapq.heappop(self._heap)
                 if isinstance(happening, Delivery):
-                    self._delivered(sequence, rank, happening)
+                    self._delivered(rank, happening)
                 else:
                     happening()
         return self._outcome()
@@ -291,17 +311,38 @@ class Simulation:
         """Let the node of `rank` handle an event at `time`, or when it can; the event is made then."""
         return self._at(time, rank, Delivery(self.processes[rank].life, event))
 
-    def _delivered(self, sequence: int, rank: int, delivery: Delivery) -> None:
+    def _delivered(self, rank: int, delivery: Delivery) -> None:
         process = self.processes[rank]
         if not process.active or process.life != delivery.life:
             return
-        if process.busy_until > self.now:
-            # Kept in order: what is put off keeps its sequence number.
-            heapq.heappush(self._heap, (process.busy_until, sequence, rank, delivery))
+        if process.asleep:
+            process.waiting.append(delivery)
             return
         event = delivery.event(self.now)
         if event is not None:
             self._handle(rank, event)
+
+    def _sleep(self, rank: int, until: float) -> None:
+        """Let a rank do nothing until then: no action leaves it, and no event reaches it."""
+        process = self.processes[rank]
+        life = process.life
+        process.asleep = True
+        process.busy_until = max(process.busy_until, until)
+
+        def wake() -> None:
+            if process.life == life and process.active and self.now >= process.busy_until:
+                self._wake(rank)
+
+        self._at(process.busy_until, rank, wake)
+
+    def _wake(self, rank: int) -> None:
+        """First what was asked for before it fell asleep, then what has come in since, in order."""
+        process = self.processes[rank]
+        process.asleep = False
+        actions, process.unfinished = process.unfinished, []
+        self._carry_out(rank, actions)
+        while process.waiting and not process.asleep and process.active:
+            self._delivered(rank, process.waiting.popleft())
 
     def _handle(self, rank: int, event: Event) -> None:
         self.events += 1
@@ -335,32 +376,15 @@ class Simulation:
 
     def _carry_out(self, rank: int, actions: Iterable[Action]) -> None:
         process = self.processes[rank]
-        when = self.now
         for action in actions:
             if isinstance(action, Report):
                 self._writer.write(action.record)
                 if isinstance(action.record, Update) and process.speed.seconds_per_update > 0:
-                    when += process.speed.seconds_per_update
-                    process.busy_until = max(process.busy_until, when)
-            elif when > self.now:
-                self._later(when, rank, action)
+                    self._sleep(rank, self.now + process.speed.seconds_per_update)
+            elif process.asleep:
+                process.unfinished.append(action)
             else:
                 self._do(rank, action)
-
-    def _later(self, when: float, rank: int, action: Action) -> None:
-        """Carry out an action when the update before it is done. A message is still meant for whom it was."""
-        process = self.processes[rank]
-        life = process.life
-        meant_for = process.known.get(action.to) if isinstance(action, Send) else None
-
-        def happening() -> None:
-            if process.life != life or not process.active:
-                return
-            if isinstance(action, Send) and process.known.get(action.to) != meant_for:
-                return
-            self._do(rank, action)
-
-        self._at(when, rank, happening)
 
     def _do(self, rank: int, action: Action) -> None:
         match action:
@@ -433,18 +457,12 @@ class Simulation:
         process, computation = self.processes[rank], self.processes[rank].computation
         if computation is None:
             return
-        samples = computation.pace.samples_when_cancelled(self.now - computation.start, computation.samples)
+        computed = self.now - computation.start - computation.paused
+        samples = computation.pace.samples_when_cancelled(computed, computation.samples)
         if samples >= computation.samples:
             return
-        ends = computation.start + computation.pace.seconds(samples) if samples else self.now
-        process.computation = Computation(
-            computation.action,
-            computation.pace,
-            samples,
-            computation.start,
-            max(self.now, ends),
-            computation.parameters_version,
-        )
+        ends = computation.start + computation.paused + computation.pace.seconds(samples) if samples else self.now
+        process.computation = dataclasses.replace(computation, samples=samples, ends=max(self.now, ends))
         self._compute_ends(rank, process.computation)
 
     def _computed(self, rank: int, computation: Computation) -> GradientReady | StepReady:
@@ -546,7 +564,7 @@ class Simulation:
         outbox = link.outboxes[rank]
         if not link.up or outbox.leaving is not None or outbox.queue or not self.processes[peer].active:
             return
-        gone = max(self.now + self.scenario.cluster.crash_seen_seconds, outbox.last_arrival)
+        gone = max(self.now + self.scenario.cluster.crash_seen_seconds, outbox.last_arrival, link.held_until)
         self._at(gone, peer, lambda: self._cut(rank, peer, link, f"end of {rank}", told=(peer,)))
 
     # Messages
@@ -652,7 +670,8 @@ class Simulation:
         process = self.processes[rank]
         self._active += 1
         process.alive, process.life = True, process.life + 1
-        process.busy_until, process.free_since = self.now, self.now
+        process.busy_until, process.free_since, process.asleep = self.now, self.now, False
+        process.unfinished, process.waiting = [], deque()
         process.node = self.fresh_node(rank)
         self._deliver(self.now, rank, lambda at: Started(at))
         for peer in self.network.peers(rank):
@@ -666,11 +685,21 @@ class Simulation:
             return
         until = self.now + fault.seconds
         if process.computation is not None:
-            process.computation.ends += fault.seconds
-        process.busy_until = max(process.busy_until, until)
+            self._hold_up(process.computation, fault.seconds)
+        self._sleep(fault.rank, until)
         if fault.seconds > self.scenario.cluster.silence_seconds:
             pairs = [(fault.rank, peer) for peer in self.network.peers(fault.rank)]
             self._silence(pairs, until, f"pause of {fault.rank} at {self.now}")
+
+    def _hold_up(self, computation: Computation, seconds: float) -> None:
+        """A pause adds to the round. The clock of a time limit runs on meanwhile, so what is left of it shrinks."""
+        budget, done = computation.action.budget, self.now - computation.start - computation.paused
+        computation.paused += seconds
+        if isinstance(budget, Seconds):
+            left = max(budget.seconds - computation.paused, done, 1e-9)
+            samples = computation.pace.samples(Seconds(left, samples_max=budget.samples_max))
+            computation.samples = min(computation.samples, samples)
+        computation.ends = computation.start + computation.paused + computation.pace.seconds(computation.samples)
 
     def _partition(self, fault: Partition) -> None:
         until = self.now + fault.seconds

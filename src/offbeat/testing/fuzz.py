@@ -14,7 +14,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor, nn
 
-from offbeat.actions import Samples
+from offbeat.actions import Budget, Samples, Seconds
 from offbeat.cluster import (
     Cluster,
     Corrupt,
@@ -32,6 +32,7 @@ from offbeat.cluster import (
 from offbeat.engines.simulated import Scenario
 from offbeat.optimizers import SGD, Adam, Optimizer
 from offbeat.randomness import stream
+from offbeat.schedules import Linear
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.workloads import Quadratic, Workload
 
@@ -68,7 +69,7 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     """The case of this seed. A strategy's own settings are varied too, where their names are known here."""
     rng = stream(seed, "fuzz")
     workers = int(rng.integers(1, 6))
-    samples = int(rng.integers(120, 600))
+    samples = int(rng.integers(60, 360))
     varied = _vary(strategy, rng, workers)
     chosen = workload or _workload(rng)
     cluster = _cluster(rng, varied, workers, samples, faults)
@@ -77,7 +78,7 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
         workload=chosen,
         cluster=cluster,
         workers=workers,
-        until=Samples(samples),
+        until=_until(rng, samples, cluster),
         seed=seed,
         evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(rng.integers(3))],
     )
@@ -91,7 +92,12 @@ def _vary(strategy: Strategy, rng: Generator, workers: int) -> Strategy:
 
 
 def _optimizer(rng: Generator) -> Optimizer | None:
-    return [None, SGD(lr=0.02, momentum=0.9), Adam(lr=0.01)][int(rng.integers(3))]
+    decaying = SGD(lr=Linear(start=0.05, end=0.0, samples=500), weight_decay=0.01, clip_norm=10.0)
+    return [None, SGD(lr=0.02, momentum=0.9), Adam(lr=0.01), decaying][int(rng.integers(4))]
+
+
+def _until(rng: Generator, samples: int, cluster: Cluster) -> Budget:
+    return Seconds(samples * cluster.seconds_per_sample + 0.5) if rng.random() < 0.2 else Samples(samples)
 
 
 def _workload(rng: Generator) -> Workload:

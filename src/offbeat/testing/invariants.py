@@ -6,7 +6,8 @@
 - Versions grow by one per update; no rank computes at an older version than before; staleness is never negative
   and keeps to its bound.
 - A gradient that is not finite is never applied, and the parameters stay finite.
-- Everyone who is alive finishes, with the same parameters, once the samples asked for have been applied.
+- Everyone who is alive finishes, with the same parameters and buffers, once the samples asked for have been applied;
+  whoever sent Stop has heard Stopped from everyone it sent it to, or lost them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections import defaultdict
 
 import torch
 
-from offbeat.actions import Action, Compute, Record, Samples
+from offbeat.actions import Action, Compute, Finish, Record, Samples, Send
 from offbeat.draws import Draws
 from offbeat.engines.simulated import Outcome, Simulation
 from offbeat.errors import ContractViolation
-from offbeat.events import Event
+from offbeat.events import Event, MessageArrived, PeerLost
+from offbeat.messages import Stop, Stopped
 from offbeat.records.schema import Dropped, Round, Update
 
 
@@ -39,7 +41,9 @@ class Invariants:
         self.records: list[Record] = []
         self._staleness_max = staleness_max
         self._accounted: dict[int, Draws] = defaultdict(Draws)
-        self._computed: dict[tuple[int, int, int], bool] = {}
+        self._computed: dict[tuple[int, int, int], Round] = {}
+        self._lost: set[int] = set()
+        self._stopping: dict[int, set[int]] = defaultdict(set)
         self._covered: dict[int, int] = defaultdict(int)
         self._versions: dict[int, int] = defaultdict(int)
         self._computes_at: dict[tuple[int, int], int] = {}
@@ -50,7 +54,7 @@ class Invariants:
     def write(self, record: Record) -> None:
         self.records.append(record)
         if isinstance(record, Round):
-            self._computed[record.rank, *record.draws] = record.finite
+            self._computed[record.rank, *record.draws] = record
             self._covered[record.rank] = max(self._covered[record.rank], record.draws[1])
         elif isinstance(record, Update):
             self._updated(record)
@@ -64,14 +68,17 @@ class Invariants:
         self._versions[update.rank] = update.version
         counted = sum(part.stop - part.first for part in update.contributions)
         demand(counted == update.samples > 0, f"{update} says {update.samples} samples, but {counted} are in it")
-        demand(update.samples_total > self._samples_total, f"{update} does not add to the samples of the run")
+        total = self._samples_total + update.samples
+        demand(update.samples_total == total, f"{update} makes {update.samples_total} samples of {total}")
         self._samples_total = update.samples_total
         for part in update.contributions:
             self._account(part.rank, part.first, part.stop)
-            finite = self._computed.get((part.rank, part.first, part.stop))
-            demand(finite is not None, f"{part} was applied but never computed")
-            demand(finite is True, f"{part} was applied although it is not finite")
-            demand(part.staleness >= 0, f"{part} is newer than what it was applied to")
+            computed = self._computed.get((part.rank, part.first, part.stop))
+            if computed is None:
+                raise Violation(f"{part} was applied but never computed")
+            demand(computed.finite, f"{part} was applied although it is not finite")
+            stale = update.version - 1 - computed.version
+            demand(0 <= stale == part.staleness, f"{part} is {stale} versions older than what it was applied to")
             if self._staleness_max is not None:
                 demand(part.staleness <= self._staleness_max, f"{part} is staler than {self._staleness_max}")
 
@@ -84,10 +91,20 @@ class Invariants:
     # As an observer
 
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
-        """Nothing to watch before an event."""
+        if isinstance(event, PeerLost):
+            if simulation.processes[event.peer].finish is None or event.peer in self._stopping[rank]:
+                self._lost |= {rank, event.peer}  # not an orderly end
+            self._stopping[rank].discard(event.peer)
+        elif isinstance(event, MessageArrived) and isinstance(event.message, Stopped):
+            self._stopping[rank].discard(event.source)
 
     def after(self, simulation: Simulation, rank: int, event: Event, actions: list[Action]) -> None:
         for action in actions:
+            if isinstance(action, Send) and isinstance(action.message, Stop):
+                self._stopping[rank].add(action.to)
+            if isinstance(action, Finish) and action.failure is None:
+                waiting = self._stopping[rank]
+                demand(not waiting, f"rank {rank} finished without having heard Stopped from {sorted(waiting)}")
             if isinstance(action, Compute):
                 key = (rank, simulation.processes[rank].life)
                 before = self._computes_at.get(key, 0)
@@ -100,11 +117,16 @@ class Invariants:
         for rank, draws in sorted(self._accounted.items()):
             gaps = list(draws.missing_below(draws.stop))
             demand(not gaps, f"draws {gaps} of rank {rank} are not accounted for")
+            if rank not in self._lost and outcome.failure is None:
+                end = self._covered[rank]
+                demand(draws.stop == end, f"rank {rank} computed up to draw {end}, {draws.stop} are accounted for")
         until = simulation.scenario.until
         if isinstance(until, Samples) and outcome.failure is None:
             demand(self._samples_total >= until.count, f"it ended after {self._samples_total} of {until.count} samples")
         results = [finish for _, finish in sorted(outcome.finishes.items()) if finish.failure is None]
         for result in results:
             demand(bool(torch.isfinite(result.parameters).all()), "the final parameters are not finite")
-            same = result.version == results[0].version and torch.equal(result.parameters, results[0].parameters)
+            first = results[0]
+            same = result.version == first.version and torch.equal(result.parameters, first.parameters)
+            same = same and all(map(torch.equal, result.buffers, first.buffers))
             demand(same, f"ranks ended with different parameters, versions {result.version} and {results[0].version}")

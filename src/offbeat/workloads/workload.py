@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.actions import Samples
-from offbeat.configuration import Family, build, option, require
+from offbeat.configuration import Family, build, check_instance, option, require
 from offbeat.errors import ConfigurationError
 from offbeat.optimizers import Adam, Optimizer
 from offbeat.workloads.examples import Examples, is_whole
@@ -81,6 +81,11 @@ class Workload:
             isinstance(self.model, nn.Module) or callable(self.model),
             f"Workload.model must be a module or a function that makes one, but is {type(self.model).__name__}",
         )
+        require(callable(self.loss), f"Workload.loss must be a function, but is {self.loss!r}")
+        check_instance(self.split, (Split,), "Workload.split", "offbeat.Sharded()")
+        check_instance(self.optimizer, (Optimizer,), "Workload.optimizer", "offbeat.SGD(lr=0.1)")
+        check_instance(self.target, (Target, type(None)), "Workload.target", 'offbeat.Target("accuracy", 0.9)')
+        check_instance(self.until, (Samples,), "Workload.until", "offbeat.Samples(60_000)")
         object.__setattr__(self, "train", Examples.of(self.train))
         if self.test is not None:
             object.__setattr__(self, "test", Examples.of(self.test))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offbeat.events import MessageArrived
@@ -64,8 +65,13 @@ class Collected:
         assert self._total is not None
         return self._total.div_(self.samples)
 
-    def merged_buffers(self) -> Buffers:
-        return merge_buffers([(buffers, samples) for _, buffers, samples in self._buffers]) if self._buffers else ()
+    def merged_buffers(self, before: Buffers) -> Buffers:
+        """Averaged by samples. Counters never fall: what is stale has counted less than the hub knows already."""
+        if not self._buffers:
+            return before
+        merged = merge_buffers([(buffers, samples) for _, buffers, samples in self._buffers])
+        pairs = zip(merged, before, strict=True)
+        return tuple(new if new.is_floating_point() else torch.maximum(new, old) for new, old in pairs)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from offbeat.actions import Samples, Seconds
-from offbeat.configuration import option, require, require_positive
+from offbeat.configuration import check_types, option, require, require_positive
 from offbeat.optimizers import AMSGrad, Optimizer
 from offbeat.strategies.hub.composition import Hub
 from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, TargetBatch
@@ -42,6 +42,7 @@ class HubStrategy(Strategy):
     def hub(self, workers: int) -> Hub: ...
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.hub(workers=1)  # whatever its parts refuse is refused here
 
     def composed(self, **parts: object) -> Hub:
@@ -200,5 +201,6 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
 
 
 def _amsgrad(optimizer: Optimizer) -> AMSGrad:
-    """AMSGrad at the learning rate that suits the workload's adaptive optimizers."""
-    return optimizer if isinstance(optimizer, AMSGrad) else AMSGrad(lr=getattr(optimizer, "lr", AMSGrad.lr))
+    """AMSGrad with whatever it has in common with the workload's optimizer: rate, weight decay, clipping."""
+    shared = {item.name for item in dataclasses.fields(AMSGrad)} & {item.name for item in dataclasses.fields(optimizer)}
+    return AMSGrad(**{name: value for name in shared if (value := getattr(optimizer, name)) is not None})

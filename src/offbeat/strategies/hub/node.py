@@ -67,7 +67,9 @@ class HubNode(Node):
         self._pacing = _pacing(config)
         self._evaluations = Evaluations()
 
+        self._gathered = False
         self._started = False
+        self._began_at = 0.0
         self._update_due = 0.0
         self._awaited: set[int] | None = None
         """Once training is over: who has not said Stopped yet."""
@@ -89,6 +91,7 @@ class HubNode(Node):
             case TimerFired(name="until"):
                 return self._stop(event.at)
             case TimerFired(name="gather"):
+                self._gathered = True
                 return self._begin(event.at) if self._live else ()
             case TimerFired(name="workers"):
                 return self._give_up(event.at)
@@ -99,12 +102,31 @@ class HubNode(Node):
             case PeerLost():
                 return self._lost(event)
             case Started():
-                patience = self._config.patience_seconds
-                return [SetTimer("gather", patience), SetTimer("workers", patience)]
+                return self._resume(event.at) if self._started else self._gather()
             case _:
                 return ()
 
     # Gather
+
+    def _gather(self) -> Iterator[Action]:
+        yield SetTimer("gather", self._config.patience_seconds)
+        yield SetTimer("workers", self._config.patience_seconds)
+
+    def _resume(self, at: float) -> Iterator[Action]:
+        """Go on from a checkpoint, in a process that knows nobody yet: whoever joins is welcomed."""
+        self._live, self._idle, self._reported = {}, set(), set()
+        self._evaluations.under_way = {}
+        self._awaited = None if self._awaited is None else set()
+        yield SetTimer("workers", self._config.patience_seconds)
+        yield from self._set_timers(at)
+        yield from self._finish_if_done(at)
+
+    def _set_timers(self, at: float) -> Iterator[Action]:
+        if isinstance(self._setup.until, Seconds):
+            yield SetTimer("until", max(0.0, self._began_at + self._setup.until.seconds - at))
+        if isinstance(self._config.collect, Every):
+            self._update_due = at + self._config.collect.seconds
+            yield SetTimer("update", self._config.collect.seconds)
 
     def _joined(self, event: PeerJoined) -> Iterator[Action]:
         rank = event.peer
@@ -119,17 +141,14 @@ class HubNode(Node):
         elif self._started:
             self._pacing.members_changed(self._live)
             yield self._welcome(rank)
-        elif all(rank in self._live for rank in self._expected):
+        elif self._gathered or all(rank in self._live for rank in self._expected):
             yield from self._begin(event.at)
 
     def _begin(self, at: float) -> Iterator[Action]:
         self._started = True
         yield ClearTimer("gather")
-        if isinstance(self._setup.until, Seconds):
-            yield SetTimer("until", self._setup.until.seconds)
-        if isinstance(self._config.collect, Every):
-            self._update_due = at + self._config.collect.seconds
-            yield SetTimer("update", self._config.collect.seconds)
+        self._began_at = at
+        yield from self._set_timers(at)
         self._pacing.members_changed(self._live)
         yield from self._evaluate(at)
         for rank in sorted(self._live):
@@ -188,13 +207,11 @@ class HubNode(Node):
             yield from self._update_if_ready(event.at)
 
     def _reason_to_drop(self, message: Gradient, staleness: int) -> Reason | None:
-        if not message.finite:
-            return "nonfinite"
         if self._config.collect.current_only and staleness > 0:
             return "late"
         if self._config.staleness_max is not None and staleness > self._config.staleness_max:
             return "stale"
-        return None
+        return None if message.finite else "nonfinite"
 
     def _count_nonfinite(self, rank: int, finite: bool) -> None:
         self._nonfinite_in_a_row[rank] = 0 if finite else self._nonfinite_in_a_row[rank] + 1
@@ -235,7 +252,7 @@ class HubNode(Node):
         self._pacing.observe(collected.efforts, self._live)
         if collected.samples:
             rate = self._stepper.step(collected.mean(), self._samples)
-            self._buffers = collected.merged_buffers() or self._buffers
+            self._buffers = collected.merged_buffers(self._buffers)
             self._snapshot = self._parameters.clone()
             self._version += 1
             self._samples += collected.samples
@@ -252,10 +269,15 @@ class HubNode(Node):
                 )
             )
             yield from self._evaluate_if_due(at)
-        if isinstance(self._setup.until, Samples) and self._samples >= self._setup.until.count:
+        if self._has_enough():
             yield from self._stop(at)
         else:
             yield from self._answers()
+
+    def _has_enough(self) -> bool:
+        until = self._setup.until
+        samples_max = until.count if isinstance(until, Samples) else getattr(until, "samples_max", None)
+        return samples_max is not None and self._samples >= samples_max
 
     def _answers(self) -> Iterator[Action]:
         to = self._idle if self._config.waits else self._live
@@ -364,7 +386,9 @@ class HubNode(Node):
                 "last_version": self._evaluations.last_version,
                 "under_way": {str(version): list(made) for version, made in self._evaluations.under_way.items()},
             },
+            "gathered": self._gathered,
             "started": self._started,
+            "began_at": self._began_at,
             "update_due": self._update_due,
             "awaited": None if self._awaited is None else sorted(self._awaited),
             "failure": self._failure,
@@ -388,7 +412,9 @@ class HubNode(Node):
         evaluations = state["evaluations"]
         under_way = {int(version): (at, samples) for version, (at, samples) in evaluations["under_way"].items()}
         self._evaluations = Evaluations(evaluations["last_at"], evaluations["last_version"], under_way)
+        self._gathered = state["gathered"]
         self._started = state["started"]
+        self._began_at = state["began_at"]
         self._update_due = state["update_due"]
         self._awaited = None if state["awaited"] is None else set(state["awaited"])
         self._failure = state["failure"]

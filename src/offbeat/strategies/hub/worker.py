@@ -27,7 +27,18 @@ from offbeat.actions import (
 )
 from offbeat.configuration import from_plain, to_plain
 from offbeat.draws import Draws
-from offbeat.events import Event, GradientReady, MessageArrived, PeerJoined, PeerLost, Sent, Started, TimerFired
+from offbeat.errors import ConfigurationError
+from offbeat.events import (
+    Event,
+    GradientReady,
+    MessageArrived,
+    PeerJoined,
+    PeerLost,
+    Sent,
+    Started,
+    StepReady,
+    TimerFired,
+)
 from offbeat.messages import Stop, Stopped
 from offbeat.records.schema import Notice
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
@@ -74,6 +85,10 @@ class Worker(Node):
                 return self._hub_lost()
             case PeerJoined(peer=peer) if peer == HUB:
                 return [ClearTimer("hub")]
+            case StepReady():
+                raise ConfigurationError(
+                    "a hub strategy steps its own optimizer, on the hub; hand it gradients, not steps of yours"
+                )
             case Started():
                 return [SetTimer("hub", self._patience_seconds)]
             case TimerFired(name="hub"):
@@ -115,6 +130,8 @@ class Worker(Node):
         self._computing = False
         self._samples += event.samples
         if self._stop is not None:
+            if not self._discard:
+                self._draw = event.draws[1]  # computed in vain, and accounted for
             yield from self._stopped()
         elif self._discard:
             self._discard = False
@@ -213,7 +230,8 @@ def _within(budget: Budget, room: int | None) -> Budget:
     if room is None:
         return budget
     if isinstance(budget, Samples):
-        return Samples(min(budget.count, room))
+        alone = room - budget.count == 1  # a single sample left for later is one that batch norm cannot take
+        return Samples(room if alone else min(budget.count, room))
     assert isinstance(budget, Seconds)
     return Seconds(budget.seconds, samples_max=min(budget.samples_max or room, room))
 
