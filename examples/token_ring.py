@@ -18,6 +18,7 @@ class Token(Message):
     buffers: Buffers
     version: int = 0
     samples: int = 0
+    over: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,40 +41,39 @@ class TokenRing(ob.Strategy, name="token-ring"):
 
 class Member(ob.Node):
     def __init__(self, config, setup):
-        self.config, self.setup, self.draw = config, setup, 0
-        self.next = (setup.rank + 1) % len(setup.members)
+        self.config, self.setup, self.draw, self.next = config, setup, 0, (setup.rank + 1) % len(setup.members)
         self.token = Token(setup.parameters, setup.buffers)
 
     def handle(self, event):
-        if isinstance(event, Started) and self.setup.rank == 0:
-            yield from self.go_on(here=True)
-        elif isinstance(event, MessageArrived):
+        if isinstance(event, MessageArrived):
             self.token = event.keep()
-            yield from self.go_on(here=self.token.samples < self.setup.until.count)
+        if isinstance(event, MessageArrived) or (isinstance(event, Started) and self.setup.rank == 0):
+            yield from self.go_on(here=True)
         elif isinstance(event, GradientReady):
             old, self.draw, lr = self.token, event.draws[1], self.config.lr
-            parameters = old.parameters - lr / event.samples * event.gradient
+            x, samples, until = old.parameters, old.samples + event.samples, self.setup.until
+            over = samples >= until.count if isinstance(until, ob.Samples) else event.at >= until.seconds
             buffers = tuple(buffer.clone() for buffer in event.buffers)  # lent with the event, so copied
-            self.token = new = Token(parameters, buffers, old.version + 1, old.samples + event.samples)
-            part = Contribution(self.setup.rank, *event.draws, staleness=0)
-            yield Report(Update(event.at, 0, new.version, 1, event.samples, new.samples, lr, (part,)))
-            yield Evaluate(parameters, buffers, new.version)
+            new = Token(x - lr / event.samples * event.gradient, buffers, old.version + 1, samples, over)
+            self.token, part = new, Contribution(self.setup.rank, *event.draws, staleness=0)
+            yield Report(Update(event.at, 0, new.version, 1, event.samples, samples, lr, (part,)))
+            yield Evaluate(new.parameters, buffers, new.version)
         elif isinstance(event, Evaluated):
             yield Report(Evaluation(event.at, 0, event.version, self.token.samples, event.loss, event.accuracy))
             yield from self.go_on(here=self.next == self.setup.rank)
 
     def go_on(self, here):
-        x, enough = self.token, self.token.samples >= self.setup.until.count
-        if here and not enough:
-            yield Compute(x.parameters, x.buffers, x.version, self.draw, ob.Samples(self.config.batch), microbatch=16)
+        x, budget = self.token, ob.Samples(self.config.batch)
+        if here and not x.over:
+            yield Compute(x.parameters, x.buffers, x.version, self.draw, budget, microbatch=16)
         elif self.next != self.setup.rank:
             yield Send(self.next, x)
-        if enough:
+        if x.over:
             yield Finish(x.parameters, x.buffers, x.version)
 
     def state(self):
         return {"draw": self.draw, "token": dict(vars(self.token))}
 
     def restore(self, state):
-        token = state["token"]
-        self.draw, self.token = state["draw"], Token(**{**token, "buffers": tuple(token["buffers"])})
+        self.draw, buffers = state["draw"], tuple(state["token"]["buffers"])
+        self.token = Token(**{**state["token"], "buffers": buffers})

@@ -22,8 +22,8 @@ from offbeat.strategies.hub.worker import Worker
 from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
 
 NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "k-of-n", "sync-amsgrad")
-CHUNK = 48
-CHUNKS = 6
+CHUNK = 24
+CHUNKS = 12
 
 
 def test_two_thousand_cases_are_checked_and_no_strategy_is_left_out() -> None:
@@ -153,7 +153,39 @@ def says_that_it_went_further_than_it_did(worker: Worker, event: Event) -> Event
     return event
 
 
+def keeps_its_own_position_when_welcomed(worker: Worker, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Welcome) and worker._draw > event.message.draw:
+        return dataclasses.replace(event, message=event.message, keep=lambda: further(event.message, worker._draw))
+    return event
+
+
+def further(welcome: Any, draw: int) -> Welcome:
+    return dataclasses.replace(welcome, draw=draw, done=())
+
+
+def calls_stale_gradients_fresh(hub: HubNode, event: Event) -> Event:
+    if isinstance(event, MessageArrived) and isinstance(event.message, Gradient):
+        message = dataclasses.replace(event.message, version=hub._version)
+        return dataclasses.replace(event, message=message, keep=lambda: message)
+    return event
+
+
+def does_not_wait_for_stopped(hub: HubNode, event: Event) -> Event:
+    if hub._awaited is not None:
+        hub._awaited.clear()
+    return event
+
+
+def counts_twice(hub: HubNode, event: Event) -> Event:
+    hub._samples += isinstance(event, MessageArrived)
+    return event
+
+
 BROKEN = {
+    "hub calls stale gradients fresh": on_hub(calls_stale_gradients_fresh),
+    "hub does not wait for Stopped": on_hub(does_not_wait_for_stopped),
+    "hub counts samples twice": on_hub(counts_twice),
+    "worker keeps its own position when welcomed": on_worker(keeps_its_own_position_when_welcomed),
     "worker starts its data from the beginning": on_worker(starts_its_data_from_the_beginning),
     "worker skips data when welcomed": on_worker(skips_data_when_welcomed),
     "worker holds on to what it was lent": on_worker(holds_on_to_what_it_was_lent),
@@ -180,11 +212,11 @@ def test_a_hub_that_loses_part_of_its_state_is_found(field: str) -> None:
             node.restore = lambda state: restore({**state, field: kept})  # type: ignore[method-assign]
 
     sound = ob.FixedMinibatch(batch=16, optimizer=ob.Adam(lr=0.01))
-    with pytest.raises(Violation, match="seed"):
+    with pytest.raises(Violation, match="was restored from"):
         check_strategy(Sabotaged(sound=sound, tamper=tamper), seeds=range(60))
 
 
-@pytest.mark.parametrize("field", ["newest", "draw", "computing", "in_flight", "stop", "discard", "told_to_compute"])
+@pytest.mark.parametrize("field", ["newest", "draw", "computing", "in_flight", "stop", "discard"])
 def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, Worker):
@@ -192,10 +224,8 @@ def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
             restore = node.restore
             node.restore = lambda state: restore({**state, field: kept})  # type: ignore[method-assign]
 
-    asynchronous = field in ("in_flight", "draw", "stop")
-    sound = ob.AsyncFixed(batch=16, in_flight_max=1) if asynchronous else ob.FixedMinibatch(batch=16)
-    with pytest.raises(Violation, match="seed"):
-        check_strategy(Sabotaged(sound=sound, tamper=tamper), seeds=range(200))
+    with pytest.raises(Violation, match="was restored from"):
+        check_strategy(Sabotaged(sound=ob.AsyncFixed(batch=16, in_flight_max=1), tamper=tamper), seeds=range(60))
 
 
 def test_a_run_that_never_ends_is_found() -> None:

@@ -24,7 +24,7 @@ MISTAKES = [
     ([*RUN, "--wrokers", "3"], "unknown option '--wrokers'; did you mean '--workers'?"),
     ([*RUN, "--wrokers=3"], "unknown option '--wrokers'; did you mean '--workers'?"),
     ([*RUN, "--zzzzzz"], "unknown option '--zzzzzz'; see 'offbeat simulate --help'"),
-    ([*RUN, "--workers", "0"], "at least 1 worker is needed to train, but workers = 0"),
+    ([*RUN, "--workers", "0"], "workers must be a whole number of at least 1, but is 0"),
     ([*RUN, "--workers", "three"], "--workers is a whole number, but 'three' was given"),
     ([*RUN, "--workers"], "--workers needs a value"),
     ([*RUN, "--workers", "3", "--workers", "4"], "--workers is given more than once"),

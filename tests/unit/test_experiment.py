@@ -91,7 +91,7 @@ def test_a_failed_run_is_a_result_too() -> None:
 def test_a_cluster_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ob.ConfigurationError, match="rank 7"):
         ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), ob.Cluster(faults=(ob.Crash(7, 1.0),)), workers=2)
-    with pytest.raises(ob.ConfigurationError, match="at least 1 worker"):
+    with pytest.raises(ob.ConfigurationError, match="workers must be a whole number of at least 1"):
         ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), workers=0)
 
 

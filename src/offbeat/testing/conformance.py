@@ -24,7 +24,7 @@ from offbeat.workloads import Workload
 EVENTS_MAX = 100_000
 """Many times what any case takes that ends."""
 
-SWAP_PROBABILITIES = (0.05, 0.2, 0.6)
+SWAP_PROBABILITIES = (0.05, 0.15, 0.4)
 """Per event; one of them is drawn for a case. Some states last for a single event, others must survive many swaps."""
 
 

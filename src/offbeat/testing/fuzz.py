@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 60.0
 """Longer than any outage drawn here, so that nobody gives up who should not."""
 
 FIELDS: dict[str, Callable[[Generator, int], Any]] = {
-    "batch": lambda rng, workers: int(rng.integers(4, 49)),
+    "batch": lambda rng, workers: int(rng.integers(8, 49)),
     "microbatch": lambda rng, workers: int(rng.integers(1, 17)),
     "seconds": lambda rng, workers: _maybe(rng, float(rng.uniform(0.05, 0.6))),
     "samples_max": lambda rng, workers: _maybe(rng, int(rng.integers(16, 65))),
@@ -78,7 +78,7 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
         workload=chosen,
         cluster=cluster,
         workers=workers,
-        until=_until(rng, samples, cluster),
+        until=_until(rng, samples, cluster.seconds_per_sample / workers),
         seed=seed,
         evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(rng.integers(3))],
     )
@@ -96,8 +96,8 @@ def _optimizer(rng: Generator) -> Optimizer | None:
     return [None, SGD(lr=0.02, momentum=0.9), Adam(lr=0.01), decaying][int(rng.integers(4))]
 
 
-def _until(rng: Generator, samples: int, cluster: Cluster) -> Budget:
-    return Seconds(samples * cluster.seconds_per_sample + 0.5) if rng.random() < 0.2 else Samples(samples)
+def _until(rng: Generator, samples: int, seconds_per_sample: float) -> Budget:
+    return Seconds(samples * seconds_per_sample + 0.3) if rng.random() < 0.2 else Samples(samples)
 
 
 def _workload(rng: Generator) -> Workload:
