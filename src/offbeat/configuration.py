@@ -119,6 +119,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(inner) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, numbers.Real):  # NumPy's, for instance
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     raise ConfigurationError(
         f"{value!r} cannot be written to a file; use a named configuration in its place, or keep it in Python"
     )
@@ -324,7 +326,7 @@ def require_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(
-            value is None or (isinstance(value, int | float) and value > 0),
+            value is None or (isinstance(value, numbers.Real) and float(value) > 0),
             f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}",
         )
 
@@ -334,6 +336,6 @@ def require_not_negative(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(
-            value is None or (isinstance(value, int | float) and value >= 0),
+            value is None or (isinstance(value, numbers.Real) and float(value) >= 0),
             f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}",
         )

@@ -12,7 +12,7 @@ from scenes import play
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Send, SetTimer
+from offbeat.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
 from offbeat.engines.simulated import Scenario, Simulation
 from offbeat.errors import ContractViolation
 from offbeat.events import (
@@ -28,6 +28,7 @@ from offbeat.events import (
 )
 from offbeat.messages import Message
 from offbeat.records.files import MemoryWriter
+from offbeat.records.schema import Contribution, Update
 
 Script = Callable[["Scripted", Event], Iterable[Action]]
 
@@ -304,3 +305,56 @@ def test_a_rank_that_does_not_compute_is_refused_to() -> None:
 
     with pytest.raises(ContractViolation, match="rank 0 asked for Compute"):
         play(OnlyTheSecond(script_for_gradient), workers=1, checked=False)
+
+
+def test_what_a_busy_rank_decided_leaves_before_it_hears_anything_else() -> None:
+    heard: list[str] = []
+
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if node.rank == 0 and isinstance(event, PeerJoined):
+            part = Contribution(0, 0, 1, 0)
+            yield Report(Update(event.at, 0, 1, 1, 1, 1, 0.1, (part,)))  # busy for a second from here on
+            yield Send(1, Note(torch.zeros(1), "decided before"), supersedes="key")
+            yield SetTimer("later", 0.0)
+        if isinstance(event, TimerFired):
+            yield Send(1, Note(torch.zeros(1), "decided after"))
+            yield node.finish()
+        if isinstance(event, MessageArrived):
+            heard.append(f"{event.message.text} at {event.at:g}")
+            if node.rank == 1 and "after" in event.message.text:
+                yield node.finish()
+
+    perform(script, ob.Cluster(seconds_per_update=1.0))
+    assert heard == ["decided before at 1", "decided after at 1"]
+
+
+def test_a_stop_is_never_replaced_by_older_parameters() -> None:
+    cluster = ob.Cluster(seconds_per_sample=0.01, seconds_per_update=0.1, link=ob.Link(bytes_per_second=300.0))
+    strategy = ob.AsyncTimed(worker_seconds=0.3, hub_seconds=0.3)
+    for tenth in range(20):
+        scene = play(strategy, cluster=cluster, until=ob.Seconds(5.0 + tenth / 10))
+        assert scene.outcome.failure is None
+
+
+def test_the_clock_of_a_time_limit_runs_on_during_a_pause() -> None:
+    def script(node: Scripted, event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield node.compute(ob.Seconds(2.0), microbatch=10)
+        if isinstance(event, GradientReady):
+            yield node.finish()
+
+    paused = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Pause(0, 1.05, 5.0),))
+    log = perform(script, paused)
+    (held_up,), (other,) = seen(log, GradientReady, rank=0), seen(log, GradientReady, rank=1)
+    assert (held_up.samples, held_up.at) == (110, pytest.approx(6.1)), "it ends at the first boundary after the pause"
+    assert (other.samples, other.at) == (200, pytest.approx(2.0))
+
+
+def test_a_hub_that_holds_the_parameters_cannot_come_back() -> None:
+    with pytest.raises(ob.ConfigurationError, match="rank 0 holds the parameters"):
+        play(ob.FixedMinibatch(), cluster=ob.Cluster(faults=(ob.Crash(0, 1.0, 2.0),)))
+
+
+def test_hub_workers_refuse_steps() -> None:
+    with pytest.raises(ob.ConfigurationError, match="hand it gradients"):
+        play(ob.FixedMinibatch(), user_optimizer=ob.SGD(lr=0.1), checked=False)

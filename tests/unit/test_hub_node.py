@@ -208,3 +208,52 @@ def test_the_controller_does_not_wind_up_where_everyone_is_at_the_cap() -> None:
     for _ in range(50):
         pacing.observe({1: Effort(10, 1.0)}, {1})
     assert pacing.limit_seconds == pytest.approx(10.0)
+
+
+def test_workers_that_join_after_gathering_ended_are_welcomed_at_once() -> None:
+    hub = ob.Hub(optimizer=ob.SGD(lr=1.0), patience_seconds=5.0).node(setup_for(0, 2))
+    list(hub.handle(Started(0.0)))
+    list(hub.handle(PeerJoined(1.0, 1, 0)))
+    list(hub.handle(PeerLost(2.0, 1, 0)))
+    assert list(hub.handle(TimerFired(5.0, "gather"))) == []
+    assert sent(list(hub.handle(PeerJoined(6.0, 1, 1))), Welcome) == [1]
+
+
+def test_a_hub_restored_in_a_new_process_welcomes_whoever_joins() -> None:
+    config = ob.Hub(compute=ob.Samples(4), collect=Every(2.0), waits=False, optimizer=ob.SGD(lr=1.0))
+    old = hub_of(config)
+    list(old.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
+    list(old.handle(TimerFired(2.0, "update")))
+    new = config.node(setup_for(0, 2))
+    new.restore(old.state())
+    timers = {action.name: action.seconds for action in new.handle(Started(10.0)) if isinstance(action, SetTimer)}
+    assert timers == {"workers": 60.0, "update": 2.0}
+    (welcome,) = [a.message for a in new.handle(PeerJoined(11.0, 1, 0)) if isinstance(a, Send)]
+    assert isinstance(welcome, Welcome)
+    assert (welcome.version, welcome.draw, welcome.parameters.tolist()) == (1, 4, [-1.0, 0.0])
+
+
+def test_a_late_gradient_is_late_even_if_it_is_not_finite() -> None:
+    hub = hub_of(ob.Hub(collect=Distinct(1), optimizer=ob.SGD(lr=1.0)))
+    list(hub.handle(arrives(1, gradient([1.0, 0.0], 0, (0, 4)))))
+    broken = Gradient(torch.empty(0), (), 4, 0.0, 0, (0, 4), 1.0, False)
+    actions = list(hub.handle(arrives(2, broken)))
+    assert [a.record.reason for a in actions if isinstance(a, Report) and isinstance(a.record, Dropped)] == ["late"]
+    assert updates(actions) == []
+    assert sent(actions, Parameters) == [2]
+
+
+def test_counters_in_buffers_never_fall() -> None:
+    def with_count(count: int, version: int, draws: tuple[int, int]) -> Gradient:
+        return Gradient(torch.zeros(2), (torch.tensor([count]),), 4, 0.0, version, draws, 1.0, True)
+
+    hub = hub_of(ASYNCHRONOUS)
+    hub._buffers = (torch.tensor([0]),)  # type: ignore[attr-defined]
+    list(hub.handle(arrives(1, with_count(7, 0, (0, 4)))))
+    list(hub.handle(arrives(2, with_count(2, 0, (0, 4)))))
+    assert hub.state()["buffers"][0].tolist() == [7]
+
+
+def test_amsgrad_takes_over_what_it_shares_with_the_workloads_optimizer() -> None:
+    suited = ob.AsyncAdaptive().suited(ob.SGD(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False))
+    assert suited.optimizer == ob.AMSGrad(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,8 +80,21 @@ class Computing:
 
     def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         batch = on_device(batch, self.flat.parameters.device)
+        with self._explained(batch):
+            return self.workload.losses(self.flat.module, batch)
+
+    def evaluate(self, parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
+        """Held-out loss and accuracy."""
+        self._load(parameters, buffers)
+        data = self.workload.evaluation_examples
+        with self._explained((data.inputs, data.targets)):
+            return self.workload.evaluate(self.flat.module)
+
+    @contextmanager
+    def _explained(self, batch: tuple[Tensor, Tensor]) -> Iterator[None]:
+        """What fails on the very first batch is a model, a loss and data that do not fit, and is told as such."""
         try:
-            losses = self.workload.losses(self.flat.module, batch)
+            yield
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if len(batch[1]) == 1 and "more than 1 value per channel" in str(error):
                 raise ConfigurationError(
@@ -88,18 +103,12 @@ class Computing:
                 ) from None
             if self._works:
                 raise
-            shown = [f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.") for tensor in batch]
+            kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.") for tensor in batch]
             raise ConfigurationError(
-                f"the model or the loss failed on its first batch (inputs: {shown[0]}; targets: {shown[1]}; "
+                f"the model or the loss failed on its first batch (inputs: {kinds[0]}; targets: {kinds[1]}; "
                 f"parameters: {str(self.flat.parameters.dtype).removeprefix('torch.')}): {str(error).splitlines()[0]}"
             ) from error
         self._works = True
-        return losses
-
-    def evaluate(self, parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
-        """Held-out loss and accuracy."""
-        self._load(parameters, buffers)
-        return self.workload.evaluate(self.flat.module)
 
     def _calls(self, batches: Batches) -> list[tuple[int, int]]:
         size = batches.microbatch

@@ -1,0 +1,115 @@
+"""What somebody types on a Monday, from Python: a sentence, never a traceback from deep inside, never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import offbeat as ob
+
+DATA = torch.randn(40, 4), torch.randint(0, 3, (40,))
+
+
+def simulate(workload: Any = None, strategy: Any = None, cluster: Any = None, **settings: Any) -> ob.Run:
+    settings = {"until": ob.Samples(64), "workers": 2, **settings}
+    return ob.simulate(workload or ob.Quadratic(), strategy or ob.FixedMinibatch(batch=8), cluster, **settings)
+
+
+def mine(**changes: Any) -> ob.Workload:
+    fields: dict[str, Any] = {
+        "model": lambda: torch.nn.Linear(4, 3),
+        "loss": lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"),
+        "train": DATA,
+    }
+    return ob.Workload(**{**fields, **changes})
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a word for a workload": (lambda: simulate("digits"), r"workload must be an object such as offbeat.Digits\(\)"),
+    "a class for a workload": (lambda: simulate(ob.Digits), r"the class Digits; type Digits\(\)"),
+    "a class for a strategy": (lambda: simulate(strategy=ob.AsyncTimed), r"type AsyncTimed\(\)"),
+    "a word for a strategy": (lambda: simulate(strategy="fmb"), "strategy must be an object"),
+    "a word for a cluster": (lambda: simulate(cluster="niagara"), "cluster must be an object"),
+    "stragglers for a cluster": (lambda: simulate(cluster=ob.NIAGARA), "cluster must be an object"),
+    "a word for stragglers": (lambda: ob.Cluster(straggle="niagara"), "Cluster.straggle must be a Straggle"),
+    "a number for a link": (lambda: ob.Cluster(link=1e6), "Cluster.link must be a Link"),
+    "one fault, no tuple": (lambda: ob.Cluster(faults=ob.Crash(1, 1.0)), "Cluster.faults must be a tuple"),
+    "one factor, no tuple": (lambda: ob.Cluster(factors=2.0), "Cluster.factors must be a tuple of a number"),
+    "workers in a cluster": (lambda: ob.Cluster(workers=4), "Cluster.workers must be a tuple"),
+    "no time to compute": (lambda: ob.Cluster(seconds_per_sample=0.0), "would never get anywhere"),
+    "a word for an optimizer": (lambda: ob.FixedMinibatch(optimizer="sgd"), "optimizer must be a Optimizer or None"),
+    "a class for an optimizer": (lambda: mine(optimizer=ob.SGD), "Workload.optimizer must be an object"),
+    "half a sample": (lambda: ob.FixedMinibatch(batch=16.5), "batch must be a whole number"),
+    "a share where a number is meant": (lambda: ob.BackupWorkers(k=0.8), "k must be a whole number or None"),
+    "workers in words": (lambda: simulate(workers="2"), "workers must be a whole number of at least 1"),
+    "a negative seed": (lambda: simulate(seed=-1), "seed must be a whole number of at least 0"),
+    "until never": (lambda: simulate(until=0), "count must be greater than 0"),
+    "until some day": (lambda: simulate(until="someday"), "neither a number of samples"),
+    "evaluate often": (lambda: simulate(evaluate=5), "evaluate must be an object"),
+    "a number for a target": (lambda: mine(target=0.9), "Workload.target must be an object"),
+    "strategies to compare": (lambda: ob.compare([ob.FixedMinibatch()]), "what is compared must be an object"),
+    "a file to compare": (lambda: ob.compare("x.toml"), "compare takes offbeat.Experiment objects"),
+    "no loss": (lambda: mine(loss=None), "Workload.loss must be a function"),
+    "a mean loss": (lambda: simulate(mine(loss=F.cross_entropy)), "one loss per sample"),
+    "another dtype": (
+        lambda: simulate(mine(model=lambda: torch.nn.Linear(4, 3).double())),
+        "failed on its first batch",
+    ),
+    "another width": (lambda: simulate(mine(model=lambda: torch.nn.Linear(5, 3))), "failed on its first batch"),
+    "labels out of range": (lambda: simulate(mine(train=(DATA[0], DATA[1] + 3))), "failed on its first batch"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_one_sentence(mistake: str) -> None:
+    make, sentence = MISTAKES[mistake]
+    with pytest.raises(ob.ConfigurationError, match=sentence) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_and_words_say_how_long_to_train() -> None:
+    assert simulate(until=64).summary.samples == 64
+    assert simulate(until="1s", evaluate=None).summary.seconds >= 1.0
+    assert simulate(until=ob.Seconds(1000.0, samples_max=64)).summary.samples == 64
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    assert simulate(strategy=ob.FixedMinibatch(batch=np.int64(8)), workers=np.int64(2)).summary.samples == 64
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    simulate(out=tmp_path / "run")
+    with pytest.raises(ob.ConfigurationError, match="holds a run already"):
+        simulate(out=tmp_path / "run")
+
+
+def test_experiments_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    plan = [ob.Experiment(ob.Quadratic(), ob.FixedMinibatch(batch=b), workers=2, until=ob.Samples(64)) for b in (8, 16)]
+    comparison = ob.compare(plan, out=tmp_path)
+    assert comparison.strategies == ["fmb", "fmb-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fmb-2-seed0", "fmb-seed0"]
+
+
+def test_a_failed_run_says_so_and_has_no_model() -> None:
+    run = simulate(cluster=ob.Cluster(faults=(ob.Corrupt(1, 0.0, 1e9),)), until=ob.Samples(10_000))
+    assert "failed: worker 1 reported 5 gradients in a row" in repr(run)
+    with pytest.raises(ob.RunFailed, match="worker 1"):
+        run.model()
+
+
+def test_batch_norm_without_statistics_is_not_computed_in_one_go() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(4, track_running_stats=False), torch.nn.Linear(4, 3))
+
+    def losses(microbatch: int) -> float | None:
+        strategy = ob.FixedMinibatch(batch=32, microbatch=microbatch)
+        return simulate(mine(model=model), strategy, until=ob.Samples(640)).summary.loss
+
+    assert losses(4) != losses(32)
