@@ -9,9 +9,10 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from offbeat.experiment import Plan, run_all
+from offbeat.experiment import Plan
 from offbeat.plots.style import save
 from offbeat.plots.timeline import timeline
+from offbeat.running import run_all
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("fmb", "amb", "async-timed")

@@ -28,8 +28,9 @@ from offbeat.cluster import (
 )
 from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
-from offbeat.experiment import Experiment, Plan, Run, compare, simulate
+from offbeat.experiment import Experiment, Plan
 from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer
+from offbeat.running import Run, compare, simulate
 from offbeat.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp
 from offbeat.strategies.hub import (
     AnytimeMinibatch,

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from offbeat.configuration import Family, option, require_positive
+from offbeat.configuration import Family, option
 from offbeat.errors import ConfigurationError
 from offbeat.messages import Buffers, Message
+from offbeat.validation import require_positive
 
 
 class Budget(Family):

@@ -222,11 +222,11 @@ def _table(plain: Any, where: str) -> Mapping[str, Any]:
     return plain
 
 
-_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 
 def _scalar(kind: Any, plain: Any, where: str) -> Any:
-    complaint = ConfigurationError(f"{where} is {_EXPECTED.get(kind, noun(kind))}, but {plain!r} was given")
+    complaint = ConfigurationError(f"{where} is {EXPECTED.get(kind, noun(kind))}, but {plain!r} was given")
     if kind is bool:
         truth = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         if isinstance(plain, bool):
@@ -260,82 +260,3 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
         raise ConfigurationError(f"the {what} file {path} is not UTF-8 text, which TOML must be") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"the {what} file {path} is not TOML: {error}") from None
-
-
-def check_types(config: Any) -> None:
-    """Refuse a configuration made in Python with a field that holds something else than it is declared to hold."""
-    for item in options(type(config)):
-        value = getattr(config, item.path)
-        if not _fits(item.kind, value):
-            raise ConfigurationError(
-                f"{type(config).__name__}.{item.path} must be {_described(item.kind)}, but is {_shown(value)}"
-            )
-        for inner in value if isinstance(value, tuple) else (value,):
-            if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-                check_types(inner)
-
-
-def check_instance(value: Any, kinds: tuple[type[Any], ...], what: str, example: str) -> None:
-    """Refuse a value that is not of these kinds, such as a class where an object is meant."""
-    require(isinstance(value, kinds), f"{what} must be an object such as {example}, but is {_shown(value)}")
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(choice, value) for choice in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
-        return len(kinds) == len(value) and all(map(_fits, kinds, value))
-    if kind is int:
-        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return isinstance(value, kind) if isinstance(kind, type) else True
-
-
-def _described(kind: Any) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_described(choice) for choice in arguments)
-    if origin is tuple:
-        return f"a tuple of {_described(arguments[0])}"
-    if kind is type(None):
-        return "None"
-    return _EXPECTED.get(kind) or f"a {getattr(kind, '__name__', kind)}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}; type {value.__name__}()"
-    return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-
-
-def require(condition: bool, sentence: str) -> None:
-    """For `__post_init__`: a configuration that cannot work is refused where it is written."""
-    if not condition:
-        raise ConfigurationError(sentence)
-
-
-def require_positive(config: Any, *names: str) -> None:
-    """Each named field is greater than zero, or None where that is allowed."""
-    for name in names:
-        value = getattr(config, name)
-        require(
-            value is None or (isinstance(value, numbers.Real) and float(value) > 0),
-            f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}",
-        )
-
-
-def require_not_negative(config: Any, *names: str) -> None:
-    """Each named field is zero or more, or None where that is allowed."""
-    for name in names:
-        value = getattr(config, name)
-        require(
-            value is None or (isinstance(value, numbers.Real) and float(value) >= 0),
-            f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}",
-        )

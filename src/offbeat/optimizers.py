@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.configuration import Family, option, require, require_not_negative, require_positive
+from offbeat.configuration import Family, option
 from offbeat.flat import Layout
 from offbeat.schedules import Schedule, rate_at
+from offbeat.validation import require, require_not_negative, require_positive
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as `torch.optim` takes them."""

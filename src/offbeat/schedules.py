@@ -10,7 +10,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from offbeat.configuration import Family, option, require, require_not_negative, require_positive
+from offbeat.configuration import Family, option
+from offbeat.validation import require, require_not_negative, require_positive
 
 REFERENCE_BATCH_SAMPLES = 256
 """The batch that a base learning rate is quoted for, by the usual linear scaling rule."""

@@ -13,9 +13,10 @@ from offbeat.cli.names import find_strategy, load_files
 from offbeat.cli.output import say
 from offbeat.configuration import from_plain
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Experiment, record_bytes, simulate_experiment
+from offbeat.experiment import Experiment
 from offbeat.records.files import HEADER, RECORDS, read_run
 from offbeat.records.schema import RunHeader
+from offbeat.running import record_bytes, simulate_experiment
 
 SHOWN_MAX = 200
 """Signs of a differing line that are printed."""

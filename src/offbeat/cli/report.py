@@ -10,9 +10,9 @@ from cyclopts import Parameter
 
 from offbeat.cli.output import PAGE, print_comparison
 from offbeat.comparison import Comparison
-from offbeat.configuration import require
 from offbeat.records.files import find_runs, read_run
 from offbeat.report.page import write_report
+from offbeat.validation import require
 
 
 def report(

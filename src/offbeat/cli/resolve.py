@@ -28,11 +28,12 @@ from offbeat.cli.flags import (
 )
 from offbeat.cli.names import EXAMPLE, find_strategy, find_workload, load_files
 from offbeat.cluster import Cluster, Link, load_cluster
-from offbeat.configuration import from_plain, make, options, read_toml, require
+from offbeat.configuration import from_plain, make, options, read_toml
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.experiment import Experiment, Plan, Settings
 from offbeat.optimizers import Optimizer
 from offbeat.strategies.strategy import Strategy
+from offbeat.validation import require
 from offbeat.workloads import NamedWorkload
 
 

@@ -20,10 +20,11 @@ from offbeat.cli.output import (
     say,
 )
 from offbeat.comparison import Comparison
-from offbeat.configuration import require
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.experiment import Experiment, Plan, simulate_experiment
+from offbeat.experiment import Experiment, Plan
 from offbeat.records.files import RunRecords
+from offbeat.running import simulate_experiment
+from offbeat.validation import require
 
 
 def carry_out(plan: Plan, output: Output) -> int:

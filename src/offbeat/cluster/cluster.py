@@ -13,7 +13,8 @@ from typing import TypeVar
 from offbeat.cluster.faults import Fault
 from offbeat.cluster.links import Link
 from offbeat.cluster.speeds import SECONDS_PER_SAMPLE, NoStraggle, Speed, Straggle
-from offbeat.configuration import check_types, option, require, require_not_negative, require_positive
+from offbeat.configuration import option
+from offbeat.validation import check_types, require, require_not_negative, require_positive
 
 T = TypeVar("T")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from offbeat.configuration import Family, option, require, require_not_negative, require_positive
+from offbeat.configuration import Family, option
+from offbeat.validation import require, require_not_negative, require_positive
 
 _RANK = {"help": "the rank it happens to"}
 _AT = {"help": "seconds after the run began"}

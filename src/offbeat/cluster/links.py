@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from numpy.random import Generator
 
-from offbeat.configuration import option, require_not_negative, require_positive
+from offbeat.configuration import option
+from offbeat.validation import require_not_negative, require_positive
 
 
 @dataclass(frozen=True)

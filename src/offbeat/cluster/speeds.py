@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from offbeat.configuration import Family, option, require, require_not_negative, require_positive
+from offbeat.configuration import Family, option
+from offbeat.validation import require, require_not_negative, require_positive
 
 SECONDS_PER_SAMPLE = 5.65 / 256
 """The undisturbed speed that published straggler studies measured, so that figures can be compared with theirs."""

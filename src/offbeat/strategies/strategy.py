@@ -34,11 +34,12 @@ import numpy as np
 from torch import Tensor
 
 from offbeat.actions import Action, Budget
-from offbeat.configuration import Family, option, require_positive
+from offbeat.configuration import Family, option
 from offbeat.events import Event
 from offbeat.flat import Layout
 from offbeat.messages import Buffers
 from offbeat.optimizers import Optimizer
+from offbeat.validation import require_positive
 
 State = dict[str, Any]
 """Tensors and plain data (dictionaries with string keys, lists, numbers, strings, None), nested as needed."""

@@ -14,8 +14,8 @@ from offbeat.actions import Action, Record
 from offbeat.engines.simulated import Outcome, Simulation
 from offbeat.errors import OffbeatError, unknown
 from offbeat.events import Event
-from offbeat.experiment import one_thread, record_bytes
 from offbeat.randomness import stream
+from offbeat.running import one_thread, record_bytes
 from offbeat.strategies.strategy import Strategy
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation, demand

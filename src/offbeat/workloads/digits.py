@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.actions import Samples
-from offbeat.configuration import option, require_positive
+from offbeat.configuration import option
 from offbeat.errors import MissingDependency
 from offbeat.randomness import stream
+from offbeat.validation import require_positive
 from offbeat.workloads.examples import Examples
 from offbeat.workloads.workload import NamedWorkload, Target, Workload
 

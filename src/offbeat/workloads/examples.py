@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from offbeat.configuration import require
 from offbeat.errors import ConfigurationError
 from offbeat.randomness import stream
+from offbeat.validation import require
 
 Indices = npt.NDArray[np.int64]
 

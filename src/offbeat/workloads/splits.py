@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from offbeat.configuration import Family, option, require, require_positive
+from offbeat.configuration import Family, option
 from offbeat.randomness import stream
+from offbeat.validation import require, require_positive
 from offbeat.workloads.examples import Indices, is_whole
 
 

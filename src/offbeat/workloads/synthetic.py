@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.actions import Samples
-from offbeat.configuration import option, require, require_not_negative, require_positive
+from offbeat.configuration import option
 from offbeat.optimizers import SGD
 from offbeat.randomness import stream
+from offbeat.validation import require, require_not_negative, require_positive
 from offbeat.workloads.examples import Examples
 from offbeat.workloads.workload import NamedWorkload, Target, Workload
 

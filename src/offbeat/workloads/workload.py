@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.actions import Samples
-from offbeat.configuration import Family, build, check_instance, option, require
+from offbeat.configuration import Family, build, option
 from offbeat.errors import ConfigurationError
 from offbeat.optimizers import Adam, Optimizer
+from offbeat.validation import check_instance, require
 from offbeat.workloads.examples import Examples, is_whole
 from offbeat.workloads.splits import Shared, Split
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.actions import Budget, Samples
-from offbeat.configuration import require, require_not_negative, require_positive
 from offbeat.optimizers import Optimizer
 from offbeat.strategies.hub.node import HUB, HubNode
 from offbeat.strategies.hub.parts import All, Collect, Share, TargetBatch
 from offbeat.strategies.hub.worker import Worker
 from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.validation import require, require_not_negative, require_positive
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from offbeat.actions import Samples, Seconds
-from offbeat.configuration import check_types, option, require, require_positive
+from offbeat.configuration import option
 from offbeat.optimizers import AMSGrad, Optimizer
 from offbeat.strategies.hub.composition import Hub
 from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, TargetBatch
 from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.validation import check_types, require, require_positive
 
 
 @dataclass(frozen=True)

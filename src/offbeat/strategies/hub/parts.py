@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from offbeat.configuration import require_positive
+from offbeat.validation import require_positive
 
 
 @dataclass(frozen=True)
