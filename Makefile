@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/offbeat compare experiments/demo.toml --out runs/demo --overwrite
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
