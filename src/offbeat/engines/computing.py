@@ -80,6 +80,8 @@ class Computing:
 
     def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         batch = on_device(batch, self.flat.parameters.device)
+        if self._works and len(batch[1]) > 1:
+            return self.workload.losses(self.flat.module, batch)
         with self._explained(batch):
             return self.workload.losses(self.flat.module, batch)
 
