@@ -145,7 +145,7 @@ def test_the_published_pace_of_fixed_minibatch_under_niagara_is_met() -> None:
     cluster = ob.Cluster(straggle=ob.NIAGARA)
     strategy = ob.FixedMinibatch(batch=256, microbatch=256)
     scene = play(strategy, cluster=cluster, workers=10, until=ob.Samples(2560 * 250))
-    assert scene.outcome.seconds / 250 == pytest.approx(9.67, rel=0.03)
+    assert scene.outcome.seconds / 250 == pytest.approx(9.67, rel=0.02)
 
 
 def test_anytime_overshoots_its_limit_by_one_microbatch_at_most() -> None:

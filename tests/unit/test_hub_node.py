@@ -257,3 +257,17 @@ def test_counters_in_buffers_never_fall() -> None:
 def test_amsgrad_takes_over_what_it_shares_with_the_workloads_optimizer() -> None:
     suited = ob.AsyncAdaptive().suited(ob.SGD(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False))
     assert suited.optimizer == ob.AMSGrad(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
+
+
+def test_a_worker_told_to_compute_while_it_computes_remembers_it_through_its_state() -> None:
+    config = ob.Hub(compute=ob.Samples(4), optimizer=ob.SGD(lr=1.0))
+    worker = config.node(setup_for(1, 1))
+    list(worker.handle(arrives(0, Welcome(torch.zeros(2), (), 1, ob.Samples(4), 0, ()))))
+    list(worker.handle(PeerLost(1.0, 0, 0)))
+    list(worker.handle(arrives(0, Welcome(torch.ones(2), (), 2, ob.Samples(4), 0, ()))))
+    again = config.node(setup_for(1, 1))
+    again.restore(worker.state())
+    ready = GradientReady(1.0, torch.zeros(2), 4, 0.0, (), 1, (0, 4), 1.0, 0.0, True)
+    (compute,) = again.handle(ready)
+    assert isinstance(compute, Compute)
+    assert (compute.version, compute.draw) == (2, 0), "the round that was under way is discarded, and done again"
