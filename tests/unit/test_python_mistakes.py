@@ -45,6 +45,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no time to compute": (lambda: ob.Cluster(seconds_per_sample=0.0), "would never get anywhere"),
     "a word for an optimizer": (lambda: ob.FixedMinibatch(optimizer="sgd"), "optimizer must be a Optimizer or None"),
     "a class for an optimizer": (lambda: mine(optimizer=ob.SGD), "Workload.optimizer must be an object"),
+    "no samples": (lambda: ob.FixedMinibatch(batch=0), "FixedMinibatch.batch must be greater than 0, but is 0"),
     "half a sample": (lambda: ob.FixedMinibatch(batch=16.5), "batch must be a whole number"),
     "a share where a number is meant": (lambda: ob.BackupWorkers(k=0.8), "k must be a whole number or None"),
     "workers in words": (lambda: simulate(workers="2"), "workers must be a whole number of at least 1"),

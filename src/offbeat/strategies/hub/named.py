@@ -44,6 +44,8 @@ class HubStrategy(Strategy):
 
     def __post_init__(self) -> None:
         check_types(self)
+        if hasattr(self, "batch"):  # named here, since the parts call it by another name
+            require_positive(self, "batch")
         self.hub(workers=1)  # whatever its parts refuse is refused here
 
     def composed(self, **parts: object) -> Hub:
