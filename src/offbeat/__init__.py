@@ -32,6 +32,7 @@ from offbeat.experiment import Experiment, Plan
 from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer
 from offbeat.running import Run, compare, simulate
 from offbeat.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp
+from offbeat.session import Session, join
 from offbeat.strategies.hub import (
     AnytimeMinibatch,
     AsyncAdaptive,
@@ -43,6 +44,7 @@ from offbeat.strategies.hub import (
     SyncAdaptive,
 )
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Node, Setup, Strategy
+from offbeat.training import Live, train
 from offbeat.version import __version__
 from offbeat.workloads import (
     ByLabel,
@@ -93,6 +95,7 @@ __all__ = [
     "Linear",
     "LinearRegression",
     "Link",
+    "Live",
     "Lognormal",
     "Milestones",
     "MissingDependency",
@@ -113,6 +116,7 @@ __all__ = [
     "Samples",
     "Schedule",
     "Seconds",
+    "Session",
     "Setup",
     "Sharded",
     "Shared",
@@ -129,6 +133,8 @@ __all__ = [
     "Workload",
     "__version__",
     "compare",
+    "join",
     "load_cluster",
     "simulate",
+    "train",
 ]

@@ -33,7 +33,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     `staleness_*` count each message once. `compute_seconds` is the time inside rounds and holds
     `induced_seconds`, since a delayed machine stands for a slow one, not for an idle one; `idle_share` is
-    idle ÷ (idle + compute) over all rounds of all ranks.
+    idle ÷ (idle + compute) over all rounds of all ranks. `bytes_sent` is what was counted by processes that came
+    to their end: what one that was killed had sent is not in it.
     """
 
     strategy: str
@@ -55,6 +56,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: int | None
     directory: str | None
     samples_per_second: float | None
+    bytes_per_second: float | None
     samples_per_update: float | None
     messages_per_update: float | None
     compute_seconds: float
@@ -63,6 +65,48 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     dropped_by_reason: dict[str, int]
     samples_to_target: float | None
     failure: str | None
+
+    def __str__(self) -> str:
+        """A few lines to read."""
+        rate = "" if self.samples_per_second is None else f", {self.samples_per_second:,.0f} samples a second"
+        lines = [
+            f"{self.strategy} on {self.workload}, {self.workers} worker{'' if self.workers == 1 else 's'}: "
+            f"{self.samples:,} samples in {self.updates:,} updates and {self.seconds:.1f} s{rate}"
+        ]
+        measured = [
+            f"{name} {value:.4g}" for name in ("accuracy", "loss") if (value := getattr(self, name)) is not None
+        ]
+        if self.seconds_to_target is not None:
+            measured.append(f"target reached after {self.seconds_to_target:.1f} s")
+        if self.staleness_mean is not None:
+            measured.append(f"staleness {self.staleness_mean:.1f} on average, at most {self.staleness_max}")
+        if self.idle_share is not None:
+            measured.append(f"idle {self.idle_share:.0%}")
+        counts = {"dropped": "dropped samples", "lost_peers": "lost peers", "rejoined_peers": "rejoined peers"}
+        measured += [f"{value:,} {text}" for name, text in counts.items() if (value := getattr(self, name))]
+        if measured:
+            lines.append("  " + ", ".join(measured))
+        if self.failure is not None:
+            lines.append(f"  failed: {self.failure}")
+        return "\n".join(lines)
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did, over all its lives. `samples` are those it computed, whether or not they were applied.
+
+    `samples_per_second` counts over its own compute and idle time, so that a rank which came late, or was away for
+    a while, shows the pace that it had while it was there. `send_seconds` may go by while it computes.
+    """
+
+    rank: int
+    rounds: int
+    samples: int
+    compute_seconds: float
+    idle_seconds: float
+    send_seconds: float
+    induced_seconds: float
+    samples_per_second: float | None
+    staleness_mean: float | None
 
 
 def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
@@ -157,7 +201,9 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     dropped: Counter[str] = Counter()
     for record in of_kind(run, Dropped):
         dropped[record.reason] += record.stop - record.first
-    ended = next(of_kind(run, Ended), None)
+    ends = list(of_kind(run, Ended))
+    ended = _end(ends)
+    bytes_sent = sum(end.bytes_sent for end in ends) if ended else None
     seconds = ended.at if ended else max((record.at for record in run.records), default=0.0)
     samples = max((update.samples_total for update in updates), default=0)
     rounds = list(of_kind(run, RoundRecord))
@@ -181,9 +227,10 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         dropped=dropped.total(),
         lost_peers=_lost(memberships),
         rejoined_peers=_rejoined(memberships),
-        bytes_sent=ended.bytes_sent if ended else None,
+        bytes_sent=bytes_sent,
         directory=str(run.directory) if run.directory is not None else None,
         samples_per_second=_ratio(samples, seconds),
+        bytes_per_second=_ratio(bytes_sent, seconds) if bytes_sent is not None else None,
         samples_per_update=_ratio(sum(update.samples for update in updates), len(updates)),
         messages_per_update=_ratio(sum(update.messages for update in updates), len(updates)),
         compute_seconds=compute_seconds,
@@ -193,6 +240,40 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         samples_to_target=samples_to_target(curve, target.metric, target.value) if target else None,
         failure=ended.failure if ended else "the records stop before the run's end: it was killed, or it still runs",
     )
+
+
+def per_rank(run: RunRecords) -> list[RankSummary]:
+    """What each rank did that computed anything, in the order of ranks."""
+    rounds: dict[int, list[RoundRecord]] = {}
+    for record in of_kind(run, RoundRecord):
+        rounds.setdefault(record.rank, []).append(record)
+    stalenesses: dict[int, list[int]] = {}
+    for update in of_kind(run, Update):
+        for contribution in update.contributions:
+            stalenesses.setdefault(contribution.rank, []).append(contribution.staleness)
+    return [_rank_summary(rank, rounds[rank], stalenesses.get(rank, [])) for rank in sorted(rounds)]
+
+
+def _rank_summary(rank: int, rounds: Sequence[RoundRecord], stalenesses: Sequence[int]) -> RankSummary:
+    samples = sum(record.samples for record in rounds)
+    compute_seconds = math.fsum(record.seconds for record in rounds)
+    idle_seconds = math.fsum(record.idle_seconds for record in rounds)
+    return RankSummary(
+        rank=rank,
+        rounds=len(rounds),
+        samples=samples,
+        compute_seconds=compute_seconds,
+        idle_seconds=idle_seconds,
+        send_seconds=math.fsum(record.send_seconds for record in rounds),
+        induced_seconds=math.fsum(record.induced_seconds for record in rounds),
+        samples_per_second=_ratio(samples, compute_seconds + idle_seconds),
+        staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
+    )
+
+
+def _end(ends: Sequence[Ended]) -> Ended | None:
+    """How the run ended: as rank 0 did, in its last life. Any other rank may be killed without the run failing."""
+    return next((end for end in reversed(ends) if end.rank == 0), None)
 
 
 def _ratio(part: float, whole: float) -> float | None:

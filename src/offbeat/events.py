@@ -111,4 +111,13 @@ class PeerLost:
     incarnation: int
 
 
-Event = Started | GradientReady | StepReady | MessageArrived | Sent | TimerFired | Evaluated | PeerJoined | PeerLost
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This participant should end in order: its user has left the loop, or pressed Ctrl-C. The others may go on."""
+
+    at: float
+
+
+Event = (
+    Started | GradientReady | StepReady | MessageArrived | Sent | TimerFired | Evaluated | PeerJoined | PeerLost | Leave
+)

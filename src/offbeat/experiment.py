@@ -29,6 +29,7 @@ from typing import Any
 
 from offbeat.actions import Budget, Samples, Seconds
 from offbeat.cluster import Cluster, load_cluster
+from offbeat.cluster.speeds import SECONDS_PER_SAMPLE
 from offbeat.configuration import build, from_plain, option, read_toml, to_plain
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.strategies.strategy import Cadence, EveryUpdates, Strategy
@@ -69,12 +70,16 @@ class Experiment:
         """What tables and figures call it."""
         return self.label or self.strategy.name or type(self.strategy).__name__
 
-    def resolved(self) -> tuple[Experiment, Workload]:
-        """The same with nothing left open, and the workload it stands for."""
+    def resolved(self, seconds_per_sample: float | None = None) -> tuple[Experiment, Workload]:
+        """The same with nothing left open, and the workload it stands for.
+
+        Times that the strategy leaves open suit workers of that speed; by default, of the cluster's.
+        """
         workload = built(self.workload)
+        pace = self.cluster.seconds_per_sample or SECONDS_PER_SAMPLE
         filled = dataclasses.replace(
             self,
-            strategy=self.strategy.suited(workload.optimizer),
+            strategy=self.strategy.suited(workload.optimizer).paced(seconds_per_sample or pace),
             until=workload.until if self.until is None else self.until,
             target=workload.target if self.target is None else self.target,
         )

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -34,7 +35,8 @@ class Run:
 
     def __init__(self, records: RunRecords, finish: Finish | None, workload: Workload, seed: int) -> None:
         self.records = records
-        self._finish = finish
+        self.finish = finish
+        """The parameters and buffers that it ended with; None where it failed."""
         self._workload = workload
         self._seed = seed
 
@@ -48,10 +50,10 @@ class Run:
 
     def model(self) -> nn.Module:
         """The trained model."""
-        if self._finish is None:
+        if self.finish is None:
             raise RunFailed(f"the run failed and has no result: {self.summary.failure}")
         computing = Computing(self._workload, self._seed)
-        computing.flat.load(self._finish.parameters, self._finish.buffers)
+        computing.flat.load(self.finish.parameters, self.finish.buffers)
         return computing.flat.module
 
     def __repr__(self) -> str:
@@ -105,7 +107,7 @@ def simulate_experiment(
         memory = MemoryWriter()
         recorder = _Recorder(memory, experiment, on_record)
         simulation = Simulation(scenario, recorder)
-        header = _header(experiment, workload, simulation.computing.flat.layout.numel)
+        header = header_of(experiment, workload, simulation.computing.flat.layout.numel)
         directory = None if out is None else Path(out)
         if directory is not None:
             require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
@@ -158,9 +160,12 @@ def _as_file_name(label: str) -> str:
     return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label)
 
 
-def _header(experiment: Experiment, workload: Workload, parameters: int) -> RunHeader:
+def header_of(
+    experiment: Experiment, workload: Workload, parameters: int, engine: Literal["simulated", "live"] = "simulated"
+) -> RunHeader:
+    """What `run.json` says of an experiment that is resolved."""
     return RunHeader(
-        engine="simulated",
+        engine=engine,
         label=experiment.name,
         workload=workload.label,
         workers=experiment.workers,

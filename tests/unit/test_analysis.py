@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_records import a_round, a_small_run, accuracies, an_update, losses, run, timed
 
-from offbeat.analysis import Target, samples_to_target, seconds_to_target, summarize
+from offbeat.analysis import RankSummary, Target, per_rank, samples_to_target, seconds_to_target, summarize
 from offbeat.comparison import Comparison, interval, speedup
 from offbeat.curves import band, evaluation_curve, hub_updates, samples_curve, segments, staleness_counts
 from offbeat.errors import ConfigurationError
@@ -35,6 +35,7 @@ KEYS = [
     "bytes_sent",
     "directory",
     "samples_per_second",
+    "bytes_per_second",
     "samples_per_update",
     "messages_per_update",
     "compute_seconds",
@@ -60,21 +61,62 @@ def test_a_small_run_is_summed_up_as_it_would_be_in_the_head() -> None:
     assert (summary.lost_peers, summary.rejoined_peers) == (1, 1)
     assert (summary.bytes_sent, summary.directory, summary.failure) == (1234, "runs/one", None)
     assert (summary.samples_per_second, summary.samples_per_update, summary.messages_per_update) == (5.0, 20.0, 2.0)
+    assert summary.bytes_per_second == 1234 / 8.0
 
 
 def test_what_does_not_apply_to_a_run_is_none() -> None:
     summary = summarize(run([Ended(at=0.0, bytes_sent=0, messages_sent=0, failure="the hub was lost")], target=None))
     absent = ("loss", "accuracy", "seconds_to_target", "staleness_mean", "staleness_max", "idle_share", "directory")
     assert [getattr(summary, name) for name in absent] == [None] * len(absent)
-    assert (summary.samples_per_second, summary.samples_per_update) == (None, None)
+    assert (summary.samples_per_second, summary.samples_per_update, summary.bytes_per_second) == (None, None, None)
     assert summary.failure == "the hub was lost"
 
 
 def test_a_run_whose_records_stop_early_says_so() -> None:
     summary = summarize(run(accuracies([0.1, 0.2])))
     assert summary.seconds == 1.0
-    assert summary.bytes_sent is None
+    assert (summary.bytes_sent, summary.bytes_per_second) == (None, None)
     assert "stop before" in (summary.failure or "")
+
+
+def an_end(at: float, rank: int, bytes_sent: int, failure: str | None = None) -> Ended:
+    return Ended(at=at, rank=rank, bytes_sent=bytes_sent, messages_sent=1, failure=failure)
+
+
+def test_a_live_run_ends_as_its_rank_0_does_and_sends_what_all_send() -> None:
+    ends = [an_end(3.0, 1, 5, "left"), an_end(4.0, 0, 10, "the hub was stopped"), an_end(9.0, 0, 100)]
+    later = [an_end(9.5, 2, 1000, "the hub is gone"), an_end(10.0, 1, 10_000)]
+    summary = summarize(run([*accuracies([0.1, 0.2]), *ends, *later], engine="live"))
+    assert (summary.seconds, summary.failure) == (9.0, None)
+    assert summary.bytes_sent == 11_115
+    assert summary.bytes_per_second == 11_115 / 9.0
+
+
+def test_a_live_run_fails_where_rank_0_was_killed_and_only_there() -> None:
+    assert summarize(run([a_round(2, 0.0, 1.0), an_end(2.0, 0, 1)], engine="live")).failure is None
+    killed = summarize(run([a_round(2, 0.0, 1.0), an_end(2.0, 2, 1)], engine="live"))
+    assert "stop before" in (killed.failure or "")
+    assert (killed.seconds, killed.bytes_sent) == (2.0, None)
+
+
+def test_each_rank_is_summed_up_for_itself() -> None:
+    first, second = per_rank(a_small_run())
+    assert first == RankSummary(
+        rank=1,
+        rounds=2,
+        samples=20,
+        compute_seconds=4.0,
+        idle_seconds=0.0,
+        send_seconds=0.0,
+        induced_seconds=0.0,
+        samples_per_second=5.0,
+        staleness_mean=0.0,
+    )
+    assert (second.rank, second.samples, second.compute_seconds, second.idle_seconds) == (2, 20, 2.0, 2.0)
+    assert (second.induced_seconds, second.samples_per_second, second.staleness_mean) == (0.5, 5.0, 3.0)
+    assert per_rank(run([])) == []
+    (alone,) = per_rank(run([a_round(3, 0.0, 0.0)]))
+    assert (alone.samples_per_second, alone.staleness_mean) == (None, None)
 
 
 def test_a_loss_that_several_peers_see_is_one_loss() -> None:

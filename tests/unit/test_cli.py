@@ -49,9 +49,17 @@ COMPARE = """
     --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet --seconds-per-call
     --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --straggle --target --until --workers
 """
+SIMULATED_ONLY = "--crash-seen-seconds --seconds-per-call --seconds-per-sample --seconds-per-update"
+PROCESSES = """
+    --checkpoint-seconds --checksum --listen --local-workers --no-checksum --restarts --resume --token-file
+"""
+TRAIN = " ".join(sorted(set(SIMULATE.split() + PROCESSES.split()) - set(SIMULATED_ONLY.split())))
 COMMANDS = {
     "simulate": SIMULATE,
+    "train": TRAIN,
     "compare": COMPARE,
+    "launch": "--listen --out --overwrite --processes --quiet --restarts --resume --token-file",
+    "work": "--token-file --wait",
     "report": "--baseline --out",
     "replay": "--no-faults --seed --trace",
     "strategies": "--json",
@@ -104,8 +112,9 @@ def test_the_commands_change_only_on_purpose() -> None:
     assert list(cli.USAGES) == list(COMMANDS)
 
 
-def test_no_two_flags_share_a_name() -> None:
-    names = [flag.name for flag in all_flags()]
+@pytest.mark.parametrize("known", [all_flags, flags.live_flags])
+def test_no_two_flags_share_a_name(known: Any) -> None:
+    names = [flag.name for flag in known()]
     assert len(names) == len(set(names))
 
 
@@ -118,7 +127,7 @@ def test_a_field_name_means_the_same_type_in_every_strategy_and_in_every_workloa
 
 
 def test_every_flag_is_explained() -> None:
-    assert [flag.name for flag in all_flags() if len(flag.text) < 10] == []
+    assert [flag.name for flag in flags.live_flags() if len(flag.text) < 10] == []
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"]])
@@ -144,13 +153,18 @@ def test_it_is_quiet_when_nobody_reads_its_output() -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-def test_the_help_of_simulate_fits_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["simulate", "train", "launch", "work"])
+def test_the_help_fits_a_hundred_columns(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 100
+
+
+def test_the_help_of_simulate_comes_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert max(len(line) for line in shown.splitlines()) <= 100
-    places = [shown.index(f"─ {section} ─") for section in flags.GROUPS]
+    places = [shown.index(f"─ {section} ─") for section in flags.GROUPS if section != flags.LIVE]
     assert places == sorted(places)
-    assert "seconds between updates [async-timed: 2]" in shown
+    assert "seconds between updates [async-timed: " in shown
 
 
 # What words and flags mean

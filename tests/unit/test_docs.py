@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import io
 import itertools
 import re
 import shlex
 import shutil
+import signal
+import socket
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +27,16 @@ import pytest
 import offbeat as ob
 from offbeat.analysis import Summary
 from offbeat.cli import COMMANDS, USAGES, flags, main
+from offbeat.cli.launch import launch
+from offbeat.cli.train import train
+from offbeat.cli.work import work
 from offbeat.cluster import PRESETS, Fault, Straggle
 from offbeat.cluster.cluster import Cluster
 from offbeat.configuration import build, options
 from offbeat.experiment import Plan
 from offbeat.messages import Message
-from offbeat.records.schema import AnyRecord
+from offbeat.records.files import read_run
+from offbeat.records.schema import AnyRecord, Round
 from offbeat.strategies.strategy import Strategy
 from offbeat.testing import check_strategy
 from offbeat.workloads import NamedWorkload
@@ -36,7 +45,8 @@ ROOT = Path(__file__).parents[2]
 RING = ROOT / "examples/token_ring.py"
 GUIDE = "docs/writing_a_strategy.md"
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-WITH_COMMANDS = ["docs/cluster.md", "docs/command_line.md", GUIDE, "CONTRIBUTING.md"]
+LIVE = "docs/live.md"
+WITH_COMMANDS = ["docs/cluster.md", "docs/command_line.md", LIVE, GUIDE, "CONTRIBUTING.md"]
 
 
 def read(document: str) -> str:
@@ -113,6 +123,11 @@ def test_the_python_of_the_readme_prints_what_the_readme_says() -> None:
         assert [float(value) for value in re.findall(number, printed)] == approximately
 
 
+def test_the_loop_of_the_readme_trains() -> None:
+    printed = run_python(blocks("README.md", "python")[-1][1])
+    assert re.match(r"async-fmb on Sequential, 1 worker: 20,\d{3} samples in ", printed), printed
+
+
 def test_the_readme_shows_ten_lines_of_python() -> None:
     assert len(blocks("README.md", "python")[0][1].splitlines()) <= 11
 
@@ -161,6 +176,8 @@ def test_what_a_document_shows_can_be_done_in_its_order(
             (desk / name).write_text(text, encoding="utf-8")
         if language == "toml":
             take_toml(text)
+        elif "--listen" in text:
+            run_on_two_machines(text, desk)
         elif language == "sh":
             for line in text.splitlines():
                 run_command(line, capsys)
@@ -182,6 +199,10 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     program, *words = shlex.split(command)
     if program == "make":
         assert f"\n{words[0]}: " in read("Makefile")
+    elif "examples/train_digits.py" in words:
+        assert line in ways_to_start()
+    elif comment == "Ctrl-C":
+        interrupt(words)
     elif program.endswith("python"):
         assert (ROOT / words[0]).is_file()
     else:
@@ -191,10 +212,65 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, program) == (expected, "offbeat"), f"{line}\n{capsys.readouterr().err}"
 
 
-def test_the_readme_names_targets_that_exist() -> None:
+def ways_to_start() -> list[str]:
+    """The commands of the guide to live runs that tests/live/test_examples.py runs, each in a test of its own."""
+    return [line for _, text in blocks(LIVE, "sh") for line in text.splitlines() if "examples/train_digits.py" in line]
+
+
+def process(words: list[str], **options: Any) -> subprocess.Popen[str]:
+    """`offbeat` in a process of its own, which listens to Ctrl-C even where we do not."""
+    program = (
+        "import signal, sys, offbeat.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(offbeat.cli.main(sys.argv[1:]))\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program, *words], text=True, stderr=subprocess.PIPE, **options)
+
+
+@contextlib.contextmanager
+def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever happens here, nothing stays behind: the processes of a run end with the one that started them."""
+    with contextlib.ExitStack() as stack:
+        for one in processes:
+            stack.enter_context(one)
+            stack.callback(one.kill)
+        yield
+
+
+def run_on_two_machines(text: str, desk: Path) -> None:
+    """The last two lines are a hub and a worker that finds it. Here both are on one machine."""
+    *before, hub, worker = text.splitlines()
+    for line in before:
+        subprocess.run(line, shell=True, check=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = [line.replace("hub.lab", "127.0.0.1").replace(":7700", f":{port}") for line in (hub, worker)]
+    here, there = (process(shlex.split(line)[1:], stdout=subprocess.DEVNULL) for line in lines)
+    with ended(here, there):
+        said = [one.communicate()[1] for one in (here, there)]
+    assert (here.returncode, there.returncode) == (0, 0), said
+    run = read_run(desk / "runs/both/async-fmb-seed0")
+    assert any(isinstance(record, Round) and record.rank == 2 for record in run.records)
+
+
+def interrupt(words: list[str]) -> None:
+    """Type Ctrl-C in the middle of it."""
+    directory = Path(words[words.index("--out") + 1])
+    running = process(words, stdout=subprocess.DEVNULL)
+    with ended(running):
+        while not any(b'"update"' in path.read_bytes() for path in directory.glob("*/records-0.jsonl")):
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate()[1]
+    assert running.returncode == 130, said
+    assert f"offbeat train --resume {directory}" in said
+
+
+def test_the_commands_of_the_readme_can_be_typed(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _, text in blocks("README.md", "sh"):
         for line in text.splitlines():
-            assert f"\n{line.removeprefix('make ')}: " in read("Makefile")
+            run_command(line, capsys)
 
 
 def test_the_same_written_in_two_ways_is_the_same() -> None:
@@ -245,7 +321,12 @@ def test_the_command_page_lists_every_command_key_and_record() -> None:
 def test_every_flag_that_the_command_page_names_exists() -> None:
     known = {flag.name for flag in flags.all_flags()} | set(flags.ALIASES.values())
     known |= {"--" + item.name.replace("_", "-") for item in dataclasses.fields(flags.Output)}
-    known |= {"--help", "--trace"}
+    known |= {flag.name for flag in flags.live_flags()} | {"--help", "--trace"}
+    known |= {
+        "--" + name.replace("_", "-")
+        for command in (train, launch, work)
+        for name in inspect.signature(command).parameters
+    }
     page = re.sub(r"^```\w+\n.*?^```$", "", read("docs/command_line.md"), flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page)) <= known
 

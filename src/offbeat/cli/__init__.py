@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import cyclopts
 
@@ -27,12 +28,31 @@ COMMANDS = {
         the same records. 'offbeat strategies' and 'offbeat workloads' list what there is.""",
         "simulate:simulate",
     ),
+    "train": (
+        """Train on real processes of this machine, and of others that join.
+
+        Takes what 'offbeat simulate' takes, and gives the same records, table and page. Workers on other machines
+        join with 'offbeat work'.""",
+        "train:train",
+    ),
     "compare": (
         """Run what an experiment file describes, and compare.
 
         What is given here takes the place of what the file says. Every 'offbeat simulate' writes such a file,
         experiment.toml, beside its runs.""",
         "compare:compare",
+    ),
+    "launch": (
+        """Start a script of your own that uses offbeat.join in several processes, and look after them.
+
+        What comes after the script goes to the script.""",
+        "launch:launch",
+    ),
+    "work": (
+        """Join a run on another machine as one more worker, at any time; Ctrl-C leaves it.
+
+        The run says what is trained, unless that is a script: then name it here as well.""",
+        "work:work",
     ),
     "report": ("Draw the page about runs: table, curves, who computed and who waited.", "report:report"),
     "replay": (
@@ -47,10 +67,21 @@ COMMANDS = {
 }
 
 
+WORDS_BEFORE_SCRIPT = {"launch": 0, "work": 1}
+"""For commands that run a script: how many words come before its name. All that follows it is the script's own."""
+SWITCHES = ("--help", "-h", "--version", "--overwrite", "--quiet")
+"""Options of these commands that take no value."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    return answered(lambda: _call(sys.argv[1:] if argv is None else argv))
+
+
+def answered(call: Callable[[], int]) -> int:
+    """Call, and turn what goes wrong into one sentence and an exit code."""
     try:
-        code = _call(sys.argv[1:] if argv is None else argv)
+        code = call()
         sys.stdout.flush()
     except cyclopts.CycloptsError as error:
         return _complain(_sentence(error), 2)
@@ -70,8 +101,22 @@ def main(argv: list[str] | None = None) -> int:
 def _call(argv: list[str]) -> int:
     from offbeat.cli.output import console
 
-    result = application()(argv, console=console())
+    result = application()(_with_script_apart(argv), console=console())
     return result if isinstance(result, int) else 0
+
+
+def _with_script_apart(argv: list[str]) -> list[str]:
+    """The same with `--` before the script, so that its options are not taken for ours."""
+    words = WORDS_BEFORE_SCRIPT.get(argv[0]) if argv else None
+    index = 1
+    while words is not None and index < len(argv) and argv[index] != "--":
+        if argv[index].startswith("-"):
+            index += 1 if argv[index] in SWITCHES or "=" in argv[index] else 2
+        elif words:
+            words, index = words - 1, index + 1
+        else:
+            return [*argv[:index], "--", *argv[index:]]
+    return argv
 
 
 def application() -> cyclopts.App:
@@ -104,7 +149,10 @@ def _unwrapped(text: str) -> str:
 
 USAGES = {
     "simulate": "offbeat simulate WORKLOAD STRATEGY... [NAME.FIELD=VALUE ...] [OPTIONS]",
+    "train": "offbeat train WORKLOAD STRATEGY... [OPTIONS]  |  offbeat train FILE.toml  |  offbeat train --resume RUN",
     "compare": "offbeat compare EXPERIMENT.toml [OPTIONS]",
+    "launch": "offbeat launch -n N [OPTIONS] SCRIPT.py [ARGUMENTS...]",
+    "work": "offbeat work HOST:PORT --token-file FILE [--wait SECONDS] [SCRIPT.py ARGUMENTS...]",
     "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL]",
     "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
     "strategies": "offbeat strategies [NAME] [--json]",

@@ -1,4 +1,4 @@
-"""The flags of `simulate` and `compare`, derived from the fields of the configuration classes.
+"""The flags of `simulate`, `train` and `compare`, derived from the fields of the configuration classes.
 
 A flag is the union of the fields of that name: `--batch` is one flag, whichever of the strategies have a batch. Values
 stay text here; `resolve.py` turns them into what each field wants by the way that TOML takes, too.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import os
 import pkgutil
 import types
 import typing
@@ -24,9 +25,11 @@ from offbeat.configuration import Family, Option, noun, options
 from offbeat.experiment import Settings
 from offbeat.optimizers import Optimizer
 from offbeat.strategies.strategy import Strategy
+from offbeat.training import EVALUATE_LIVE, Live
 from offbeat.workloads import NamedWorkload
 
-RUN, OUTPUT, CLUSTER, STRATEGY, OPTIMIZER, WORKLOAD = "Run", "Output", "Cluster", "Strategies", "Optimizer", "Workload"
+RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
+STRATEGY, OPTIMIZER, WORKLOAD = "Strategies", "Optimizer", "Workload"
 
 _NOTES = {
     STRATEGY: "Each goes to every named strategy that has it; NAME.FIELD=VALUE sets it for one alone.",
@@ -35,12 +38,21 @@ _NOTES = {
 }
 GROUPS = {
     section: Group(section, help=_NOTES.get(section, ""), sort_key=order)
-    for order, section in enumerate((RUN, OUTPUT, CLUSTER, STRATEGY, OPTIMIZER, WORKLOAD))
+    for order, section in enumerate((RUN, LIVE, OUTPUT, CLUSTER, STRATEGY, OPTIMIZER, WORKLOAD))
 }
 ALIASES = {"optimizer.lr": "--lr"}
-METAVARS = {"seeds": "N", "baseline": "LABEL", "cluster": "NAME|FILE", "optimizer": "NAME"}
+METAVARS = {
+    "seeds": "N",
+    "baseline": "LABEL",
+    "cluster": "NAME|FILE",
+    "optimizer": "NAME",
+    "listen": "HOST:PORT",
+    "token_file": "FILE",
+}
 TOML_ONLY = ("workers",)
 """Fields of a cluster that are too long for a command line."""
+SIMULATED_ONLY = ("seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
+"""Fields of a cluster that real machines and links settle themselves."""
 
 Given = dict[str, dict[str, Any]]
 """What was given: section → path of the field → text, or a truth value for a flag without one."""
@@ -160,6 +172,26 @@ def all_flags() -> tuple[Flag, ...]:
     )
 
 
+@functools.cache
+def live_flags() -> tuple[Flag, ...]:
+    """Everything that `train` takes: without what real machines settle themselves, with what concerns processes."""
+    texts = {
+        "workers": f"workers that compute [{live_defaults()['workers']}: one per core, 4 at the most]",
+        "evaluate": "how often to evaluate: updates:N, seconds:N, or none [seconds:0.5]",
+    }
+    kept = [
+        dataclasses.replace(flag, text=texts.get(flag.path, flag.text)) if flag.section == RUN else flag
+        for flag in all_flags()
+        if not (flag.section == CLUSTER and flag.path in SIMULATED_ONLY)
+    ]
+    return (*kept, *(Flag(LIVE, item.path, item.kind, _with_default(item)) for item in options(Live)))
+
+
+def live_defaults() -> dict[str, Any]:
+    """Settings of a plan that suit real processes better than the defaults for simulated ones."""
+    return {"workers": min(4, os.cpu_count() or 1), "evaluate": EVALUATE_LIVE}
+
+
 def derived(section: str, classes: Mapping[str, type[Any]], prefix: str = "") -> Iterator[Flag]:
     """One flag for each field name that occurs in these classes, fields of all of them first."""
     found: dict[str, dict[str, Option]] = {}
@@ -237,7 +269,7 @@ def takes(flags: Iterable[Flag]) -> Callable[[Function], Function]:
     def given_to(function: Function) -> Function:
         function.__annotations__["flags"] = Annotated[holder, Parameter(name="*")]
         function.__annotations__["output"] = Annotated[Output, Parameter(name="*")]
-        function.__kwdefaults__ = {"flags": holder(), "output": Output()}
+        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "flags": holder(), "output": Output()}
         return function
 
     return given_to

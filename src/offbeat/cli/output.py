@@ -171,7 +171,8 @@ def new_directory(workload: str) -> Path:
 
 def given_directory(out: Path, overwrite: bool) -> Path:
     """`out`, emptied of earlier runs where that is wanted. Files that are not of a run of ours stay."""
-    from offbeat.records.files import HEADER, RECORDS
+    from offbeat.checkpoints import checkpoint_files
+    from offbeat.records.files import HEADER, RECORDS, rank_files
 
     try:
         found = [header.parent for header in out.rglob(HEADER)] if out.is_dir() else []
@@ -187,7 +188,8 @@ def given_directory(out: Path, overwrite: bool) -> Path:
                 "name another place with --out"
             )
         for run in found:
-            (run / RECORDS).unlink(missing_ok=True)
+            for file in (run / RECORDS, *(path for _, path in rank_files(run)), *checkpoint_files(run)):
+                file.unlink(missing_ok=True)
             (run / HEADER).unlink()
             if not any(run.iterdir()):
                 run.rmdir()

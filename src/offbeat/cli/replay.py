@@ -71,8 +71,9 @@ def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
 
 def _replay_run(directory: Path) -> int:
     header = read_run(directory).header
+    experiment = _experiment(header, directory)
     recorded = (directory / RECORDS).read_bytes()
-    again = record_bytes(simulate_experiment(_experiment(header, directory)).records.records)
+    again = record_bytes(simulate_experiment(experiment).records.records)
     if again == recorded:
         print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
         return 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from offbeat.cli.flags import (
     CLUSTER,
+    LIVE,
     OPTIMIZER,
     RUN,
     STRATEGY,
@@ -28,17 +29,20 @@ from offbeat.cli.flags import (
 )
 from offbeat.cli.names import EXAMPLE, find_strategy, find_workload, load_files
 from offbeat.cluster import Cluster, Link, load_cluster
-from offbeat.configuration import from_plain, make, options, read_toml
+from offbeat.configuration import from_plain, make, options, read_toml, to_plain
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.experiment import Experiment, Plan, Settings
 from offbeat.optimizers import Optimizer
 from offbeat.strategies.strategy import Strategy
+from offbeat.training import Live
 from offbeat.validation import require
 from offbeat.workloads import NamedWorkload
 
+NO_DEFAULTS: Mapping[str, Any] = {}
 
-def plan_of(words: Sequence[str], given: Given) -> Plan:
-    """The plan that a command line of `simulate` describes."""
+
+def plan_of(words: Sequence[str], given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Plan:
+    """The plan that a command line of `simulate` or `train` describes; `defaults` are for what it leaves open."""
     names = [word for word in words if not _is_setting(word)]
     require(bool(names), f"neither a workload nor a strategy is named; {EXAMPLE}")
     workload_class, workload_label = find_workload(names[0])
@@ -49,16 +53,16 @@ def plan_of(words: Sequence[str], given: Given) -> Plan:
     workload = _workload(workload_class, workload_label, given[WORKLOAD], own)
     chosen = [_Choice(cls, label, own.get(label, {})) for (cls, _), label in zip(found, labels, strict=True)]
     built = _strategies(chosen, workload, given)
-    settings = settings_of(given)
+    settings = {**defaults, **settings_of(given)}
     return checked(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
 
 
-def plan_from_file(path: str, given: Given) -> Plan:
-    """The plan in an experiment file, with what the command line says otherwise."""
+def plan_from_file(path: str, given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Plan:
+    """The plan in an experiment file, with what the command line says otherwise; `defaults` are for what both leave."""
     strategies()
     table = read_toml(path, "experiment")
     load_files(table, path)
-    plan = Plan.from_plain(table, path)
+    plan = Plan.from_plain({**{key: to_plain(value) for key, value in defaults.items()}, **table}, path)
     return checked(dataclasses.replace(plan, **settings_of(given, plan.cluster)))
 
 
@@ -76,6 +80,14 @@ def settings_of(given: Given, cluster: Cluster = Settings.cluster) -> dict[str, 
         with _as_typed(lambda _, path=path: flag_of(path)):  # type: ignore[misc]
             values[path] = from_plain(kinds[path], text, flag_of(path))
     return values
+
+
+def live_of(given: Given) -> Live:
+    """What was said about the processes of live runs."""
+    kinds = {item.path: item.kind for item in options(Live)}
+    values = {path: from_plain(kinds[path], text, flag_of(path)) for path, text in given[LIVE].items()}
+    with _as_typed(flag_of):
+        return Live(**values)
 
 
 def _seeds(text: str) -> tuple[int, ...]:

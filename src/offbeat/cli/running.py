@@ -1,7 +1,8 @@
-"""What `simulate` and `compare` share: run a plan, write down what came out, and say it."""
+"""What `simulate`, `compare` and `train` share: run a plan, write down what came out, and say it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import tomli_w
@@ -26,17 +27,28 @@ from offbeat.records.files import RunRecords
 from offbeat.running import simulate_experiment
 from offbeat.validation import require
 
+Run = Callable[[Experiment, Path, str], RunRecords]
+"""Runs one experiment into a directory; the text is its place among several, such as `[2/4]`."""
 
-def carry_out(plan: Plan, output: Output) -> int:
-    """Run everything, then write, then print: whoever stops reading the output loses none of it."""
+
+def carry_out(plan: Plan, output: Output, run: Run | None = None, command: str = "compare") -> int:
+    """Run everything, then write, then print: whoever stops reading the output loses none of it.
+
+    `run` shows its progress itself; without one, experiments are simulated. `command` repeats what was run.
+    """
     places = _places(plan)
     # Whatever the workload lacks, such as a package, is said before a directory is made.
     next(iter(places)).resolved()
     label = file_name(plan.workload.name.rpartition(":")[2])
     directory = given_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
-    _write_experiment(plan, directory / EXPERIMENT)
-    runs = _run(places, directory, output.quiet)
-    comparison = Comparison.of(runs, plan.baseline)
+    _write_experiment(plan, directory / EXPERIMENT, command)
+    runs = _simulate(places, directory, output.quiet) if run is None else _run(run, places, directory)
+    return present(runs, output, directory, plan.baseline)
+
+
+def present(runs: list[RunRecords], output: Output, directory: Path, baseline: str | None) -> int:
+    """The page, the table or JSON, and the exit code."""
+    comparison = Comparison.of(runs, baseline)
     page = None if output.no_report else _draw(runs, directory / PAGE, comparison.baseline)
     if output.json:
         print_json(comparison.to_json())
@@ -59,23 +71,34 @@ def _places(plan: Plan) -> dict[Experiment, str]:
     return places
 
 
-def _write_experiment(plan: Plan, path: Path) -> None:
-    text = "# What was run here. To run it again: offbeat compare THIS-FILE\n\n" + tomli_w.dumps(plan.to_plain())
+def _write_experiment(plan: Plan, path: Path, command: str) -> None:
+    text = f"# What was run here. To run it again: offbeat {command} THIS-FILE\n\n" + tomli_w.dumps(plan.to_plain())
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
 
 
-def _run(places: dict[Experiment, str], directory: Path, quiet: bool) -> list[RunRecords]:
+def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> list[RunRecords]:
+    with progress(len(places), quiet) as shown:
+
+        def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
+            records = simulate_experiment(experiment, place, shown.on_record).records
+            shown.ended(summarize(records))
+            return records
+
+        return _run(run, places, directory)
+
+
+def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRecords]:
     runs: list[RunRecords] = []
     try:
-        with progress(len(places), quiet) as shown:
-            for experiment, name in places.items():
-                runs.append(simulate_experiment(experiment, directory / name, shown.on_record).records)
-                shown.ended(summarize(runs[-1]))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{len(runs)} of {len(places)} runs were finished and are in {directory}") from None
+        for experiment, name in places.items():
+            position = f"[{len(runs) + 1}/{len(places)}]" if len(places) > 1 else ""
+            runs.append(run(experiment, directory / name, position))
+    except KeyboardInterrupt as interrupt:
+        kept = f"{len(runs)} of {len(places)} runs were finished and are in {directory}"
+        raise KeyboardInterrupt("; ".join([kept, *map(str, interrupt.args)])) from None
     return runs
 
 

@@ -83,6 +83,16 @@ class Cluster:
             return self.link
         return _last((o.link for o in self._overrides(worker)), self.link)
 
+    def link_between(self, a: int | None, b: int | None) -> Link:
+        """The connection of the worker; between two workers, the worse of theirs in every respect; None is the hub."""
+        ends = [self.link_of(worker) for worker in (a, b) if worker is not None] or [self.link]
+        limits = [end.bytes_per_second for end in ends if end.bytes_per_second is not None]
+        return Link(
+            latency_seconds=max(end.latency_seconds for end in ends),
+            bytes_per_second=min(limits) if limits else None,
+            delay_std_seconds=max(end.delay_std_seconds for end in ends),
+        )
+
     def check(self, processes: int, workers: int) -> None:
         """Refuse a cluster that speaks of workers or ranks that a run of this size does not have."""
         require(

@@ -26,7 +26,7 @@ from offbeat.actions import (
     Send,
     SetTimer,
 )
-from offbeat.cluster import Cluster, Link, Speed
+from offbeat.cluster import Cluster, Speed
 from offbeat.engines.computing import Computing
 from offbeat.engines.mail import Mail
 from offbeat.engines.network import Network
@@ -151,22 +151,12 @@ class Simulation:
         )
 
     def _connect(self) -> Network:
-        network = Network()
+        network, cluster = Network(), self.scenario.cluster
         for rank in range(self.size):
             for peer in self.scenario.strategy.peers(rank, self.size):
-                network.connect(rank, peer, self._link_between(rank, peer))
+                link = cluster.link_between(self.processes[rank].worker, self.processes[peer].worker)
+                network.connect(rank, peer, link)
         return network
-
-    def _link_between(self, a: int, b: int) -> Link:
-        """The connection of the worker; between two workers, the worse of theirs in every respect."""
-        cluster = self.scenario.cluster
-        ends = [cluster.link_of(p.worker) for p in (self.processes[a], self.processes[b]) if p.worker is not None]
-        limits = [end.bytes_per_second for end in ends if end.bytes_per_second is not None]
-        return Link(
-            latency_seconds=max(end.latency_seconds for end in ends),
-            bytes_per_second=min(limits) if limits else None,
-            delay_std_seconds=max(end.delay_std_seconds for end in ends),
-        )
 
     # Running
 

@@ -1,1 +1,1 @@
-"""Run directories: the schema, the writer, the reader."""
+"""Run directories: the schema, the writers, the reader, and the follower of a run that goes on."""

@@ -1,25 +1,48 @@
 """Write and read run directories.
 
 Records are appended line by line and flushed, so a killed process loses at most its last line; the reader
-passes over a last line that was cut off.
+passes over a last line that was cut off. A simulated run has one file of records. A live run has one for each rank,
+written by that rank's own process, and the reader puts them together.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
 from offbeat.actions import Record
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.records.schema import FORMAT, AnyRecord, RunHeader
 
 HEADER = "run.json"
 RECORDS = "records.jsonl"
+RANK_RECORDS = re.compile(r"records-(0|[1-9]\d*)\.jsonl")
+"""The names of the files of a live run, one for each rank."""
+
+BLOCK_BYTES = 1 << 16
+"""How much is read at a time in search of the last end of a line."""
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Where a rank of a live run puts its records."""
+    return directory / f"records-{rank}.jsonl"
+
+
+def rank_files(directory: Path) -> list[tuple[int, Path]]:
+    """The files of a live run that are there, in the order of their ranks."""
+    named = [(RANK_RECORDS.fullmatch(path.name), path) for path in directory.iterdir()]
+    return sorted((int(match[1]), path) for match, path in named if match)
+
+
+# Writing
 
 
 class Writer(Protocol):
@@ -38,39 +61,152 @@ class MemoryWriter:
         self.records.append(record)
 
 
+def write_header(directory: Path, header: RunHeader) -> None:
+    """Make the directory of a run, and say in it what is run."""
+    text = msgspec.json.format(msgspec.json.encode(header), indent=2)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / HEADER).write_bytes(text + b"\n")
+    except OSError as error:
+        raise _cannot_begin(directory, error) from None
+
+
 class FileWriter:
-    """Appends records to a file of a run directory; `flush_every` lines at the latest are on disk."""
+    """Writes the header and then all records of a run; `flush_every` lines at the latest are on disk."""
 
     def __init__(self, directory: Path, header: RunHeader, *, flush_every: int = 1) -> None:
         self.directory = directory
         self._encoder = msgspec.json.Encoder()
         self._flush_every = flush_every
         self._unflushed = 0
+        self._failed = False
+        write_header(directory, header)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            text = msgspec.json.format(msgspec.json.encode(header), indent=2)
-            (directory / HEADER).write_bytes(text + b"\n")
             self._file = (directory / RECORDS).open("wb")
         except OSError as error:
-            raise ConfigurationError(
-                f"cannot write records to {directory} ({error.strerror}); name another place with --out"
-            ) from None
+            raise _cannot_begin(directory, error) from None
 
     def write(self, record: Record) -> None:
-        self._file.write(self._encoder.encode(record) + b"\n")
-        self._unflushed += 1
-        if self._unflushed >= self._flush_every:
-            self._file.flush()
-            self._unflushed = 0
+        try:
+            self._file.write(self._encoder.encode(record) + b"\n")
+            self._unflushed += 1
+            if self._unflushed >= self._flush_every:
+                self._file.flush()
+                self._unflushed = 0
+        except OSError as error:
+            self._failed = True
+            raise _cannot_go_on(self.directory, error) from None
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what was not flushed has no room either; a failure is said once
+            if not self._failed:
+                self._failed = True
+                raise _cannot_go_on(self.directory, error) from None
 
-    def __enter__(self) -> FileWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class RankWriter:
+    """Appends the records of one rank of a live run. Every line is handed to the system as it is written.
+
+    A process that takes over a rank goes on in the file of the one before, whose last line may have been cut off:
+    what is left of it is removed first. One thread at a time may write.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.directory = directory
+        self.rank = rank
+        self._encoder = msgspec.json.Encoder()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = rank_file(directory, rank).open("a+b", buffering=0)
+        except OSError as error:
+            raise _cannot_begin(directory, error) from None
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            self._position = self._end_of_lines(size)
+            if self._position < size:
+                self._file.truncate(self._position)
+        except OSError as error:
+            self._file.close()
+            raise _cannot_begin(directory, error) from None
+
+    def write(self, record: Record) -> None:
+        line = self._encoder.encode(record) + b"\n"
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._position)
+            raise _cannot_go_on(self.directory, error) from None
+        self._position += len(line)
+
+    def position(self) -> int:
+        """How many bytes of records there are: what a checkpoint remembers, for `truncate` on resuming."""
+        return self._position
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk, so that a checkpoint is never ahead of them, even if power fails."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _cannot_go_on(self.directory, error) from None
+
+    def truncate(self, position: int) -> None:
+        """Forget what was recorded after `position`: it is about to be done again."""
+        if not 0 <= position <= self._position or self._end_of_lines(position) != position:
+            raise ConfigurationError(
+                f"{rank_file(self.directory, self.rank)} does not go with the checkpoint, which expects the end of a "
+                f"line at byte {position} of {self._position}; resume in the directory where the checkpoint was made"
+            )
+        try:
+            self._file.truncate(position)
+        except OSError as error:
+            raise _cannot_go_on(self.directory, error) from None
+        self._position = position
+
+    def _end_of_lines(self, stop: int) -> int:
+        """Where the last complete line before `stop` ends."""
+        while stop > 0:
+            start = max(0, stop - BLOCK_BYTES)
+            found = os.pread(self._file.fileno(), stop - start, start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            stop = start
+        return 0
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _cannot_begin(directory: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot write records to {directory} ({error.strerror or error}); name another place with --out"
+    )
+
+
+def _cannot_go_on(directory: Path, error: OSError) -> RunFailed:
+    return RunFailed(
+        f"no more records could be written to {directory} ({error.strerror or error}); "
+        "make room there, or name another place with --out"
+    )
+
+
+# Reading
 
 
 @dataclass(frozen=True)
@@ -82,16 +218,12 @@ class RunRecords:
     records: tuple[AnyRecord, ...]
 
 
-def read_run(directory: Path) -> RunRecords:
-    """The run in `directory`."""
+def read_header(directory: Path) -> RunHeader:
+    """What was run in `directory`."""
     try:
         raw = (directory / HEADER).read_bytes()
-        lines = (directory / RECORDS).read_bytes().splitlines()
     except OSError as error:
-        raise ConfigurationError(
-            f"{directory} is not a run directory ({Path(error.filename or directory).name}: {error.strerror}); "
-            "name one that 'offbeat simulate' or 'offbeat compare' has written"
-        ) from None
+        raise _not_a_run(directory, error) from None
     try:
         header = msgspec.json.decode(raw, type=RunHeader)
     except msgspec.MsgspecError as error:
@@ -100,18 +232,46 @@ def read_run(directory: Path) -> RunRecords:
         raise ConfigurationError(
             f"{directory} was written in format {header.format}, and this version of offbeat reads format {FORMAT}"
         )
-    return RunRecords(directory, header, tuple(_decode(lines, directory)))
+    return header
 
 
-def _decode(lines: list[bytes], directory: Path) -> Iterator[AnyRecord]:
+def read_run(directory: Path) -> RunRecords:
+    """The run in `directory`. Of a live run, the records of all ranks in the order of time, and then of ranks."""
+    header = read_header(directory)
+    try:
+        found = [path for _, path in rank_files(directory)]
+        apart = not (directory / RECORDS).exists() and (found or header.engine == "live")
+        if not apart:
+            return RunRecords(directory, header, tuple(_read(directory / RECORDS)))
+        merged = [record for path in found for record in _read(path)]
+    except OSError as error:
+        raise _not_a_run(directory, error) from None
+    merged.sort(key=lambda record: record.at)
+    return RunRecords(directory, header, tuple(merged))
+
+
+def read_rank(directory: Path, rank: int) -> Iterator[AnyRecord]:
+    """What one rank of a live run has recorded."""
+    return _read(rank_file(directory, rank))
+
+
+def _read(path: Path) -> Iterator[AnyRecord]:
     decoder = msgspec.json.Decoder(AnyRecord)
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             yield decoder.decode(line)
         except msgspec.MsgspecError as error:
             if number == len(lines):
                 return
-            raise ConfigurationError(f"{directory / RECORDS}, line {number}, cannot be read: {error}") from None
+            raise ConfigurationError(f"{path}, line {number}, cannot be read: {error}") from None
+
+
+def _not_a_run(directory: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{directory} is not a run directory ({Path(error.filename or directory).name}: {error.strerror}); "
+        "name one that 'offbeat simulate', 'offbeat compare' or 'offbeat train' has written"
+    )
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
@@ -121,7 +281,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         below = sorted(header.parent for header in path.rglob(HEADER)) if path.is_dir() else []
         if not below:
             raise ConfigurationError(
-                f"there is no run at {path}; name a directory that 'offbeat simulate' or 'offbeat compare' has written"
+                f"there is no run at {path}; name a directory that 'offbeat simulate', 'offbeat compare' or "
+                "'offbeat train' has written"
             )
         found.extend(below)
     return list(dict.fromkeys(found))

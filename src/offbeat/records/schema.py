@@ -1,7 +1,8 @@
 """The kinds of record there are. Every table, figure and page is drawn from these alone.
 
 `at` is when the record was made, in seconds since the run began. A run is a directory with `run.json` (what
-was run: a `RunHeader`) and `records.jsonl` (one record a line). Neither holds wall-clock times of day, host
+was run: a `RunHeader`) and `records.jsonl` (one record a line); a live run has a file for each rank instead,
+`records-0.jsonl` and so on, since its ranks share no process. None of them holds wall-clock times of day, host
 names or paths, so that the same seed writes the same bytes.
 """
 
@@ -101,12 +102,17 @@ class Notice(Record, frozen=True, tag="notice"):
     text: str
 
 
-class Ended(Record, frozen=True, tag="ended"):
-    """The last record of a run, written by the engine. `failure` is None where all went well."""
+class Ended(Record, frozen=True, tag="ended", omit_defaults=True):
+    """The last record of a run, written by the engine. `failure` is None where all went well.
+
+    In a live run each process that comes to its end writes one for its own rank, over what it sent itself; one that
+    was killed writes none. Rank 0 is left out of the file, so a simulated run has the bytes that it always had.
+    """
 
     bytes_sent: int
     messages_sent: int
     failure: str | None
+    rank: int = 0
 
 
 AnyRecord = Round | Update | Dropped | Evaluation | Membership | Notice | Ended

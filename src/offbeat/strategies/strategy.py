@@ -129,6 +129,10 @@ class Strategy(Family, ABC):
         """The staleness that no applied gradient exceeds; None: no promise."""
         return None
 
+    def paced(self, seconds_per_sample: float) -> Self:
+        """This strategy with the times that it leaves open filled in, for workers that are about so fast."""
+        return self
+
     def suited(self, optimizer: Optimizer) -> Self:
         """This strategy with what it leaves open filled in: the optimizer that suits the workload."""
         if getattr(self, "optimizer", optimizer) is None:

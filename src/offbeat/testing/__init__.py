@@ -9,10 +9,26 @@
 partitions, rejoins, broken gradients) and watches the invariants listed in `invariants.py`. Each case is run twice:
 once plainly, and once with nodes swapped through `state()` and `restore()` at random events and with every lease
 taken back, and both must write the same bytes. A failure names its seed and the `offbeat replay` line.
+
+`check_transport` does the same for a transport: a `TransportCase` says how to set up ranks with it.
 """
 
 from offbeat.testing.conformance import check_case, check_strategy, replay
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation
+from offbeat.testing.transports import Probe, Remote, TransportCase, check_transport, transport_checks
 
-__all__ = ["Case", "Invariants", "Violation", "check_case", "check_strategy", "draw_case", "replay"]
+__all__ = [
+    "Case",
+    "Invariants",
+    "Probe",
+    "Remote",
+    "TransportCase",
+    "Violation",
+    "check_case",
+    "check_strategy",
+    "check_transport",
+    "draw_case",
+    "replay",
+    "transport_checks",
+]

@@ -20,8 +20,10 @@ from offbeat.strategies.hub.pacing import Effort
 
 
 class Collected:
-    def __init__(self, in_rank_order: bool) -> None:
+    def __init__(self, in_rank_order: bool, memory: Tensor) -> None:
+        """`memory` is where the sum is made; whoever lends it leaves it alone until `mean` has been used."""
         self._in_rank_order = in_rank_order
+        self._memory = memory
         self._held: list[tuple[int, float, Tensor]] = []
         self._total: Tensor | None = None
         self._buffers: list[tuple[int, Buffers, int]] = []
@@ -36,14 +38,18 @@ class Collected:
             kept = event.keep()
             assert isinstance(kept, Gradient)
             self._held.append((rank, weight, kept.gradient))
-        elif self._total is None:
-            self._total = message.gradient * weight
         else:
-            self._total.add_(message.gradient, alpha=weight)
+            self._add(message.gradient, weight)
         if message.buffers:
             self._buffers.append((rank, tuple(buffer.clone() for buffer in message.buffers), message.samples))
         self.contributions.append(Contribution(rank, *message.draws, staleness))
         self.note(rank, Effort(message.samples, message.seconds))
+
+    def _add(self, gradient: Tensor, weight: float) -> None:
+        if self._total is None:
+            self._total = torch.mul(gradient, weight, out=self._memory)
+        else:
+            self._total.add_(gradient, alpha=weight)
 
     def note(self, rank: int, effort: Effort) -> None:
         """Count a message, whether or not there was anything to add."""
@@ -58,7 +64,7 @@ class Collected:
     def mean(self) -> Tensor:
         """The weighted sum over the number of samples. Ends the collection."""
         for _, weight, gradient in sorted(self._held, key=lambda held: held[0]):
-            self._total = gradient * weight if self._total is None else self._total.add_(gradient, alpha=weight)
+            self._add(gradient, weight)
         if self._in_rank_order:
             self.contributions.sort(key=lambda contribution: contribution.rank)
             self._buffers.sort(key=lambda entry: entry[0])

@@ -27,6 +27,10 @@ from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, 
 from offbeat.strategies.strategy import Node, Setup, Strategy
 from offbeat.validation import check_types, require, require_positive
 
+SECONDS_PER_SAMPLE = 5.65 / 256
+USUAL_PERIOD_SECONDS = 2.0
+"""A period that suits workers of that speed, the one that published studies of stragglers measured."""
+
 
 @dataclass(frozen=True)
 class HubStrategy(Strategy):
@@ -138,14 +142,22 @@ class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
     summary: ClassVar[str] = "asynchronous, workers and hub each run by a clock of their own"
     paper: ClassVar[str] = "Al-Lawati, Adikari, Draper, IEEE JSAIT 2021 (AMB-DG)"
 
-    worker_seconds: float = option(2.0, "seconds a worker computes per message")
-    hub_seconds: float = option(2.0, "seconds between updates")
+    worker_seconds: float | None = option(
+        None, "seconds a worker computes per message; none: as long as 90 samples usually take"
+    )
+    hub_seconds: float | None = option(None, "seconds between updates; none: as long as 90 samples usually take")
     samples_max: int | None = option(1024, "samples a worker computes at the most per message; none: no limit")
 
     def hub(self, workers: int) -> Hub:
         require_positive(self, "worker_seconds", "hub_seconds", "samples_max")
-        compute = Seconds(self.worker_seconds, samples_max=self.samples_max)
-        return self.composed(compute=compute, collect=Every(self.hub_seconds), waits=False)
+        compute = Seconds(self.worker_seconds or USUAL_PERIOD_SECONDS, samples_max=self.samples_max)
+        return self.composed(compute=compute, collect=Every(self.hub_seconds or USUAL_PERIOD_SECONDS), waits=False)
+
+    def paced(self, seconds_per_sample: float) -> Self:
+        period = USUAL_PERIOD_SECONDS * (seconds_per_sample / SECONDS_PER_SAMPLE)
+        return dataclasses.replace(
+            self, worker_seconds=self.worker_seconds or period, hub_seconds=self.hub_seconds or period
+        )
 
 
 @dataclass(frozen=True)

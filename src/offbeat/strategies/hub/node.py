@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.actions import Action, ClearTimer, Evaluate, Finish, Report, Samples, Seconds, Send, SetTimer
 from offbeat.draws import Draws, Range
-from offbeat.events import Evaluated, Event, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.events import Evaluated, Event, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.messages import Stop, Stopped
+from offbeat.pool import Pool
 from offbeat.records.schema import Dropped, Evaluation, Membership, Reason, Update
 from offbeat.strategies.hub.collected import Collected
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from offbeat.strategies.hub.composition import Hub
 
 HUB = 0
+EVALUATIONS_MAX = 8
+"""Evaluations under way at a time: each holds parameters of its own."""
 
 
 @dataclass
@@ -49,6 +54,7 @@ class HubNode(Node):
 
         self._parameters = setup.parameters.clone()
         self._buffers = setup.buffers
+        self._copies = Pool()
         self._snapshot = self._parameters.clone()
         assert config.optimizer is not None, "Strategy.suited fills it in"
         self._stepper = config.optimizer.build(self._parameters, setup.layout)
@@ -62,8 +68,12 @@ class HubNode(Node):
         """Live workers that have reported since the last update."""
         self._idle: set[int] = set()
         """Workers that wait for an answer."""
+        self._left: set[int] = set()
+        """Workers that said goodbye, and will not come back unless they join again."""
         self._nonfinite_in_a_row: dict[int, int] = {}
-        self._collected = Collected(config.collect.in_rank_order)
+        self._sum = torch.empty_like(self._parameters)
+        """Where gradients are added up: one at a time, so one is enough."""
+        self._collected = Collected(config.collect.in_rank_order, self._sum)
         self._pacing = _pacing(config)
         self._evaluations = Evaluations()
 
@@ -88,7 +98,7 @@ class HubNode(Node):
                 return self._stopped(event.at, rank, message.draws_stop)
             case TimerFired(name="update"):
                 return self._update_timer(event.at)
-            case TimerFired(name="until"):
+            case TimerFired(name="until") | Leave():
                 return self._stop(event.at)
             case TimerFired(name="gather"):
                 self._gathered = True
@@ -133,6 +143,7 @@ class HubNode(Node):
         yield Report(Membership(at=event.at, rank=HUB, peer=rank, incarnation=event.incarnation, joined=True))
         self._live[rank] = event.incarnation
         self._draws.setdefault(rank, Draws())
+        self._left.discard(rank)
         self._nonfinite_in_a_row[rank] = 0
         yield ClearTimer("workers")
         if self._awaited is not None:
@@ -171,7 +182,9 @@ class HubNode(Node):
         if self._awaited is not None:
             yield from self._no_longer_awaited(event.at, rank)
             return
-        if not self._live:
+        if not self._live and self._draws.keys() <= self._left:
+            yield from self._stop(event.at)  # all have gone home
+        elif not self._live:
             yield SetTimer("workers", self._config.patience_seconds)
         elif self._started:
             self._pacing.members_changed(self._live)
@@ -247,13 +260,13 @@ class HubNode(Node):
             yield from self._update(at)
 
     def _update(self, at: float) -> Iterator[Action]:
-        collected, self._collected = self._collected, Collected(self._config.collect.in_rank_order)
+        collected, self._collected = self._collected, Collected(self._config.collect.in_rank_order, self._sum)
         self._reported.clear()
         self._pacing.observe(collected.efforts, self._live)
         if collected.samples:
             rate = self._stepper.step(collected.mean(), self._samples)
             self._buffers = collected.merged_buffers(self._buffers)
-            self._snapshot = self._parameters.clone()
+            self._snapshot = self._copies.copy(self._parameters)
             self._version += 1
             self._samples += collected.samples
             yield Report(
@@ -294,6 +307,8 @@ class HubNode(Node):
 
     def _evaluate_if_due(self, at: float) -> Iterator[Action]:
         cadence, last = self._setup.evaluate, self._evaluations
+        if len(last.under_way) >= EVALUATIONS_MAX:
+            return  # updates are faster than evaluation; the next one that is due will do
         if isinstance(cadence, EveryUpdates):
             due = self._version - last.last_version >= cadence.updates
         elif isinstance(cadence, EverySeconds):
@@ -335,13 +350,16 @@ class HubNode(Node):
         for contribution in self._collected.contributions:
             draws = (contribution.first, contribution.stop)
             yield Report(_dropped(at, contribution.rank, draws, contribution.staleness, "stopped"))
-        self._collected = Collected(self._config.collect.in_rank_order)
+        self._collected = Collected(self._config.collect.in_rank_order, self._sum)
         yield from self._evaluate(at)
         for rank in sorted(self._live):
             yield Send(rank, Stop(self._snapshot, self._buffers, self._version), supersedes="parameters")
         yield from self._finish_if_done(at)
 
     def _stopped(self, at: float, rank: int, draws_stop: int) -> Iterator[Action]:
+        if self._awaited is None:  # it leaves of its own accord; its link will close
+            self._left.add(rank)
+            return
         for gap in list(self._draws[rank].missing_below(draws_stop)):
             yield from self._drop(at, rank, gap, "stopped")
         yield from self._no_longer_awaited(at, rank)
@@ -378,6 +396,7 @@ class HubNode(Node):
             "draws": {str(rank): draws.ranges for rank, draws in self._draws.items()},
             "reported": sorted(self._reported),
             "idle": sorted(self._idle),
+            "left": sorted(self._left),
             "nonfinite_in_a_row": {str(rank): count for rank, count in self._nonfinite_in_a_row.items()},
             "collected": self._collected.state(),
             "pacing": self._pacing.state(),
@@ -406,6 +425,7 @@ class HubNode(Node):
         self._draws = {int(rank): Draws(tuple(r) for r in ranges) for rank, ranges in state["draws"].items()}
         self._reported = set(state["reported"])
         self._idle = set(state["idle"])
+        self._left = set(state["left"])
         self._nonfinite_in_a_row = {int(rank): count for rank, count in state["nonfinite_in_a_row"].items()}
         self._collected.restore(state["collected"])
         self._pacing.restore(state["pacing"])

@@ -31,6 +31,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.events import (
     Event,
     GradientReady,
+    Leave,
     MessageArrived,
     PeerJoined,
     PeerLost,
@@ -59,6 +60,7 @@ class Worker(Node):
 
         self._newest: Parameters | None = None
         self._stop: Stop | None = None
+        self._leaving = False
         self._draw = 0
         self._done = Draws()
         self._computing = False
@@ -85,6 +87,8 @@ class Worker(Node):
                 return self._hub_lost()
             case PeerJoined(peer=peer) if peer == HUB:
                 return [ClearTimer("hub")]
+            case Leave():
+                return self._leave()
             case StepReady():
                 raise ConfigurationError(
                     "a hub strategy steps its own optimizer, on the hub; hand it gradients, not steps of yours"
@@ -116,7 +120,7 @@ class Worker(Node):
 
     def _compute(self) -> Iterator[Action]:
         """Start a round, if one is due: none is under way, there is something to compute at, and the link keeps up."""
-        if self._computing or self._newest is None or self._stop is not None:
+        if self._computing or self._newest is None or self._stop is not None or self._leaving:
             return
         if not self._told_to_compute if self._waits else self._in_flight >= self._in_flight_max:
             return
@@ -129,7 +133,7 @@ class Worker(Node):
     def _gradient_ready(self, event: GradientReady) -> Iterator[Action]:
         self._computing = False
         self._samples += event.samples
-        if self._stop is not None:
+        if self._stop is not None or self._leaving:
             if not self._discard:
                 self._draw = event.draws[1]  # computed in vain, and accounted for
             yield from self._stopped()
@@ -176,9 +180,19 @@ class Worker(Node):
         yield SetTimer("hub", self._patience_seconds)
 
     def _stopping(self, stop: Stop) -> Iterator[Action]:
-        if self._stop is not None:
+        if self._stop is not None or self._leaving:
             return
         self._stop = stop
+        if self._computing:
+            yield Cancel()
+        else:
+            yield from self._stopped()
+
+    def _leave(self) -> Iterator[Action]:
+        """Say goodbye unasked; what is being computed is left undone."""
+        if self._leaving or self._stop is not None:
+            return
+        self._leaving = True
         if self._computing:
             yield Cancel()
         else:
@@ -198,6 +212,7 @@ class Worker(Node):
         return {
             "newest": None if self._newest is None else _pack(self._newest),
             "stop": None if self._stop is None else _pack(self._stop),
+            "leaving": self._leaving,
             "draw": self._draw,
             "done": self._done.ranges,
             "computing": self._computing,
@@ -215,6 +230,7 @@ class Worker(Node):
             self._newest = Parameters(newest["parameters"], tuple(newest["buffers"]), newest["version"], budget)
         if stop is not None:
             self._stop = Stop(stop["parameters"], tuple(stop["buffers"]), stop["version"])
+        self._leaving = state["leaving"]
         self._draw = state["draw"]
         self._done = Draws(tuple(r) for r in state["done"])
         self._computing = state["computing"]

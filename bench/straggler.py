@@ -1,0 +1,244 @@
+"""Samples applied per second, with every worker healthy and with one that is slow: ours against DDP and the ceiling.
+
+    python bench/straggler.py [--json] [--repeats N] [--seconds S]
+
+Two workers train the CNN of `cifar_shaped.py` in micro-batches of 32. *Ceiling*: two processes that do not talk at all,
+and keep the memory they have used, as workers of ours do (`launch/memory.py`: that alone is worth a quarter here).
+*ddp*: torch's DistributedDataParallel over gloo, as it comes, and again with memory kept, to tell the two apart. The
+others are strategies of ours, with a hub in a third process, on whatever cores there are. Healthy, then straggling:
+every micro-batch of one worker takes 150 ms longer. All contestants take turns, several times; a ratio is taken within
+one repeat, and the median over repeats is printed.
+
+What counts is applied samples: those of optimizer steps (ceiling, ddp), and those that updates of the hub say went into
+them (ours); per second from the first of them to the last, so starting is not timed. `seconds_to_target` is with the
+straggler: from the first micro-batch to when the mean training loss of the last 512 samples fell to 1.2 (the start is
+2.3); null where that happened in fewer than half of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat as ob
+from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, workload
+from offbeat.launch.memory import keep_memory
+
+WORKERS = 2
+REPEATS = 5
+SECONDS = 5.0
+STRAGGLE_SECONDS = 0.15
+TARGET = 1.2
+TARGET_WINDOW = 512
+CEILING = "ceiling"
+DDP = "ddp"
+DDP_KEPT = "ddp, memory kept"
+
+STRATEGIES: dict[str, ob.Strategy] = {
+    "fmb": ob.FixedMinibatch(batch=BATCH, microbatch=BATCH),
+    "async-fmb": ob.AsyncFixed(batch=BATCH, microbatch=BATCH, messages=1),
+    "async-timed": ob.AsyncTimed(worker_seconds=0.15, hub_seconds=0.15, microbatch=BATCH),
+    "apam": ob.AsyncAdaptive(batch=BATCH, microbatch=BATCH),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one repeat."""
+
+    repeat: int
+    contestant: str
+    straggler: bool
+    samples_per_second: float
+    of_ceiling: float
+    over_ddp: float
+    seconds_to_target: float | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="how often all contestants take turns")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each run trains")
+    arguments = parser.parse_args()
+    prepare()
+    rows: list[Row] = []
+    for repeat in range(arguments.repeats):
+        for straggler in (False, True):
+            rows += one_turn(repeat, straggler, arguments.seconds)
+    figures = {name: figures_of(rows, name) for name in (DDP, DDP_KEPT, *STRATEGIES)}
+    if arguments.json:
+        print(json.dumps({"figures": figures, "rows": [asdict(row) for row in rows]}))
+    else:
+        show(rows, figures)
+
+
+def one_turn(repeat: int, straggler: bool, seconds: float) -> list[Row]:
+    """Every contestant once."""
+    contestants: dict[str, Callable[[], Trace]] = {CEILING: lambda: alone(straggler, seconds)}
+    contestants[DDP] = lambda: ddp(straggler, seconds, keeps=False)
+    contestants[DDP_KEPT] = lambda: ddp(straggler, seconds, keeps=True)
+    for name, strategy in STRATEGIES.items():
+        contestants[name] = lambda strategy=strategy: ours(strategy, straggler, seconds)
+    traces: dict[str, Trace] = {}
+    for name, contest in contestants.items():
+        traces[name] = contest()
+        condition = "straggling" if straggler else "healthy"
+        print(f"repeat {repeat}, {condition}, {name}: {traces[name].rate:,.0f} samples/s", file=sys.stderr)
+    return [
+        Row(
+            repeat=repeat,
+            contestant=name,
+            straggler=straggler,
+            samples_per_second=trace.rate,
+            of_ceiling=trace.rate / traces[CEILING].rate,
+            over_ddp=trace.rate / traces[DDP].rate,
+            seconds_to_target=seconds_to_target(trace) if straggler and name != CEILING else None,
+        )
+        for name, trace in traces.items()
+    ]
+
+
+def figures_of(rows: list[Row], name: str) -> dict[str, float | None]:
+    mine = [row for row in rows if row.contestant == name]
+    healthy, straggling = ([row for row in mine if row.straggler == straggler] for straggler in (False, True))
+    times = [row.seconds_to_target for row in straggling]
+    reached = sorted(float("inf") if seconds is None else seconds for seconds in times)
+    middle = statistics.median_high(reached)
+    return {
+        "healthy_of_ceiling": round(statistics.median(row.of_ceiling for row in healthy), 4),
+        "healthy_over_ddp": round(statistics.median(row.over_ddp for row in healthy), 4),
+        "straggler_of_ceiling": round(statistics.median(row.of_ceiling for row in straggling), 4),
+        "straggler_over_ddp": round(statistics.median(row.over_ddp for row in straggling), 4),
+        "seconds_to_target": None if middle == float("inf") else round(middle, 3),
+    }
+
+
+def seconds_to_target(trace: Trace) -> float | None:
+    """When the mean loss over the last samples first was low enough."""
+    window: deque[tuple[int, float]] = deque()
+    samples, total = 0, 0.0
+    for loss in sorted(trace.losses, key=lambda loss: loss.at):
+        window.append((loss.samples, loss.total))
+        samples, total = samples + loss.samples, total + loss.total
+        while samples - window[0][0] >= TARGET_WINDOW:
+            oldest = window.popleft()
+            samples, total = samples - oldest[0], total - oldest[1]
+        if samples >= TARGET_WINDOW and total / samples <= TARGET:
+            return loss.at - trace.began
+    return None
+
+
+# The contestants
+
+
+def ours(strategy: ob.Strategy, straggler: bool, seconds: float) -> Trace:
+    slow = (ob.WorkerOverride((1,), seconds_per_call=STRAGGLE_SECONDS),) if straggler else ()
+    run = ob.train(
+        workload(), strategy, ob.Seconds(seconds), workers=WORKERS, cluster=ob.Cluster(workers=slow), evaluate=None
+    )
+    return Trace.of(run)
+
+
+def alone(straggler: bool, seconds: float) -> Trace:
+    """Two processes that share nothing but the machine."""
+    together = multiprocessing.get_context("fork").Barrier(WORKERS)
+    return Trace.merged(in_processes(_alone, WORKERS, together, straggler, seconds))
+
+
+def _alone(rank: int, together: Barrier, straggler: bool, seconds: float) -> Trace:
+    keep_memory()
+    together.wait()
+    until = time.monotonic() + seconds
+    return plain_loop(rank, lambda number: time.monotonic() < until, _delay(rank, straggler))
+
+
+def ddp(straggler: bool, seconds: float, keeps: bool) -> Trace:
+    """Both processes, in step."""
+    last = multiprocessing.get_context("fork").Value("q", sys.maxsize)
+    with tempfile.TemporaryDirectory() as directory:
+        return Trace.merged(in_processes(_ddp, WORKERS, last, Path(directory) / "store", straggler, seconds, keeps))
+
+
+def _ddp(rank: int, last: Synchronized[int], store: Path, straggler: bool, seconds: float, keeps: bool) -> Trace:
+    if keeps:
+        keep_memory()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS)
+    try:
+        dist.barrier()
+        until = time.monotonic() + seconds
+
+        def goes_on(number: int) -> bool:
+            # Rank 1 cannot have begun the step after this one, so it sees in time which is the last.
+            if rank == 0 and last.value == sys.maxsize and time.monotonic() >= until:
+                last.value = number + 1
+            return number < last.value
+
+        return plain_loop(rank, goes_on, _delay(rank, straggler), _in_step)
+    finally:
+        dist.destroy_process_group()
+
+
+def _in_step(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _delay(rank: int, straggler: bool) -> float:
+    return STRAGGLE_SECONDS if straggler and rank == WORKERS - 1 else 0.0
+
+
+# The table
+
+
+def show(rows: list[Row], figures: dict[str, dict[str, float | None]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("strategy")
+    for head in ("healthy\nsamples/s", "of\nceiling", "over\nDDP"):
+        table.add_column(head, justify="right")
+    for head in ("straggling\nsamples/s", "of\nceiling", "over\nDDP", f"seconds to\nloss {TARGET:g}"):
+        table.add_column(head, justify="right")
+    for name in (CEILING, *figures):
+        healthy, straggling = (
+            statistics.median(
+                row.samples_per_second for row in rows if row.contestant == name and row.straggler == straggler
+            )
+            for straggler in (False, True)
+        )
+        shown: dict[str, Any] = figures.get(name) or figures_of(rows, name)
+        seconds = shown["seconds_to_target"]
+        table.add_row(
+            name,
+            f"{healthy:,.0f}",
+            f"{shown['healthy_of_ceiling']:.2f}",
+            f"{shown['healthy_over_ddp']:.2f}×",
+            f"{straggling:,.0f}",
+            f"{shown['straggler_of_ceiling']:.2f}",
+            f"{shown['straggler_over_ddp']:.2f}×",
+            "–" if seconds is None else f"{seconds:.1f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

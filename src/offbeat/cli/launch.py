@@ -1,0 +1,147 @@
+"""`offbeat launch`: a script of the user's own, in several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from offbeat.cli.live_board import Board
+from offbeat.cli.live_view import Lines, Quiet
+from offbeat.cli.output import file_name, given_directory, new_directory
+from offbeat.configuration import from_plain
+from offbeat.errors import RunFailed
+from offbeat.launch import Child, Seat, Supervisor, environment_of, open_door, read_token, start_command
+from offbeat.records.files import HEADER
+from offbeat.records.schema import Membership
+from offbeat.records.tail import Tail
+from offbeat.transports.rendezvous import Address
+from offbeat.validation import require
+
+EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
+
+
+def _option(text: str, metavar: str | None = None, name: str | tuple[str, ...] | None = None) -> Parameter:
+    return Parameter(name=name, help=text, metavar=metavar, negative=(), show_default=False)
+
+
+def launch(
+    *script: Annotated[str, Parameter(name="SCRIPT", help="the script, and what it is to be called with")],
+    n: Annotated[str | None, _option("how many processes, the hub among them", "N", ("-n", "--processes"))] = None,
+    out: Annotated[
+        str | None, _option("directory for records and checkpoints [runs/SCRIPT-NNN, the next that is free]", "DIR")
+    ] = None,
+    overwrite: Annotated[bool, _option("replace the run that --out holds already")] = False,
+    resume: Annotated[
+        str | None, _option("go on with the run in this directory, from its last checkpoint", "RUN")
+    ] = None,
+    restarts: Annotated[str | None, _option("times that a process which died is started again [3]", "N")] = None,
+    listen: Annotated[str | None, _option("for workers on other machines [this machine alone]", "HOST:PORT")] = None,
+    token_file: Annotated[
+        str | None, _option("file with the secret that workers must show; needed with --listen", "FILE")
+    ] = None,
+    quiet: Annotated[bool, _option("show no progress while it runs")] = False,
+) -> int:
+    """Start the script so many times, until its rank 0 has ended."""
+    require(bool(script), f"no script is named; {EXAMPLE}")
+    require(Path(script[0]).is_file(), f"there is no script {script[0]}; {EXAMPLE}")
+    require(n is not None, f"-n says how many processes to start; {EXAMPLE}")
+    processes, again = from_plain(int, n, "-n"), from_plain(int, restarts or "3", "--restarts")
+    require(processes >= 1, f"-n must be 1 or more, but is {processes}")
+    require(again >= 0, f"--restarts must be 0 or more, but is {again}")
+    require(resume is None or out is None, "--resume goes on in the directory of the run; leave out --out")
+    if resume is not None:
+        require((Path(resume) / HEADER).is_file(), f"there is no run at {resume} to go on with")
+    token = None if token_file is None else read_token(token_file)
+    door, address, token = open_door(listen, token)
+    with door:
+        directory, made = _directory(script[0], out, overwrite, resume)
+        place = Seat(0, processes, address, token, None, directory, resume is not None, "offbeat")
+        try:
+            watcher = Quiet(_name) if quiet else Lines(Path(script[0]).name, _name, Board())
+            return _supervise(script, place, door, again, listen, watcher)
+        finally:
+            if made:
+                _remove_if_empty(directory)
+
+
+def _directory(script: str, out: str | None, overwrite: bool, resume: str | None) -> tuple[Path, bool]:
+    """Where records go, and whether it was made for them just now."""
+    if resume is not None:
+        return Path(resume), False
+    if out is None:
+        return new_directory(file_name(Path(script).stem)), True
+    there = Path(out)
+    is_new = not there.exists()
+    return given_directory(there, overwrite), is_new
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """A script that does not record anything leaves no trace."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def _supervise(
+    script: Sequence[str], place: Seat, door: socket.socket, restarts: int, listen: str | None, watcher: Quiet
+) -> int:
+    assert place.address is not None
+    assert place.directory is not None
+    tail, joined = Tail(place.directory), set[int]()
+
+    def tick() -> None:
+        records = tail.poll()
+        joined.update(record.peer for record in records if isinstance(record, Membership) and record.joined)
+        watcher.records(records)
+
+    if listen is not None:
+        watcher.say(_invitation(listen, place.address, script))
+    supervisor = Supervisor(
+        _starter(script, place, door, watcher.line),
+        range(place.processes),
+        restarts_max=restarts,
+        say=watcher.say,
+        has_joined=joined.__contains__,
+        name=_name,
+        others=listen is not None,
+    )
+    failure = supervisor.run(tick)
+    if joined:
+        watcher.ended()
+    if failure is not None:
+        raise RunFailed(failure)
+    return 0
+
+
+def _starter(
+    script: Sequence[str], place: Seat, door: socket.socket, on_line: Callable[[int, str], None]
+) -> Callable[[int, int], Child]:
+    def start(rank: int, life: int) -> Child:
+        seat = Seat(rank, place.processes, place.address, place.token, None, place.directory, place.resume, "offbeat")
+        return start_command(
+            [sys.executable, *script],
+            rank=rank,
+            life=life,
+            environment=environment_of(seat),
+            on_line=on_line,
+            door=door if rank == 0 else None,
+            own_stdout=True,
+        )
+
+    return start
+
+
+def _invitation(listen: str, address: Address, script: Sequence[str]) -> str:
+    host = Address.parse(listen).host
+    where = Address("THIS-HOST" if host in ("0.0.0.0", "::") else host, address.port)
+    return f"others join with: offbeat work {where} --token-file FILE {' '.join(script)}"
+
+
+def _name(rank: int) -> str:
+    """Which of them is a hub is the script's business."""
+    return f"rank {rank}"

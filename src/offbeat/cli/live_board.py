@@ -1,0 +1,157 @@
+"""A live run so far, worked out from its records: how it goes, and what each worker does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offbeat.records.schema import AnyRecord, Evaluation, Membership, Round, Update
+from offbeat.report.numbers import fixed, number
+
+RECENT_SECONDS = 5.0
+"""What rates and losses are taken over, so that they show how it goes now."""
+CONTRIBUTIONS_KEPT = 50
+WAITING_SHARE = 0.5
+"""A worker that spends more of its time than this without work is shown as waiting."""
+
+
+@dataclass
+class Worker:
+    """What the records say about one rank."""
+
+    rank: int
+    there: bool | None = None
+    """Whether it is in the run; None until somebody has seen it."""
+    incarnations: set[int] = field(default_factory=set)
+    rounds: int = 0
+    samples: int = 0
+    compute_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    send_seconds: float = 0.0
+    recent: deque[Round] = field(default_factory=deque)
+    staleness: deque[int] = field(default_factory=lambda: deque(maxlen=CONTRIBUTIONS_KEPT))
+
+    def add(self, record: Round) -> None:
+        self.there = self.there is not False
+        self.rounds += 1
+        self.samples += record.samples
+        self.compute_seconds += record.seconds
+        self.idle_seconds += record.idle_seconds
+        self.send_seconds += record.send_seconds
+        self.recent.append(record)
+
+    def forget(self, before: float) -> None:
+        while self.recent and self.recent[0].at < before:
+            self.recent.popleft()
+
+    @property
+    def state(self) -> str:
+        """Records come when a round has ended, so this is what it does most of the time, not at this very moment."""
+        if self.there is None:
+            return "expected"
+        if not self.there:
+            return "lost"
+        if not self.rounds:
+            return "joined"
+        share = _share(self.recent)
+        return "waiting" if share is None or share > WAITING_SHARE else "computing"
+
+    @property
+    def idle_share(self) -> float | None:
+        return _ratio(self.idle_seconds, self.idle_seconds + self.compute_seconds)
+
+    @property
+    def staleness_mean(self) -> float | None:
+        return _ratio(sum(self.staleness), len(self.staleness))
+
+    @property
+    def lives(self) -> int:
+        return max(1, len(self.incarnations))
+
+
+def _share(rounds: deque[Round]) -> float | None:
+    idle = sum(record.idle_seconds for record in rounds)
+    return _ratio(idle, idle + sum(record.seconds for record in rounds))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+class Board:
+    """A live run so far."""
+
+    def __init__(self, computing: Sequence[int] = ()) -> None:
+        self.workers = {rank: Worker(rank) for rank in computing}
+        self.elapsed = 0.0
+        self.version = 0
+        self.samples = 0
+        self.evaluation: Evaluation | None = None
+        self._updates: deque[Update] = deque()
+
+    def add(self, records: Sequence[AnyRecord]) -> None:
+        for record in records:
+            self.elapsed = max(self.elapsed, record.at)
+            if isinstance(record, Round):
+                self._worker(record.rank).add(record)
+            elif isinstance(record, Update):
+                self._updated(record)
+            elif isinstance(record, Membership):
+                self._met(record)
+            elif isinstance(record, Evaluation) and (self.evaluation is None or self.evaluation.at <= record.at):
+                self.evaluation = record
+        since = self.elapsed - RECENT_SECONDS
+        for worker in self.workers.values():
+            worker.forget(since)
+        while self._updates and self._updates[0].at < since:
+            self._updates.popleft()
+
+    def _worker(self, rank: int) -> Worker:
+        return self.workers.setdefault(rank, Worker(rank))
+
+    def _updated(self, record: Update) -> None:
+        self.version, self.samples = max(self.version, record.version), max(self.samples, record.samples_total)
+        self._updates.append(record)
+        for part in record.contributions:
+            self._worker(part.rank).staleness.append(part.staleness)
+
+    def _met(self, record: Membership) -> None:
+        if record.peer not in self.workers and record.rank != 0:
+            return  # a worker that meets the hub
+        worker = self._worker(record.peer)
+        worker.there = record.joined
+        if record.joined:
+            worker.incarnations.add(record.incarnation)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples applied a second, lately."""
+        return _ratio(sum(update.samples for update in self._updates), min(self.elapsed, RECENT_SECONDS))
+
+    def computed_per_second(self, worker: Worker) -> float | None:
+        return _ratio(sum(record.samples for record in worker.recent), min(self.elapsed, RECENT_SECONDS))
+
+    @property
+    def train_loss(self) -> float | None:
+        """Per sample, over the rounds that have ended lately."""
+        rounds = [record for worker in self.workers.values() for record in worker.recent if record.loss is not None]
+        return _ratio_of_sums([record.loss or 0.0 for record in rounds], [record.samples for record in rounds])
+
+    def facts(self) -> list[str]:
+        """How it goes, in a few words each; what is not known yet is left out."""
+        test = self.evaluation
+        found = [
+            f"{self.elapsed:.0f} s",
+            f"version {self.version:,}",
+            f"{self.samples:,} samples",
+            f"{number(self.samples_per_second)} a second" if self.samples_per_second is not None else None,
+            f"train loss {number(self.train_loss)}" if self.train_loss is not None else None,
+            f"test loss {number(test.loss)}" if test is not None and test.loss is not None else None,
+            f"accuracy {fixed(test.accuracy, 3)}" if test is not None and test.accuracy is not None else None,
+        ]
+        return [fact for fact in found if fact is not None]
+
+
+def _ratio_of_sums(parts: Sequence[float], wholes: Sequence[float]) -> float | None:
+    return sum(parts) / sum(wholes) if sum(wholes) > 0 else None

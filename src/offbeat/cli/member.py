@@ -1,0 +1,32 @@
+"""One process of a live run, as `offbeat train` starts it: python -m offbeat.cli.member DIRECTORY."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from offbeat.cli import answered
+
+
+def member(directory: Path) -> int:
+    """Be the rank that the environment says, in the run that the directory describes."""
+    from offbeat.launch import seat
+    from offbeat.records.files import read_header
+    from offbeat.training import take_part
+
+    prepare(read_header(directory).experiment or {}, str(directory))
+    return take_part(directory, seat())
+
+
+def prepare(experiment: dict[str, Any], where: str) -> None:
+    """Load what an experiment names: strategies of ours, and classes from files of the user's own."""
+    from offbeat.cli.flags import strategies
+    from offbeat.cli.names import load_files
+
+    strategies()
+    load_files(experiment, where)
+
+
+if __name__ == "__main__":
+    sys.exit(answered(lambda: member(Path(sys.argv[1]))))

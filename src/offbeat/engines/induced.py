@@ -1,0 +1,65 @@
+"""Induced trouble: the cluster of an experiment, as delay on real machines.
+
+Speeds are what they are here, so only what is *different* from the cluster's usual speed is induced: a factor per
+worker, what its calls cost on top, what disturbs a round, and what the links add. It sits above the transport, so
+messages may overtake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offbeat.cluster import Cluster, Link, NoStraggle, Straggle
+from offbeat.cluster.speeds import Disturbance
+from offbeat.randomness import stream
+
+
+class Induced:
+    """What one rank suffers. Without arguments: nothing."""
+
+    def __init__(
+        self,
+        straggle: Straggle = NoStraggle(),  # noqa: B008  (frozen)
+        factor: float = 1.0,
+        call_seconds: float = 0.0,
+        links: dict[int, Link] | None = None,
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self._straggle = straggle
+        self._factor = factor
+        self.call_seconds = call_seconds
+        """What every micro-batch costs on top."""
+        self._links = links or {}
+        self._speed_random = stream(seed, "speed", rank)
+        self._delay_random = stream(seed, "delay", rank)
+        self._free_at: dict[int, float] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster, workers: dict[int, int], rank: int, peers: Iterable[int], seed: int) -> Induced:
+        """What `cluster` means for a rank; `workers` says which worker each computing rank is, from 0."""
+        worker = workers.get(rank)
+        links = {peer: cluster.link_between(worker, workers.get(peer)) for peer in peers}
+        slow = {peer: link for peer, link in links.items() if link != Link()}
+        if worker is None:
+            return cls(links=slow, seed=seed, rank=rank)
+        speed = cluster.speed(worker)
+        usual = cluster.seconds_per_sample
+        factor = speed.seconds_per_sample / usual if usual > 0 else speed.seconds_per_call / cluster.seconds_per_call
+        call_seconds = max(0.0, speed.seconds_per_call - factor * cluster.seconds_per_call)
+        return cls(speed.straggle, factor, call_seconds, slow, seed, rank)
+
+    def disturb(self) -> Disturbance:
+        """What happens to the next round."""
+        drawn = self._straggle.draw(self._speed_random)
+        return Disturbance(drawn.delay_seconds, drawn.factor * self._factor)
+
+    def delay(self, source: int, nbytes: int, now: float) -> float:
+        """For how long a message that arrives now is held up."""
+        link = self._links.get(source)
+        if link is None:
+            return 0.0
+        free = max(now, self._free_at.get(source, now)) + link.transmit_seconds(nbytes)
+        self._free_at[source] = free
+        delay = free - now + link.latency_seconds
+        return delay + link.draw_delay(self._delay_random) if link.delay_std_seconds > 0 else delay

@@ -1,0 +1,482 @@
+"""The live engine: one node, real time, real messages.
+
+A node is a monitor, not a thread: whoever has an event takes the lock, lets the node handle it, and carries out what
+it asks for. The thread that computes hands in its own gradients; a background thread hands in messages and timers;
+an evaluating thread hands in what it measured. So a user's own training loop and ours are the same thing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from offbeat.actions import (
+    Action,
+    Cancel,
+    ClearTimer,
+    Compute,
+    Evaluate,
+    Finish,
+    Report,
+    Samples,
+    Seconds,
+    Send,
+    SetTimer,
+)
+from offbeat.engines.evaluator import Evaluator, Measure
+from offbeat.engines.induced import Induced
+from offbeat.errors import ContractViolation, OffbeatError, RunFailed
+from offbeat.events import (
+    Event,
+    GradientReady,
+    Leave,
+    MessageArrived,
+    PeerJoined,
+    PeerLost,
+    Sent,
+    Started,
+    TimerFired,
+)
+from offbeat.messages import Buffers, Stopped
+from offbeat.records.files import Writer
+from offbeat.records.schema import Ended, Round
+from offbeat.strategies.strategy import Node
+from offbeat.transports.journal import Journal, JournalWriter
+from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
+
+LEAVE_SECONDS = 10.0
+"""How long a node that was asked to leave may take before it is left behind."""
+
+JOURNAL = "journal "
+"""How the keys of journals begin: the node has not sent them, and is not told that they have left."""
+JOURNAL_SECONDS = 1.0
+
+
+class Clock:
+    """Seconds since the run began; a rank that joins later sets it by the hub's."""
+
+    def __init__(self, elapsed_seconds: float = 0.0) -> None:
+        self._zero = time.monotonic() - elapsed_seconds
+
+    def now(self) -> float:
+        return time.monotonic() - self._zero
+
+    def set(self, elapsed_seconds: float, at_monotonic: float) -> None:
+        """It was `elapsed_seconds` when this machine's monotonic clock said `at_monotonic`."""
+        self._zero = at_monotonic - elapsed_seconds
+
+
+@dataclass
+class LiveRound:
+    """The outstanding computation: what was asked for, since when, and how it is held up."""
+
+    action: Compute
+    start: float
+    began: float
+    """When it was accepted, by the machine's own clock: there the anytime clock starts."""
+    delay_seconds: float
+    factor: float
+    call_seconds: float
+    samples: int = 0
+    induced_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def wanted(self) -> int:
+        """How many samples the next micro-batch has; 0 where the round is over."""
+        if self.cancelled.is_set():
+            return 0
+        budget, microbatch = self.action.budget, self.action.microbatch
+        if isinstance(budget, Samples):
+            return min(microbatch, budget.count - self.samples)
+        assert isinstance(budget, Seconds)
+        if self.samples and time.monotonic() - self.began >= budget.seconds:
+            return 0
+        return microbatch if budget.samples_max is None else min(microbatch, budget.samples_max - self.samples)
+
+    def hold_up(self) -> None:
+        """The induced delay before the first micro-batch."""
+        self._sleep(self.delay_seconds)
+
+    def stretch(self, seconds: float) -> None:
+        """A micro-batch took so many seconds; let it have taken as much longer as this worker is slower."""
+        self._sleep(seconds * (self.factor - 1.0) + self.call_seconds)
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            before = time.monotonic()
+            self.cancelled.wait(seconds)
+            self.induced_seconds += time.monotonic() - before
+
+
+class Participant:
+    """One node with everything that makes its actions happen."""
+
+    def __init__(
+        self,
+        node: Node,
+        transport: Transport,
+        *,
+        rank: int,
+        clock: Clock,
+        writer: Writer,
+        load: Callable[[Tensor, Buffers], None] | None = None,
+        evaluate: Measure | None = None,
+        induced: Induced | None = None,
+        on_journal: Callable[[int, Journal], None] | None = None,
+    ) -> None:
+        """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute."""
+        self.rank = rank
+        self.clock = clock
+        self.finish: Finish | None = None
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        self._node = node
+        self._transport = transport
+        self._writer = writer
+        self._load = load
+        self._induced = induced or Induced()
+        self._on_journal = on_journal
+        self._monitor = threading.Condition()
+        self._error: BaseException | None = None
+        self._known: dict[int, int] = {}
+        """peer → the incarnation that the node has been told of"""
+        self._round: LiveRound | None = None
+        self._leaving = False
+        self._free_since = 0.0
+        self._send_seconds = 0.0
+        self._flushed_at = 0.0
+        self._clock_set = False
+        self._due: list[tuple[float, int, str | Arrived]] = []
+        """A heap of what becomes due when: names of timers, and messages that are held up."""
+        self._timers: dict[str, int] = {}
+        """name → the number of the entry that counts"""
+        self._numbers = itertools.count()
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"offbeat rank {rank}", daemon=True)
+        self._evaluator = None if evaluate is None else Evaluator(evaluate, self._deliver_evaluated, self.fail, clock)
+
+    # From outside
+
+    def start(self) -> None:
+        """Let the node begin."""
+        with self._monitor:
+            self._free_since = self.clock.now()
+            self._guarded(lambda: self._handle(Started(self.clock.now())))
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self._error is not None
+
+    def next_round(self) -> LiveRound | None:
+        """Wait for something to compute; None once there will be nothing any more."""
+        with self._monitor:
+            while self._round is None and not self.ended:
+                self._monitor.wait()
+            return None if self.ended else self._round
+
+    def complete(self, gradient: Tensor, loss: float, buffers: Buffers, finite: bool) -> None:
+        """The outstanding round has ended with this sum over its samples. The gradient is the engine's from here."""
+        with self._monitor:
+            done, self._round = self._round, None
+            if done is None or self.ended:
+                return
+            now, action = self.clock.now(), done.action
+            seconds = now - done.start
+            draws = (action.draw, action.draw + done.samples)
+            ready = GradientReady(
+                now,
+                gradient,
+                done.samples,
+                loss,
+                buffers,
+                action.version,
+                draws,
+                seconds,
+                done.induced_seconds,
+                finite,
+            )
+            self._free_since = now
+            record = Round(
+                at=now,
+                rank=self.rank,
+                start=done.start,
+                seconds=seconds,
+                induced_seconds=done.induced_seconds,
+                samples=done.samples,
+                loss=loss,
+                version=action.version,
+                draws=draws,
+                idle_seconds=done.idle_seconds,
+                send_seconds=self._send_seconds,
+                finite=finite,
+            )
+
+            def hand_in() -> None:
+                if done.samples:
+                    self._writer.write(record)
+                self._handle(ready)
+                if now - self._flushed_at >= JOURNAL_SECONDS:
+                    self._flush_journal()
+
+            self._guarded(hand_in)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the node has finished, or something has failed; whether it has."""
+        with self._monitor:
+            return self._monitor.wait_for(lambda: self.ended, timeout)
+
+    def leave(self, gradient: Tensor | None = None, buffers: Buffers = ()) -> None:
+        """Ask the node to end in order. A computation that is outstanding ends with no samples."""
+        with self._monitor:
+            self._leaving = True
+            if not self.ended:
+                self._guarded(lambda: self._handle(Leave(self.clock.now())))
+            if self._round is not None and gradient is not None and not self.ended:
+                self._round.samples = 0
+                self.complete(gradient, 0.0, buffers, finite=True)
+        self.wait(LEAVE_SECONDS)
+
+    def inspect(self, look: Callable[[Node], None]) -> None:
+        """Look at the node while nothing happens to it: a checkpoint does."""
+        with self._monitor:
+            look(self._node)
+
+    def linked(self) -> frozenset[int]:
+        """The peers that are there."""
+        with self._monitor:
+            return frozenset(self._known)
+
+    def close(self, linger_seconds: float = 5.0) -> None:
+        """End the threads and say goodbye to the peers."""
+        with self._monitor:
+            self._closed = True
+        if self._evaluator is not None:
+            self._evaluator.close()
+        self._transport.close(linger_seconds)
+        self._transport.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(linger_seconds)
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._error is not None:
+            raise self._error
+        if self.finish is not None and self.finish.failure is not None:
+            raise RunFailed(self.finish.failure)
+
+    @property
+    def failure(self) -> str | None:
+        if self._error is not None:
+            return str(self._error) or type(self._error).__name__
+        return self.finish.failure if self.finish is not None else None
+
+    def write_last(self, record: Ended) -> None:
+        """Write the last record. Where not even that can be written, that is the failure."""
+        with self._monitor:
+            self._guarded(lambda: self._writer.write(record))
+
+    # The background thread
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed:
+                self._turn(self._transport.receive(self._next_due()))
+        except BaseException as error:
+            self.fail(error)
+
+    def _turn(self, incoming: Incoming | None) -> None:
+        """What has come in, then what has become due. Its tensors are free again when this returns."""
+        with self._monitor:
+            if self._closed:
+                return
+            if incoming is not None:
+                self._guarded(lambda: self._take(incoming))
+            self._guarded(self._fire)
+
+    def _next_due(self) -> float | None:
+        with self._monitor:
+            while self._due and self._is_stale(self._due[0][1], self._due[0][2]):
+                heapq.heappop(self._due)
+            return max(0.0, self._due[0][0] - self.clock.now()) if self._due else None
+
+    def _is_stale(self, number: int, entry: str | Arrived) -> bool:
+        """Whether it is a timer that was cleared, or set anew."""
+        return isinstance(entry, str) and self._timers.get(entry) != number
+
+    def _fire(self) -> None:
+        while self._due and self._due[0][0] <= self.clock.now():
+            _, number, entry = heapq.heappop(self._due)
+            if isinstance(entry, Arrived):
+                self._arrived(entry)
+            elif not self._is_stale(number, entry):
+                del self._timers[entry]
+                self._handle(TimerFired(self.clock.now(), entry))
+
+    def _take(self, incoming: Incoming) -> None:
+        now = self.clock.now()
+        match incoming:
+            case Arrived():
+                delay = self._induced.delay(incoming.source, incoming.nbytes, now)
+                if delay > 0:
+                    heapq.heappush(self._due, (now + delay, next(self._numbers), incoming))
+                else:
+                    self._arrived(incoming)
+            case Departed(to=to, key=key):
+                self.bytes_sent += incoming.nbytes
+                self.messages_sent += 1
+                self._send_seconds = incoming.seconds
+                if self._known.get(to) == incoming.incarnation and not (key or "").startswith(JOURNAL):
+                    self._handle(Sent(now, to, key))
+            case Joined(peer=peer, incarnation=incarnation):
+                self._set_clock(peer)
+                self._known[peer] = incarnation
+                self._handle(PeerJoined(self.clock.now(), peer, incarnation))
+                self._flush_journal()
+            case Lost(peer=peer, incarnation=incarnation):
+                if self._known.get(peer) == incarnation:
+                    del self._known[peer]
+                    self._handle(PeerLost(now, peer, incarnation))
+            case Refused(why=why):
+                raise RunFailed(why)
+
+    def _set_clock(self, peer: int) -> None:
+        """Take the time from rank 0, once, so that the records of all ranks can be laid side by side."""
+        told = self._transport.elapsed_at_join
+        if peer == 0 and told is not None and not self._clock_set:
+            self._clock_set = True
+            before = self.clock.now()
+            self.clock.set(*told)
+            shift = self.clock.now() - before
+            self._due = [(due + shift, number, entry) for due, number, entry in self._due]
+            self._free_since += shift
+
+    def _arrived(self, arrived: Arrived) -> None:
+        message = arrived.message
+        if self._known.get(arrived.source) != arrived.incarnation:
+            return  # held up for so long that its link is gone
+        if isinstance(message, Journal):
+            if self._on_journal is not None:
+                self._on_journal(arrived.source, message)
+            return
+        self._handle(MessageArrived(self.clock.now(), arrived.source, message, lambda: message))
+
+    def _deliver_evaluated(self, event: Event) -> None:
+        with self._monitor:
+            self._guarded(lambda: self._handle(event))
+
+    # The monitor: the lock is held from here on
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """An error in a node ends the participant; whoever waits for it gets to know."""
+        try:
+            work()
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Something went wrong that no node can mend."""
+        with self._monitor:
+            if self.ended:
+                return
+            self._error = error if isinstance(error, OffbeatError) else _Unexpected(self.rank, error)
+            self._monitor.notify_all()
+        if self.on_failure is not None:
+            self.on_failure(self._error)
+
+    def _handle(self, event: Event) -> None:
+        if self.ended:
+            return
+        for action in list(self._node.handle(event)):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Report(record=record):
+                self._writer.write(record)
+            case Send():
+                self._send(action)
+            case Compute():
+                self._accept(action)
+            case Cancel():
+                if self._round is not None:
+                    self._round.cancelled.set()
+            case SetTimer(name=name, seconds=seconds):
+                self._set_timer(name, seconds)
+            case ClearTimer(name=name):
+                self._timers.pop(name, None)
+            case Evaluate():
+                if self._evaluator is None:
+                    raise ContractViolation(f"rank {self.rank} asked for Evaluate, but has nothing to evaluate with")
+                self._evaluator.put(action)
+            case Finish():
+                self.finish = action
+                self._monitor.notify_all()
+
+    def _send(self, send: Send) -> None:
+        if isinstance(send.message, Stopped):
+            self._end_journal()
+        incarnation = self._known.get(send.to)
+        if incarnation is not None:
+            self._transport.send(send.to, incarnation, send.message, send.supersedes)
+
+    def _accept(self, action: Compute) -> None:
+        if self._load is None:
+            raise ContractViolation(f"rank {self.rank} asked for Compute, but by its strategy it does not compute")
+        if self._round is not None:
+            raise ContractViolation(f"rank {self.rank} asked for a second Compute while one was outstanding")
+        now = self.clock.now()
+        delay_seconds, factor = self._induced.disturb()
+        accepted = LiveRound(action, now, time.monotonic(), delay_seconds, factor, self._induced.call_seconds)
+        accepted.idle_seconds = max(0.0, now - self._free_since)
+        self._load(action.parameters, action.buffers)
+        if self._leaving:
+            accepted.cancelled.set()
+        self._round = accepted
+        self._monitor.notify_all()
+
+    def _set_timer(self, name: str, seconds: float) -> None:
+        number = next(self._numbers)
+        self._timers[name] = number
+        heapq.heappush(self._due, (self.clock.now() + seconds, number, name))
+        if threading.current_thread() is not self._thread:
+            self._transport.wake()
+
+    # Records of a rank that shares no disk with rank 0 travel there
+
+    def _flush_journal(self) -> None:
+        if isinstance(self._writer, JournalWriter) and 0 in self._known:
+            self._flushed_at = self.clock.now()
+            for journal in self._writer.take():
+                self._transport.send(0, self._known[0], journal, f"{JOURNAL}{next(self._numbers)}")
+
+    def _end_journal(self) -> None:
+        """Before Stopped, which is the last that rank 0 waits for."""
+        if isinstance(self._writer, JournalWriter):
+            self._writer.write(self.ended_record())
+            self._flush_journal()
+
+    def ended_record(self) -> Ended:
+        return Ended(
+            at=self.clock.now(),
+            bytes_sent=self.bytes_sent,
+            messages_sent=self.messages_sent,
+            failure=self.failure,
+            rank=self.rank,
+        )
+
+
+class _Unexpected(RunFailed):
+    """Something that should not happen; where it came from is chained, for whoever mends it."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank} failed: {type(error).__name__}: {error}")
+        self.__cause__ = error

@@ -1,0 +1,196 @@
+"""Where this process sits in a run: the only reader of the variables by which launchers tell it.
+
+Ours come first (OFFBEAT_RANK and its kin, which `offbeat launch`, `offbeat train` and `offbeat work` set), then those
+of torchrun, then those of SLURM. Where there are none the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from offbeat.errors import ConfigurationError
+from offbeat.launch.doors import LOOPBACK
+from offbeat.transports.rendezvous import Address
+
+MAKE_A_TOKEN = "umask 077; head -c 32 /dev/urandom | base64 > FILE"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this process sits in a run."""
+
+    rank: int = 0
+    processes: int = 1
+    address: Address | None = None
+    """Of rank 0; None where there is nobody else."""
+    token: bytes | None = None
+    door: int | None = None
+    """For rank 0, a socket that listens at `address` already (its file descriptor); None: open one there."""
+    directory: Path | None = None
+    """Where records go."""
+    resume: bool = False
+    launcher: Literal["alone", "offbeat", "torchrun", "slurm"] = "alone"
+    member: str = ""
+    """What a process that was started by hand calls itself, so that it finds the rank it was promised."""
+
+
+Environment = Mapping[str, str]
+
+
+def seat(environment: Environment | None = None) -> Seat:
+    """The seat of this process, from its environment."""
+    known = os.environ if environment is None else environment
+    if "OFFBEAT_RANK" in known:
+        return _ours(known)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= known.keys():
+        return _of_torchrun(known)
+    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"} <= known.keys():
+        return _of_slurm(known)
+    return Seat(directory=_directory(known), resume=_resume(known))
+
+
+def environment_of(seat: Seat) -> dict[str, str]:
+    """The variables that give a child this seat; the number of a door is added by who hands the door over."""
+    variables = {"OFFBEAT_RANK": str(seat.rank), "OFFBEAT_PROCESSES": str(seat.processes)}
+    if seat.address is not None:
+        variables["OFFBEAT_ADDRESS"] = str(seat.address)
+    if seat.token is not None:
+        variables["OFFBEAT_TOKEN"] = seat.token.hex()
+    if seat.directory is not None:
+        variables["OFFBEAT_DIRECTORY"] = str(seat.directory.absolute())
+    if seat.resume:
+        variables["OFFBEAT_RESUME"] = "1"
+    if seat.member:
+        variables["OFFBEAT_MEMBER"] = seat.member
+    return variables
+
+
+def read_token(path: str | Path, say: Callable[[str], None] | None = None) -> bytes:
+    """The token in a file, without the blanks around it. One that others can read is warned of."""
+    try:
+        token = Path(path).read_bytes().strip()
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise ConfigurationError(
+            f"the token file {path} cannot be read: {reason}; to make one type: {MAKE_A_TOKEN}"
+        ) from None
+    if not token:
+        raise ConfigurationError(f"the token file {path} is empty; to make a token type: {MAKE_A_TOKEN}")
+    if mode & 0o077:
+        (say or _say)(f"other users can read the token file {path}; type: chmod 600 {path}")
+    return token
+
+
+def _say(sentence: str) -> None:
+    print(f"offbeat: {sentence}", file=sys.stderr)
+
+
+def _ours(known: Environment) -> Seat:
+    rank, processes = _number(known, "OFFBEAT_RANK"), _number(known, "OFFBEAT_PROCESSES", least=1)
+    address = known.get("OFFBEAT_ADDRESS")  # a latecomer's rank may lie beyond the processes that were expected
+    if rank > 0 and address is None:
+        raise ConfigurationError(
+            f"rank {rank} does not know where rank 0 is; set OFFBEAT_ADDRESS to its HOST:PORT, "
+            "or start the processes with 'offbeat launch'"
+        )
+    return Seat(
+        rank=rank,
+        processes=processes,
+        address=None if address is None else Address.parse(address),
+        token=_token(known),
+        door=_number(known, "OFFBEAT_DOOR") if known.get("OFFBEAT_DOOR") else None,
+        directory=_directory(known),
+        resume=_resume(known),
+        launcher="offbeat",
+        member=known.get("OFFBEAT_MEMBER", ""),
+    )
+
+
+def _of_torchrun(known: Environment) -> Seat:
+    from offbeat.launch.torchrun import meet
+
+    rank, processes = _number(known, "RANK"), _number(known, "WORLD_SIZE", least=1)
+    _check_rank(rank, processes, "RANK", "WORLD_SIZE")
+    token, address, door = _token(known), None, None
+    if processes > 1:
+        together = known.get("LOCAL_WORLD_SIZE", str(processes)) == str(processes)
+        if not together and token is None:
+            raise _needs_token("torchrun")
+        met = meet(
+            rank=rank,
+            host=LOOPBACK if together else known["MASTER_ADDR"],
+            store=(known["MASTER_ADDR"], _number(known, "MASTER_PORT")),
+            store_is_there=known.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            prefix=f"offbeat/{known.get('TORCHELASTIC_RUN_ID', '')}/{known.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            token=token,
+        )
+        address, token, door = Address(met.host, met.port), met.token, met.door
+    return Seat(rank, processes, address, token, door, _directory(known), _resume(known), "torchrun")
+
+
+def _of_slurm(known: Environment) -> Seat:
+    rank, processes = _number(known, "SLURM_PROCID"), _number(known, "SLURM_NTASKS", least=1)
+    _check_rank(rank, processes, "SLURM_PROCID", "SLURM_NTASKS")
+    token, host = _token(known), LOOPBACK
+    if known.get("SLURM_NNODES", "1") != "1":
+        if token is None:
+            raise _needs_token("SLURM")
+        nodes = known.get("SLURM_JOB_NODELIST") or known.get("SLURM_NODELIST", "")
+        host = first_host(nodes)
+        if not host:
+            raise ConfigurationError("SLURM names no nodes; SLURM_JOB_NODELIST is expected to hold them")
+    # One port for all processes of a job, and another for the next job on the same machine.
+    port = 20_000 + _number(known, "SLURM_JOB_ID") % 20_000
+    address = Address(host, port) if processes > 1 else None
+    return Seat(rank, processes, address, token, None, _directory(known), _resume(known), "slurm")
+
+
+def first_host(nodes: str) -> str:
+    """The first of a list of hosts as SLURM writes it: `node[01-04,7],gpu3` begins with node01."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _token(known: Environment) -> bytes | None:
+    if text := known.get("OFFBEAT_TOKEN"):
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            raise ConfigurationError(
+                "OFFBEAT_TOKEN does not hold hexadecimal digits; set OFFBEAT_TOKEN_FILE to the path of a token instead"
+            ) from None
+    return read_token(known["OFFBEAT_TOKEN_FILE"]) if known.get("OFFBEAT_TOKEN_FILE") else None
+
+
+def _needs_token(launcher: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{launcher} started this run on several machines, and listening beyond this one needs a token; "
+        "set OFFBEAT_TOKEN_FILE to a file that all of them can read"
+    )
+
+
+def _directory(known: Environment) -> Path | None:
+    return Path(known["OFFBEAT_DIRECTORY"]) if known.get("OFFBEAT_DIRECTORY") else None
+
+
+def _resume(known: Environment) -> bool:
+    return known.get("OFFBEAT_RESUME", "") not in ("", "0")
+
+
+def _number(known: Environment, name: str, least: int = 0) -> int:
+    text = known.get(name, "")
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigurationError(f"{name} is a whole number of at least {least}, but it is {text!r} here")
+    return int(text)
+
+
+def _check_rank(rank: int, processes: int, name: str, of: str) -> None:
+    if rank >= processes:
+        raise ConfigurationError(f"{name} is {rank}, but {of} is {processes}, and ranks count from 0")

@@ -1,0 +1,310 @@
+"""Watches over the local processes of a run: who ended and why, who is started again, and how everybody ends.
+
+Rank 0 decides: the run is over when it ends. A worker that was killed, or that failed after it had joined, is started
+again a few times; one that fails before it ever joined would fail again, and so fails the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from offbeat.cluster.faults import Crash, Fault, Pause
+from offbeat.launch.children import Child
+from offbeat.launch.faults import check_faults
+
+POLL_SECONDS = 0.05
+TICK_SECONDS = 0.25
+GRACE_SECONDS = 10.0
+"""How long who was asked to end may take; after that it is made to."""
+TERM_SECONDS = 2.0
+BACKOFF_SECONDS = 0.2
+COMMAND_WAS_WRONG = 2
+"""The exit code that says so: starting again would not help."""
+
+Start = Callable[[int, int], Child]
+
+
+def named(rank: int) -> str:
+    """What the ranks of a run with a hub are called."""
+    return "hub" if rank == 0 else f"worker {rank}"
+
+
+def backoff_seconds(restarts: int) -> float:
+    """How long to wait before a process is started again that has been so often already."""
+    return float(BACKOFF_SECONDS * 2**restarts)
+
+
+@dataclass
+class _Post:
+    """One rank: who holds it now, or when it is held again."""
+
+    rank: int
+    child: Child | None = None
+    life: int = 0
+    restarts: int = 0
+    due: float | None = None
+    """When the next life begins; None where nothing is planned."""
+    back_after: float | None = None
+    """Set by a fault: how long its death is to last."""
+    struck: bool = False
+    """Its death was planned, and says nothing against it."""
+
+    @property
+    def gone(self) -> bool:
+        return self.child is None and self.due is None
+
+
+@dataclass(order=True)
+class _Planned:
+    """Something that a fault does, so many seconds after the run began."""
+
+    at: float
+    act: Callable[[], None] = field(compare=False)
+
+
+class Supervisor:
+    """Starts one process per rank and looks after them until the run is over.
+
+    `has_joined` tells whether a rank has ever joined; it is asked right after a tick. With `others`, there are ranks
+    that are not started here, so the run may go on when all that are have gone.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        ranks: Iterable[int],
+        *,
+        restarts_max: int = 3,
+        say: Callable[[str], None],
+        has_joined: Callable[[int], bool],
+        faults: Sequence[Fault] = (),
+        name: Callable[[int], str] = named,
+        others: bool = False,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._start_child, self._say, self._has_joined, self._name = start, say, has_joined, name
+        self._restarts_max, self._others, self._grace = restarts_max, others, grace_seconds
+        self._posts = {rank: _Post(rank) for rank in ranks}
+        if 0 not in self._posts:
+            raise ValueError("a supervisor looks after rank 0 and others, but rank 0 was not among them")
+        check_faults(faults, self._posts)
+        self._planned = sorted(event for fault in faults for event in self._events(fault))
+        self._began: float | None = None
+        self._interrupts = 0
+        self._interrupted_at: float | None = None
+        self._ticked_at = 0.0
+        self._tick: Callable[[], None] = lambda: None
+
+    def run(self, tick: Callable[[], None]) -> str | None:
+        """Until rank 0 has ended: the sentence why it failed, or None. `tick` is called four times a second.
+
+        After Ctrl-C, or SIGTERM, the run is ended in order; then this raises KeyboardInterrupt.
+        """
+        self._tick = tick
+        try:
+            with self._signals():
+                for post in self._posts.values():
+                    self._begin(post)
+                failure = self._watch()
+                if failure is None and self._is_over():
+                    self._let_end()
+        finally:
+            self._end_all()
+        tick()
+        if self._interrupts:
+            raise KeyboardInterrupt
+        return failure
+
+    # One look after the other
+
+    def _watch(self) -> str | None:
+        """Why rank 0 ended, or somebody else for good; None where rank 0 ended well, or was made to end."""
+        hub = self._posts[0]
+        while True:
+            self._breathe()
+            if self._interrupts and self._interrupt():
+                return None
+            self._strike()
+            assert hub.child is not None
+            code = hub.child.poll()
+            if code is not None:
+                return None if code == 0 or self._interrupts else self._why(hub.child, code)
+            for post in self._posts.values():
+                failure = self._look_at(post) if post.rank else None
+                if failure is not None:
+                    return failure
+
+    def _breathe(self) -> None:
+        time.sleep(POLL_SECONDS)
+        now = time.monotonic()
+        if now - self._ticked_at >= TICK_SECONDS:
+            self._ticked_at = now
+            self._tick()
+
+    def _look_at(self, post: _Post) -> str | None:
+        if post.child is None:
+            if post.due is not None and time.monotonic() >= post.due and not self._interrupts:
+                self._begin(post)
+            return None
+        code = post.child.poll()
+        if code is None:
+            return None
+        ended, post.child = post.child, None
+        if code == 0 or self._interrupts:
+            return None
+        if post.struck:
+            return self._after_a_fault(post)
+        self._tick()  # it may have joined since the last time
+        if code == COMMAND_WAS_WRONG or (code > 0 and not self._has_joined(post.rank)):
+            return self._why(ended, code)
+        return self._again(post, self._why(ended, code))
+
+    def _again(self, post: _Post, why: str) -> str | None:
+        """Plan another life, or go on without."""
+        if post.restarts < self._restarts_max:
+            post.due = time.monotonic() + backoff_seconds(post.restarts)
+            post.restarts += 1
+            self._say(f"{why}; it is started again ({post.restarts} of {self._restarts_max})")
+            return None
+        self._say(f"{why}, and it is not started again")
+        return self._unless_nobody(why)
+
+    def _after_a_fault(self, post: _Post) -> str | None:
+        post.struck = False
+        if post.back_after is None:
+            return self._unless_nobody(f"{_the(self._name(post.rank))} was killed, as was asked for")
+        post.due = time.monotonic() + post.back_after
+        return None
+
+    def _unless_nobody(self, why: str) -> str | None:
+        if self._others or not all(post.gone for post in self._posts.values() if post.rank):
+            return None
+        return f"nobody is left to compute: {why}"
+
+    def _begin(self, post: _Post) -> None:
+        post.child, post.due = self._start_child(post.rank, post.life), None
+        post.life += 1
+
+    def _why(self, ended: Child, code: int) -> str:
+        name = self._name(ended.rank)
+        if code < 0:
+            return f"{_the(name)} was killed by {_signal_name(-code)}"
+        words = ended.last_words()
+        if words is None:
+            return f"{_the(name)} ended with exit code {code} and said nothing"
+        return words if ended.rank == 0 and ended.sentence else f"{name}: {words}"
+
+    # Faults
+
+    def _events(self, fault: Fault) -> Iterator[_Planned]:
+        if isinstance(fault, Crash):
+            yield _Planned(fault.at_seconds, lambda: self._crash(fault))
+        elif isinstance(fault, Pause):
+            yield _Planned(fault.at_seconds, lambda: self._signal(fault.rank, signal.SIGSTOP))
+            yield _Planned(fault.at_seconds + fault.seconds, lambda: self._signal(fault.rank, signal.SIGCONT))
+
+    def _strike(self) -> None:
+        """Carry out what is due. The run begins when the first worker has joined."""
+        if not self._planned:
+            return
+        if self._began is None:
+            others = [rank for rank in self._posts if rank] or [0]
+            if not any(map(self._has_joined, others)):
+                return
+            self._began = time.monotonic()
+        while self._planned and time.monotonic() - self._began >= self._planned[0].at:
+            self._planned.pop(0).act()
+
+    def _crash(self, fault: Crash) -> None:
+        post = self._posts[fault.rank]
+        if post.child is not None:
+            post.back_after, post.struck = fault.back_after_seconds, True
+            post.child.kill(signal.SIGKILL)
+        elif post.due is not None:
+            post.due = None if fault.back_after_seconds is None else time.monotonic() + fault.back_after_seconds
+        self._say(f"{_the(self._name(fault.rank))} was killed, as was asked for")
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        child = self._posts[rank].child
+        if child is not None:
+            child.kill(number)
+            done = "stands still" if number == signal.SIGSTOP else "goes on"
+            self._say(f"{_the(self._name(rank))} {done}, as was asked for")
+
+    # The end
+
+    def _is_over(self) -> bool:
+        """Whether rank 0 has ended by itself, rather than that somebody's patience has."""
+        hub = self._posts[0].child
+        return hub is not None and hub.poll() is not None
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Count Ctrl-C and SIGTERM instead of dying of them. Only the main thread may, and only it needs to."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # Who was started to ignore Ctrl-C, as a job in the background is, goes on ignoring it.
+        caught = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in caught}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+
+    def _interrupt(self) -> bool:
+        """Ask rank 0 once to end the run; whether its time is up, or a second signal ends its patience."""
+        hub = self._posts[0].child
+        assert hub is not None
+        if self._interrupted_at is None:
+            self._interrupted_at = time.monotonic()
+            hub.kill(signal.SIGCONT)
+            hub.kill(signal.SIGINT)
+        return self._interrupts > 1 or time.monotonic() - self._interrupted_at > self._grace
+
+    def _let_end(self) -> None:
+        """Rank 0 has ended well: the others know, and have some time to end as well."""
+        before = self._interrupts
+        others = [post.child for post in self._posts.values() if post.rank and post.child is not None]
+        for child in others:
+            child.kill(signal.SIGCONT)
+        for number, seconds in ((None, self._grace), (signal.SIGTERM, TERM_SECONDS)):
+            for child in others:
+                if number is not None:
+                    child.kill(number)
+            until = time.monotonic() + seconds
+            while any(child.poll() is None for child in others) and time.monotonic() < until:
+                if self._interrupts > max(before, 1):
+                    return
+                self._breathe()
+        for child in others:
+            if (code := child.poll()) is not None and code > 0 and not self._interrupts:
+                self._say(f"{self._why(child, code)} (after the run had ended)")
+
+    def _end_all(self) -> None:
+        children = [post.child for post in self._posts.values() if post.child is not None]
+        for child in children:
+            child.kill(signal.SIGKILL)
+        for child in children:
+            child.wait()
+
+
+def _the(name: str) -> str:
+    return name if any(sign.isdigit() for sign in name) else f"the {name}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

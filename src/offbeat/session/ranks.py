@@ -1,0 +1,258 @@
+"""The ranks that a process holds, made and connected.
+
+Alone, a process holds every rank that the strategy needs for one worker, joined by loopback. Otherwise it holds one,
+joined to the others by gloo. A node that goes on from a checkpoint, its records and the clock go back together.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from offbeat.actions import Budget
+from offbeat.checkpoints import Checkpoint, checkpoint_path
+from offbeat.cluster import Cluster
+from offbeat.configuration import to_plain
+from offbeat.engines.checkpointing import Checkpointing, read_checkpoint
+from offbeat.engines.evaluator import Measure
+from offbeat.engines.induced import Induced
+from offbeat.engines.live import Clock, Participant
+from offbeat.flat import FlatModule
+from offbeat.launch import Seat
+from offbeat.randomness import stream
+from offbeat.records.files import MemoryWriter, RankWriter, Writer, write_header
+from offbeat.records.schema import AnyRecord, RunHeader
+from offbeat.session.desk import Desk
+from offbeat.strategies.strategy import Cadence, Node, Setup, Strategy
+from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.journal import Journal, JournalWriter
+from offbeat.transports.loopback import Loopback
+from offbeat.transports.rendezvous import Door
+from offbeat.transports.transport import Transport
+from offbeat.validation import require
+from offbeat.version import __version__
+from offbeat.workloads import Shared, Split, Target
+
+LIVE_SECONDS_PER_SAMPLE = 2.5e-4
+"""What a small model takes on one core; a strategy that was not told its times in seconds takes them from this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a session takes part, besides what is trained: what `join` and `offbeat train` have in common."""
+
+    until: Budget
+    seed: int = 0
+    cluster: Cluster = Cluster()
+    every: Cadence | None = None
+    target: Target | None = None
+    header: RunHeader | None = None
+    """Given where it has been written already; otherwise rank 0 writes it."""
+    checkpoint_seconds: float | None = 30.0
+    checksum: bool = False
+    reserved: frozenset[int] = frozenset()
+    """Ranks that a supervisor fills; whoever comes from elsewhere gets another."""
+    experiment: bytes | None = None
+    """What a worker that joins from elsewhere is told."""
+    split: Split = Shared()
+    journal: bool = False
+    """Whether records travel to rank 0, because no directory is shared with it."""
+
+
+class Ranks:
+    """The participants of this process. `mine` is the one whose compute is the thread that made it."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        flat: FlatModule,
+        terms: Terms,
+        place: Seat,
+        measure: Measure | None,
+        label: str,
+    ) -> None:
+        self.strategy, self.terms, self.place = strategy, terms, place
+        self._flat, self._measure, self._label = flat, measure, label
+        self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
+        alone = place.address is None
+        self.processes = strategy.processes(1) if alone else place.processes
+        computing = [rank for rank in range(self.processes) if strategy.computes(rank)]
+        least = strategy.processes(1)
+        require(
+            bool(computing),
+            f"with {self.processes} process{'es' if self.processes > 1 else ''} nobody would compute; start {least} or "
+            f"more, for example: offbeat launch -n {least} script.py",
+        )
+        if not alone and place.rank >= self.processes:  # one more than were expected
+            computing += range(self.processes, place.rank + 1)
+        self.rank = computing[0] if alone else place.rank
+        self.workers = {rank: worker for worker, rank in enumerate(computing)}
+        """rank → which worker it is, from 0"""
+        self.saved = self._checkpoint()
+        self.memory = MemoryWriter()
+        self._files: list[RankWriter] = []
+        self.checkpointing: Checkpointing | None = None
+        held = range(self.processes) if alone else [self.rank]
+        self._nodes = {rank: self._node(rank) for rank in held}  # takes seconds where an optimizer is the first one
+        self.clock = Clock(self.saved.elapsed_seconds if self.saved is not None else 0.0)
+        if alone:
+            loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
+            links = {rank: loopback.transport(rank) for rank in range(self.processes)}
+            self.participants = {rank: self._participant(rank, link) for rank, link in links.items()}
+        else:
+            desk = self._desk()
+            self.participants = {self.rank: self._participant(self.rank, self._connected(desk))}
+            desk.linked = self.participants[self.rank].linked
+        self.mine = self.participants[self.rank]
+        for participant in self.participants.values():
+            participant.on_failure = self._failed
+
+    def start(self) -> None:
+        for participant in self.participants.values():
+            participant.start()
+        if self.checkpointing is not None:
+            self.checkpointing.start()
+
+    def close_files(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def header(self) -> RunHeader:
+        target = self.terms.target
+        return self.terms.header or RunHeader(
+            engine="live",
+            label=self.strategy.name or type(self.strategy).__name__,
+            workload=self._label,
+            workers=len(self.workers),
+            seed=self.terms.seed,
+            parameters=self._flat.layout.numel,
+            target=None if target is None else to_plain(target),
+            experiment=None,
+            offbeat=__version__,
+            torch=str(torch.__version__),
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        """Ranks of one process fail together: the others would wait for this one."""
+        for participant in self.participants.values():
+            participant.fail(error)
+
+    # Transports
+
+    def _desk(self) -> Desk:
+        return Desk(
+            processes=self.processes,
+            computing=tuple(self.workers),
+            reserved=self.terms.reserved,
+            clock=self.clock,
+            experiment=self.terms.experiment,
+            may_grow=isinstance(self.terms.split, Shared),
+        )
+
+    def _connected(self, desk: Desk) -> Transport:
+        place, terms = self.place, self.terms
+        assert place.address is not None
+        common: dict[str, Any] = {
+            "rank": self.rank,
+            "processes": self.processes,
+            "peers": self._peers(self.rank),
+            "token": place.token,
+            "fingerprint": f"{self._flat.layout.fingerprint()} {described(self.strategy)}",
+            "silence_seconds": terms.cluster.silence_seconds,
+            "checksum": terms.checksum,
+        }
+        if self.rank != 0:
+            return GlooTransport(desk=place.address, member=place.member or uuid.uuid4().hex, **common)
+        door = Door(place.address, place.token, place.door)
+        first = 0 if self.saved is None else self.saved.resumes + 1
+        return GlooTransport(desk=door, terms=desk, first_incarnation=first, **common)
+
+    def _peers(self, rank: int) -> list[int]:
+        return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
+
+    # Participants
+
+    def _measures(self, rank: int) -> bool:
+        return self._measure is not None and (rank == 0 or self.strategy.computes(0))
+
+    def _node(self, rank: int) -> Node:
+        return self.strategy.node(
+            Setup(
+                rank=rank,
+                members=tuple(range(self.processes)),
+                layout=self._flat.layout,
+                parameters=self._initial[0],
+                buffers=self._initial[1],
+                random=stream(self.terms.seed, "node", rank, 0),
+                until=self.terms.until,
+                evaluate=self.terms.every if self._measures(rank) else None,
+            )
+        )
+
+    def _participant(self, rank: int, transport: Transport) -> Participant:
+        terms, node = self.terms, self._nodes[rank]
+        writer = self._writer(rank, node)
+        participant = Participant(
+            node,
+            transport,
+            rank=rank,
+            clock=self.clock,
+            writer=writer,
+            load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
+            evaluate=self._measure if self._measures(rank) else None,
+            induced=Induced.of(terms.cluster, self.workers, rank, self._peers(rank), terms.seed),
+            on_journal=self._journalled if rank == 0 else None,
+        )
+        if rank == 0 and isinstance(writer, RankWriter) and terms.checkpoint_seconds is not None:
+            self.checkpointing = Checkpointing(
+                checkpoint_path(writer.directory),
+                participant,
+                writer,
+                seconds=terms.checkpoint_seconds,
+                fingerprint=self._flat.layout.fingerprint(),
+                strategy=described(self.strategy),
+                before=self.saved,
+            )
+        return participant
+
+    def _writer(self, rank: int, node: Node) -> Writer:
+        """Where the records of a rank go."""
+        directory = self.place.directory
+        if self.terms.journal or (self.place.member and directory is None):
+            return JournalWriter(self.memory)
+        if directory is None:
+            return self.memory
+        if rank == 0 and self.terms.header is None and self.saved is None:
+            write_header(directory, self.header())
+        writer = RankWriter(directory, rank)
+        self._files.append(writer)
+        if rank == 0 and self.saved is not None:
+            writer.truncate(self.saved.records_position)
+            node.restore(self.saved.node)
+        return writer
+
+    def _journalled(self, rank: int, journal: Journal) -> None:
+        if self.place.directory is not None:
+            decoder = msgspec.json.Decoder(AnyRecord)
+            with RankWriter(self.place.directory, rank) as writer:
+                for line in journal.lines:
+                    writer.write(decoder.decode(line))
+
+    def _checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""
+        holds_rank_0 = self.place.address is None or self.place.rank == 0
+        if not self.place.resume or self.place.directory is None or not holds_rank_0:
+            return None
+        saved = read_checkpoint(self.place.directory)
+        saved.check_fits(self._flat.layout.fingerprint(), described(self.strategy))
+        return saved
+
+
+def described(strategy: Strategy) -> str:
+    """A strategy as text that is the same in every process; a function's place in memory is not."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))

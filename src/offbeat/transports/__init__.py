@@ -1,0 +1,1 @@
+"""How live processes exchange messages."""

@@ -1,0 +1,303 @@
+"""One link: a thread that sends, a thread that receives, and one way to end.
+
+A link ends when both threads have ended, and only then is `Lost` reported, so that nothing of it can come later. Who
+finds a reason to end it, *drops* it: the channel is broken, which wakes whoever waits on it. Who wants it to end well
+*finishes* it: what is queued leaves, then a goodbye, and the other side answers with a goodbye of its own, so that
+neither closes a connection on which something is still under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import ContractViolation
+from offbeat.messages import Message
+from offbeat.pool import Pool
+from offbeat.transports import wire
+from offbeat.transports.transport import Arrived, Departed, Incoming
+
+CLOSED = "closed"
+"""Why a link is lost whose other end said goodbye."""
+
+REST: tuple[str] = ("rest",)
+"""What the sender does next where a message has partly left."""
+
+_log = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """A stream of tensors in both directions. Both sides agree on the size of each."""
+
+    def send(self, pieces: Iterable[Tensor]) -> None:
+        """Return when they have left; ConnectionError if one cannot, or took too long."""
+
+    def send_now(self, pieces: Iterable[Tensor]) -> list[memoryview] | None:
+        """Send what can leave without waiting, and return the rest, for `send_rest`; None where none of it can."""
+
+    def send_rest(self, rest: list[memoryview]) -> None:
+        """Send what `send_now` has left over, before anything else."""
+
+    def receive(self, pieces: Iterable[Tensor]) -> None:
+        """Return when they are filled; ConnectionError if one cannot be, or took too long."""
+
+    def break_off(self) -> None:
+        """Let whoever sends or receives, here or there, fail now. From any thread, any number of times."""
+
+    def close(self) -> None:
+        """Give everything back. Nobody may send or receive any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a transport treats all of its links."""
+
+    silence_seconds: float
+    message_bytes_max: int
+    chunk_bytes: int
+    checksum: bool
+
+
+class Link:
+    """What there is between this rank and one incarnation of a peer."""
+
+    def __init__(
+        self,
+        peer: int,
+        incarnation: int,
+        channel: Channel,
+        *,
+        name: str,
+        manner: Manner,
+        pool: Pool,
+        deliver: Callable[[Incoming | ContractViolation], None],
+        on_end: Callable[[Link], None],
+    ) -> None:
+        self.peer = peer
+        self.incarnation = incarnation
+        self.why: str | None = None
+        self.left = False
+        """Whether the other end said goodbye."""
+        self.ended = threading.Event()
+        self._channel = channel
+        self._manner = manner
+        self._pool = pool
+        self._deliver = deliver
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._outbox: deque[tuple[str | None, Message]] = deque()
+        self._finishing = False
+        self._busy = False
+        """Whether the thread that sends has taken something to send, and may not be overtaken."""
+        self._rest: tuple[list[memoryview], wire.Encoded, str | None, float] | None = None
+        """What is left of a message that could not leave at once; it comes before what is queued."""
+        self._raw = torch.empty(wire.HEAD_BYTES, dtype=torch.uint8)
+        self._receiver = threading.Thread(target=self._run, name=f"{name} receive", daemon=True)
+        self._sender = threading.Thread(target=self._run_sender, name=f"{name} send", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._sender.start()
+            self._receiver.start()
+        except RuntimeError as error:  # there can be no more threads
+            self.drop(str(error))
+            if self._sender.ident is not None:
+                self._sender.join()
+            self._end()
+
+    def post(self, message: Message, key: str | None) -> None:
+        """Queue a message, in the place of one that it supersedes."""
+        with self._changed:
+            if self._finishing or self.why is not None:
+                return
+            if key is not None:
+                for place, (queued, _) in enumerate(self._outbox):
+                    if queued == key:
+                        self._outbox[place] = (key, message)
+                        return
+            free = not (self._busy or self._outbox or self._rest)
+            if not (free and self._send_now(message, key)):
+                self._outbox.append((key, message))
+                self._changed.notify()
+
+    def _send_now(self, message: Message, key: str | None) -> bool:
+        """Send in the thread at hand what the connection takes at once: it spares another one from waking up."""
+        try:
+            encoded = self._encoded(message)
+            if encoded is None:
+                return True
+            begun = time.perf_counter()
+            rest = self._channel.send_now(self._pieces(encoded))
+            if rest is None:
+                return False
+            if rest:
+                self._rest = (rest, encoded, key, begun)
+                self._changed.notify()
+            else:
+                self._departed(encoded, key, begun)
+        except ConnectionError as error:
+            self._broken(_reason(error))
+        return True
+
+    def _broken(self, why: str) -> None:
+        """As `drop`, for who holds the lock: the thread that receives finds the connection broken, and ends it."""
+        self.why = self.why or why
+        self._outbox.clear()
+        self._changed.notify()
+        self._channel.break_off()
+
+    def finish(self) -> None:
+        """Let what is queued leave, say goodbye, and end when the other side has answered."""
+        with self._changed:
+            self._finishing = True
+            self._changed.notify()
+
+    def drop(self, why: str) -> None:
+        """End now. The first reason counts."""
+        with self._changed:
+            if self.why is None:
+                self.why = why
+            self._outbox.clear()
+            self._changed.notify()
+        self._channel.break_off()
+
+    # The thread that receives; the link ends with it
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                pass
+            self.left = True
+            with self._changed:  # the other side takes nothing more but our goodbye
+                self.why = self.why or CLOSED
+                self._outbox.clear()
+            self.finish()
+        except BaseException as error:
+            self.drop(_reason(error))
+        self._sender.join()
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self._channel.close()
+        finally:
+            self._on_end(self)
+            self.ended.set()
+
+    def _receive(self) -> bool:
+        """Receive one message; False after a goodbye."""
+        while True:
+            self._channel.receive([self._raw])
+            head = wire.read_head(self._raw, self._manner.message_bytes_max)
+            if head.kind == wire.GOODBYE:
+                return False
+            if head.kind == wire.MESSAGE:
+                break
+        meta = head.meta
+        if meta is None:
+            rest = torch.empty(head.meta_bytes, dtype=torch.uint8)
+            self._channel.receive([rest])
+            meta = rest.numpy().tobytes()
+        sizes = wire.tensor_sizes(head, meta)
+        payload = self._pool.take(head.payload_bytes)
+        self._channel.receive(self._chunks(_parts(payload, sizes)))
+        nbytes = wire.HEAD_BYTES + (head.meta_bytes if head.meta is None else 0) + head.payload_bytes
+        self._deliver(Arrived(self.peer, self.incarnation, wire.decode(head, meta, payload), nbytes))
+        return True
+
+    def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Pieces small enough that none takes as long as a silent peer is given. Both ends cut in the same places."""
+        nbytes = self._manner.chunk_bytes
+        for tensor in tensors:
+            for first in range(0, tensor.numel(), nbytes):
+                yield tensor[first : first + nbytes]
+
+    # The thread that sends
+
+    def _run_sender(self) -> None:
+        try:
+            heartbeat = wire.control(wire.HEARTBEAT)
+            while True:
+                step = self._next()
+                if step is None:
+                    break
+                if step is REST:
+                    self._send_rest()
+                elif step == ():
+                    self._channel.send([heartbeat])
+                else:
+                    self._send(*step)
+                del step  # the message is not ours to keep until the next one comes
+            if self.why is None or self.left:
+                self._channel.send([wire.control(wire.GOODBYE)])
+        except BaseException as error:
+            self.drop(_reason(error))
+
+    def _next(self) -> tuple[Any, ...] | None:
+        """What to send next; empty for a heartbeat, None at the end."""
+        with self._changed:
+            self._busy = False
+            while True:
+                if self._rest is not None and self.why is None:
+                    return REST
+                if self._outbox:
+                    self._busy = True
+                    return self._outbox.popleft()
+                if self._finishing or self.why is not None:
+                    return None
+                if not self._changed.wait(self._manner.silence_seconds / 4):
+                    self._busy = True
+                    return ()
+
+    def _send(self, key: str | None, message: Message) -> None:
+        encoded = self._encoded(message)
+        if encoded is not None:
+            begun = time.perf_counter()
+            self._channel.send(self._pieces(encoded))
+            self._departed(encoded, key, begun)
+
+    def _send_rest(self) -> None:
+        assert self._rest is not None
+        rest, encoded, key, begun = self._rest
+        self._channel.send_rest(rest)
+        self._rest = None
+        self._departed(encoded, key, begun)
+
+    def _encoded(self, message: Message) -> wire.Encoded | None:
+        """The message as bytes; who sent what cannot be that gets to know, and the link lives on."""
+        try:
+            return wire.encode(message, self._manner.checksum)
+        except ContractViolation as error:
+            self._deliver(error)
+            return None
+
+    def _pieces(self, encoded: wire.Encoded) -> Iterator[Tensor]:
+        opening = [encoded.head] if encoded.meta is None else [encoded.head, encoded.meta]
+        return itertools.chain(opening, self._chunks(encoded.tensors))
+
+    def _departed(self, encoded: wire.Encoded, key: str | None, begun: float) -> None:
+        seconds = time.perf_counter() - begun
+        self._deliver(Departed(self.peer, self.incarnation, key, encoded.nbytes, seconds))
+
+
+def _parts(memory: Tensor, sizes: Iterable[int]) -> Iterator[Tensor]:
+    first = 0
+    for size in sizes:
+        yield memory[first : first + size]
+        first += size
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ConnectionError | wire.WireError):
+        return str(error)
+    _log.error("a link is dropped because of a mistake", exc_info=error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,236 @@
+"""One suite, every transport; and a few that are broken on purpose: the checks must be able to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transport_cases import GlooCase, LoopbackCase
+
+from offbeat.errors import ConfigurationError
+from offbeat.messages import Message
+from offbeat.testing import TransportCase, Violation, check_transport, transport_checks
+from offbeat.testing import transports as suite
+from offbeat.testing.transports import Probe
+from offbeat.transports.loopback import Loopback
+from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Transport
+
+
+@pytest.mark.parametrize("check", transport_checks(LoopbackCase()))
+def test_loopback(check: str) -> None:
+    assert check_transport(LoopbackCase(), only=check) == [check]
+
+
+@pytest.mark.parametrize("check", transport_checks(GlooCase()))
+def test_gloo(check: str) -> None:
+    assert check_transport(GlooCase(), only=check) == [check]
+
+
+def test_gloo_with_checksums_and_small_chunks() -> None:
+    case = GlooCase(checksum=True, chunk_bytes=1000)
+    for check in ("messages_keep_their_order", "every_dtype_arrives", "what_is_kept_stays_as_it_is"):
+        check_transport(case, only=check)
+
+
+def test_a_check_that_does_not_exist_or_does_not_apply_is_named() -> None:
+    with pytest.raises(Violation, match="has no check 'garbage_costs"):
+        check_transport(LoopbackCase(), only="garbage_costs_its_own_link_and_nothing_else")
+
+
+def test_a_loopback_needs_links_that_go_both_ways() -> None:
+    with pytest.raises(ConfigurationError, match="not the other way round"):
+        Loopback({0: [1], 1: []})
+    with pytest.raises(ConfigurationError, match="no rank 7"):
+        Loopback({0: [1], 1: [0]}).transport(7)
+
+
+def test_a_loopback_rank_that_comes_twice_takes_the_place_of_the_first() -> None:
+    loopback = Loopback({0: [1], 1: [0]})
+    hub, first = loopback.transport(0), loopback.transport(1)
+    second = loopback.transport(1)
+    assert [hub.receive(0), hub.receive(0), hub.receive(0)] == [Joined(1, 0), Lost(1, 0, "it came again"), Joined(1, 1)]
+    assert first.receive() is None
+    first.close()
+    assert second.receive(0) == Joined(0, 1)
+    assert hub.receive(0) is None
+
+
+# Broken on purpose
+
+
+class Tampered(Transport):
+    """A sound transport with somebody in between."""
+
+    def __init__(self, sound: Transport) -> None:
+        self.sound = sound
+
+    def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
+        self.sound.send(to, incarnation, message, key)
+
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        return self.sound.receive(timeout)
+
+    def wake(self) -> None:
+        self.sound.wake()
+
+    def close(self, linger_seconds: float = 5.0) -> None:
+        self.sound.close(linger_seconds)
+
+
+class Shuffles(Tampered):
+    """Every tenth message comes before the one that was sent before it."""
+
+    count = 0
+    held: tuple[Any, ...] | None = None
+
+    def send(self, *arguments: Any) -> None:
+        self.count += 1
+        if self.count % 10 == 3:
+            self.held = arguments
+            return
+        super().send(*arguments)
+        if self.held is not None:
+            super().send(*self.held)
+            self.held = None
+
+
+class Overwrites(Tampered):
+    """What it receives into is always the same memory."""
+
+    def __init__(self, sound: Transport) -> None:
+        super().__init__(sound)
+        self.memory = torch.empty(20_000_000)
+
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        item = super().receive(timeout)
+        if isinstance(item, Arrived) and isinstance(item.message, Probe) and item.message.body.dtype is torch.float32:
+            place = self.memory[: item.message.body.numel()].view(item.message.body.shape)
+            place.copy_(item.message.body)
+            return dataclasses.replace(item, message=dataclasses.replace(item.message, body=place))
+        return item
+
+
+class Repeats(Tampered):
+    """A message comes twice."""
+
+    def send(self, *arguments: Any) -> None:
+        super().send(*arguments)
+        super().send(*arguments)
+
+
+class Changes(Tampered):
+    """Everything becomes a float32."""
+
+    def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
+        super().send(to, incarnation, message.with_tensors(tensor.real.float() for tensor in message.tensors()), key)
+
+
+class ForgetsLosses(Tampered):
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        item = super().receive(timeout)
+        return self.receive(timeout) if isinstance(item, Lost) else item
+
+
+class ForgetsIncarnations(Tampered):
+    """Whatever incarnation was named, a message goes to the newest."""
+
+    newest = 0
+
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        item = super().receive(timeout)
+        if isinstance(item, Joined):
+            self.newest = item.incarnation
+        return item
+
+    def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
+        super().send(to, self.newest, message, key)
+
+
+class NeverDeparts(Tampered):
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        item = super().receive(timeout)
+        return self.receive(timeout) if isinstance(item, Departed) else item
+
+
+class Sleeps(Tampered):
+    """Does not hear `wake`."""
+
+    def wake(self) -> None:
+        pass
+
+
+class LosesEarly(Tampered):
+    """The loss of a peer is reported before the last message it sent."""
+
+    def __init__(self, sound: Transport) -> None:
+        super().__init__(sound)
+        self.held: Incoming | None = None
+
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        item, self.held = self.held, None
+        item = item or super().receive(timeout)
+        if isinstance(item, Arrived):
+            self.held = super().receive(0)
+            if isinstance(self.held, Lost):
+                item, self.held = self.held, item
+        return item
+
+
+class DropsQueue(Tampered):
+    """Closing forgets what has not left yet."""
+
+    def __init__(self, sound: Transport) -> None:
+        super().__init__(sound)
+        self.queue: deque[tuple[Any, ...]] = deque()
+
+    def send(self, *arguments: Any) -> None:
+        self.queue.append(arguments)
+
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        while self.queue:
+            super().send(*self.queue.popleft())
+        return super().receive(timeout)
+
+
+class TamperedCase(LoopbackCase):
+    def __init__(self, tamper: Callable[[Transport], Transport]) -> None:
+        super().__init__()
+        self._tamper = tamper
+
+    def _make(self, rank: int) -> Transport:
+        return self._tamper(super()._make(rank))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "check"),
+    [
+        (Shuffles, "messages_keep_their_order"),
+        (Shuffles, "many_messages_both_ways_at_once"),
+        (Repeats, "messages_keep_their_order"),
+        (Changes, "every_dtype_arrives"),
+        (Overwrites, "what_is_kept_stays_as_it_is"),
+        (NeverDeparts, "messages_keep_their_order"),
+        (Sleeps, "wake_ends_a_wait"),
+        (ForgetsLosses, "closing_delivers_what_was_sent_and_then_says_so"),
+        (ForgetsLosses, "whoever_comes_again_has_a_new_incarnation"),
+        (ForgetsIncarnations, "whoever_comes_again_has_a_new_incarnation"),
+        (LosesEarly, "closing_delivers_what_was_sent_and_then_says_so"),
+        (DropsQueue, "closing_delivers_what_was_sent_and_then_says_so"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_broken_transport_is_found_out(
+    tamper: Callable[[Transport], Transport], check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "LIMIT_SECONDS", 0.5)
+    with pytest.raises(Violation, match=f"TamperedCase, {check}: "):
+        check_transport(TamperedCase(tamper), only=check)
+
+
+def test_tampering_as_such_is_no_violation() -> None:
+    case: TransportCase = TamperedCase(Tampered)
+    assert check_transport(case) == transport_checks(case)

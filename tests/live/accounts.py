@@ -1,0 +1,40 @@
+"""What a live run must have kept, whatever was done to it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from offbeat.analysis import of_kind
+from offbeat.draws import Draws
+from offbeat.records.files import RunRecords
+from offbeat.records.schema import Dropped, Update
+
+
+def check_accounts(run: RunRecords) -> None:
+    """No sample was applied twice, none was skipped, and the counters add up."""
+    accounted: dict[int, Draws] = defaultdict(Draws)
+    total = 0
+    for version, update in enumerate(of_kind(run, Update), start=1):
+        assert update.version == version
+        counted = sum(part.stop - part.first for part in update.contributions)
+        assert counted == update.samples
+        total += counted
+        assert update.samples_total == total
+        for part in update.contributions:
+            accounted[part.rank].add(part.first, part.stop)  # refuses what is there already
+    for dropped in of_kind(run, Dropped):
+        accounted[dropped.rank].add(dropped.first, dropped.stop)
+    for rank, draws in accounted.items():
+        assert list(draws.missing_below(draws.stop)) == [], f"samples of rank {rank} were skipped unnoticed"
+
+
+def processes_of(parent: int) -> dict[int, int]:
+    """The ranks that a process has started, and their process numbers."""
+    found = {}
+    for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+        for number in tasks.read_text().split():
+            name = (Path("/proc") / number / "comm").read_text().strip()
+            if name.startswith("offbeat "):
+                found[int(name.removeprefix("offbeat "))] = int(number)
+    return found

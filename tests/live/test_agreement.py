@@ -1,0 +1,137 @@
+"""A live run and a simulated run of the same experiment agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat as ob
+from offbeat.actions import Budget, Finish
+from offbeat.analysis import of_kind
+from offbeat.records.files import RunRecords
+from offbeat.records.schema import Round, Update
+from offbeat.strategies.hub.node import HubNode
+from offbeat.strategies.hub.pacing import Pacing
+from offbeat.strategies.strategy import Node, Setup
+
+WORKERS = 3
+
+
+def regression() -> ob.Workload:
+    """Small and in double precision, so that only the arithmetic can differ."""
+    random = torch.Generator().manual_seed(5)
+    inputs = torch.randn(512, 6, generator=random, dtype=torch.float64)
+    targets = inputs @ torch.randn(6, 1, generator=random, dtype=torch.float64)
+    return ob.Workload(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
+        loss=lambda outputs, wanted: (outputs - wanted).square().sum(1),
+        train=(inputs, targets),
+        optimizer=ob.SGD(lr=0.02, momentum=0.9),
+    )
+
+
+def result_of(run: ob.Run) -> Finish:
+    assert run.summary.failure is None
+    assert run.finish is not None
+    return run.finish
+
+
+def test_fixed_minibatch_parameter_for_parameter_over_fifty_updates() -> None:
+    strategy = ob.FixedMinibatch(batch=24, microbatch=8)
+    until = ob.Samples(50 * WORKERS * 24)
+    live = ob.train(regression(), strategy, until, workers=WORKERS, seed=3, evaluate=None)
+    simulated = ob.simulate(regression(), strategy, until=until, workers=WORKERS, seed=3, evaluate=None)
+    assert live.summary.updates == simulated.summary.updates == 50
+    assert contributions(live.records) == contributions(simulated.records)
+    torch.testing.assert_close(result_of(live).parameters, result_of(simulated).parameters, rtol=1e-9, atol=1e-12)
+
+
+def contributions(run: RunRecords) -> list[list[tuple[int, int, int, int]]]:
+    """Who gave what to each update."""
+    return [[(c.rank, c.first, c.stop, c.staleness) for c in update.contributions] for update in of_kind(run, Update)]
+
+
+class Replayed(Pacing):
+    """Tells every worker to compute as many samples as it did in a recorded run."""
+
+    def __init__(self, counts: dict[int, list[int]]) -> None:
+        self._left = {rank: deque(of_rank) for rank, of_rank in counts.items()}
+
+    def budget(self, rank: int, live: Collection[int]) -> Budget:
+        left = self._left[rank]
+        return ob.Samples(left.popleft() if len(left) > 1 else left[0])
+
+
+@dataclass(frozen=True)
+class ReplayedAnytime(ob.AnytimeMinibatch):
+    """Anytime mini-batch with the sample counts of a recorded run."""
+
+    counts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def node(self, setup: Setup) -> Node:
+        node = super().node(setup)
+        if isinstance(node, HubNode):
+            node._pacing = Replayed({rank: list(of_rank) for rank, of_rank in self.counts})
+        return node
+
+
+def test_anytime_minibatch_parameter_for_parameter_when_its_counts_are_replayed() -> None:
+    strategy = ob.AnytimeMinibatch(seconds=0.02, microbatch=8, samples_max=400)
+    until = ob.Samples(20_000)
+    live = ob.train(regression(), strategy, until, workers=WORKERS, seed=4, evaluate=None)
+    counts: dict[int, list[int]] = defaultdict(list)
+    for update in of_kind(live.records, Update):
+        for part in update.contributions:
+            counts[part.rank].append(part.stop - part.first)
+    replayed = ReplayedAnytime(
+        **{item.name: getattr(strategy, item.name) for item in dataclasses.fields(strategy)},
+        counts=tuple((rank, tuple(of_rank)) for rank, of_rank in counts.items()),
+    )
+    simulated = ob.simulate(regression(), replayed, until=until, workers=WORKERS, seed=4, evaluate=None)
+    assert contributions(live.records) == contributions(simulated.records)
+    assert len(set(counts[1])) > 1  # the counts really vary, or nothing was shown
+    torch.testing.assert_close(result_of(live).parameters, result_of(simulated).parameters, rtol=1e-9, atol=1e-12)
+
+
+def speeds(run: RunRecords) -> ob.Cluster:
+    """The cluster that the records of a live run describe."""
+    seconds: dict[int, float] = defaultdict(float)
+    samples: dict[int, int] = defaultdict(int)
+    for record in of_kind(run, Round):
+        seconds[record.rank] += record.seconds
+        samples[record.rank] += record.samples
+    overrides = tuple(
+        ob.WorkerOverride((rank - 1,), seconds_per_sample=seconds[rank] / samples[rank]) for rank in sorted(samples)
+    )
+    return ob.Cluster(workers=overrides)
+
+
+def test_async_timed_has_the_staleness_and_the_batches_of_a_simulation_with_its_speeds() -> None:
+    strategy = ob.AsyncTimed(worker_seconds=0.1, hub_seconds=0.15, microbatch=4, samples_max=None)
+    # Every micro-batch is held up by as much, so that the speed is ours to choose and not the machine's to vary.
+    cluster = ob.Cluster(workers=(ob.WorkerOverride((0, 1, 2), seconds_per_call=0.01),))
+    live = ob.train(regression(), strategy, ob.Seconds(9.0), workers=WORKERS, cluster=cluster, seed=5, evaluate=None)
+    simulated = ob.simulate(
+        regression(), strategy, speeds(live.records), ob.Seconds(9.0), seed=5, workers=WORKERS, evaluate=None
+    )
+    assert live.summary.staleness_mean is not None
+    assert simulated.summary.staleness_mean is not None
+    assert live.summary.staleness_mean == pytest.approx(simulated.summary.staleness_mean, rel=0.15)
+    assert live.summary.samples_per_update == pytest.approx(simulated.summary.samples_per_update, rel=0.15)
+
+
+def test_the_order_of_data_is_the_same_live_and_simulated() -> None:
+    strategy = ob.AsyncFixed(batch=16, microbatch=8)
+    live = ob.train(regression(), strategy, ob.Samples(2_000), workers=2, seed=6, evaluate=None)
+    for rank in (1, 2):
+        draws = sorted(record.draws for record in of_kind(live.records, Round) if record.rank == rank)
+        edges = np.array(draws)
+        assert edges[0, 0] == 0
+        assert (edges[1:, 0] == edges[:-1, 1]).all()  # nothing skipped, nothing twice

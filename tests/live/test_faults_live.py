@@ -1,0 +1,171 @@
+"""Real processes that are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from accounts import check_accounts, processes_of
+
+import offbeat as ob
+from offbeat.analysis import of_kind, summarize
+from offbeat.experiment import Experiment
+from offbeat.records.files import read_run
+from offbeat.records.schema import AnyRecord, Evaluation, Membership, Update
+from offbeat.strategies.hub.node import HubNode
+from offbeat.strategies.strategy import Node
+from offbeat.training import train_experiment
+
+
+def until_back(node: Node, rank: int) -> Node:
+    """A hub that also trains until this worker has come back: how long that takes is the machine's business."""
+    if isinstance(node, HubNode):
+        has_enough = node._has_enough
+        node._has_enough = lambda: has_enough() and node._live.get(rank, 0) > 0  # type: ignore[method-assign]
+    return node
+
+
+@dataclass(frozen=True)
+class PatientAsync(ob.AsyncFixed):
+    back: int = 0
+
+    def node(self, setup: ob.Setup) -> Node:
+        return until_back(super().node(setup), self.back)
+
+
+@dataclass(frozen=True)
+class PatientFMB(ob.FixedMinibatch):
+    back: int = 0
+
+    def node(self, setup: ob.Setup) -> Node:
+        return until_back(super().node(setup), self.back)
+
+
+PATIENT = pytest.mark.parametrize("strategy", [PatientAsync, PatientFMB], ids=["async-fmb", "fmb"])
+
+
+class Culprit:
+    """Looks on, and acts once it has seen so many updates."""
+
+    def __init__(self, directory: Path, updates: int, act: Callable[[Culprit], None]) -> None:
+        self.directory = directory
+        self.said: list[str] = []
+        self.lines: list[str] = []
+        self.seen: list[AnyRecord] = []
+        self._updates = updates
+        self._act: Callable[[Culprit], None] | None = act
+
+    def records(self, records: Sequence[AnyRecord]) -> None:
+        self.seen.extend(records)
+        made = sum(isinstance(record, Update) for record in self.seen)
+        if self._act is not None and made >= self._updates:
+            act, self._act = self._act, None
+            act(self)
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+    def line(self, rank: int, text: str) -> None:
+        self.lines.append(f"{rank}: {text}")
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(processes_of(os.getpid())[rank], number)
+
+
+def experiment(strategy: ob.Strategy, workers: int, samples: int, faults: tuple[ob.Crash, ...] = ()) -> Experiment:
+    """Slow enough that something can be done to it in its middle, whatever the machine."""
+    slow = ob.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
+    cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=1.0)
+    return Experiment(ob.Digits(), strategy, cluster, workers, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
+
+
+@PATIENT
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(
+    strategy: type[PatientAsync | PatientFMB], tmp_path: Path
+) -> None:
+    culprit = Culprit(tmp_path / "run", 20, lambda it: it.signal(2, signal.SIGKILL))
+    run = train_experiment(experiment(strategy(batch=32, back=2), 4, 15_000), tmp_path / "run", watcher=culprit)
+    assert run.summary.failure is None
+    assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy >= 0.9
+    assert run.summary.seconds_to_target is not None
+    check_accounts(run.records)
+    assert any("worker 2 was killed by SIGKILL" in sentence for sentence in culprit.said)
+
+
+@PATIENT
+def test_a_worker_that_stands_still_is_dropped_and_taken_back(
+    strategy: type[PatientAsync | PatientFMB], tmp_path: Path
+) -> None:
+    """It goes on only when the run has gone on without it for a while, so the run cannot have waited for it."""
+    stopped = threading.Event()
+
+    def stop(culprit: Culprit) -> None:
+        culprit.signal(1, signal.SIGSTOP)
+        stopped.set()
+
+    culprit = Culprit(tmp_path / "run", 20, stop)
+    seen_at_loss: list[int] = []
+
+    def records(new: Sequence[AnyRecord]) -> None:
+        Culprit.records(culprit, new)
+        lost = any(isinstance(record, Membership) and not record.joined for record in culprit.seen)
+        made = sum(isinstance(record, Update) for record in culprit.seen)
+        if lost and not seen_at_loss:
+            seen_at_loss.append(made)
+        if stopped.is_set() and seen_at_loss and made >= seen_at_loss[0] + 20:
+            stopped.clear()
+            culprit.signal(1, signal.SIGCONT)
+
+    culprit.records = records  # type: ignore[method-assign]
+    run = train_experiment(experiment(strategy(batch=32, back=1), 2, 10_000), tmp_path / "run", watcher=culprit)
+    assert run.summary.failure is None
+    assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
+    check_accounts(run.records)
+    membership = [(record.peer, record.joined) for record in of_kind(run.records, Membership)]
+    assert membership.count((1, True)) == 2
+
+
+def test_a_killed_hub_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    planned = experiment(ob.AsyncFixed(batch=32), 2, 20_000)
+    live = ob.Live(checkpoint_seconds=0.2)
+    culprit = Culprit(directory, 60, lambda it: it.signal(0, signal.SIGKILL))
+    with pytest.raises(ob.RunFailed, match="the hub was killed by SIGKILL"):
+        train_experiment(planned, directory, live, culprit)
+    assert not processes_of(os.getpid())
+    before = summarize(read_run(directory))
+    assert 0 < before.samples < 20_000
+
+    run = train_experiment(planned, directory, live, resume=True)
+    assert run.summary.failure is None
+    assert run.summary.samples >= 20_000
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy >= 0.9
+    check_accounts(run.records)
+    evaluated = [record.version for record in of_kind(run.records, Evaluation)]
+    assert evaluated == sorted(evaluated)
+    with pytest.raises(ob.ConfigurationError, match="has ended already"):
+        train_experiment(planned, directory, live, resume=True)
+
+
+def test_induced_faults_are_those_of_the_experiment(tmp_path: Path) -> None:
+    crash = ob.Crash(1, at_seconds=0.5, back_after_seconds=0.2)
+    run = train_experiment(experiment(PatientAsync(batch=32, back=1), 3, 5_000, (crash,)), tmp_path / "run")
+    assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
+    check_accounts(run.records)
+
+
+def test_nobody_is_left_behind(tmp_path: Path) -> None:
+    train_experiment(experiment(ob.FixedMinibatch(batch=32), 2, 2_000), tmp_path / "run")
+    deadline = time.monotonic() + 5
+    while processes_of(os.getpid()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes_of(os.getpid())

@@ -1,0 +1,488 @@
+"""Links over gloo when things go wrong. What every transport must do is in `conformance/test_transports.py`.
+
+Run as a script, this file is a rank in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat.errors import ContractViolation, RunFailed
+from offbeat.messages import Message
+from offbeat.testing.transports import Probe, Watch
+from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.rendezvous import Address, Door, Hello, Terms, ask_terms
+from offbeat.transports.transport import Arrived, Incoming, Joined, Lost, Refused
+
+TOKEN = b"only for tests"
+SMALL = torch.ones(3)
+
+
+class Ranks:
+    """Ranks in this process, and some in others; all are gone at the end."""
+
+    def __init__(self) -> None:
+        self.door = Door(Address("127.0.0.1", 0), TOKEN)
+        self.transports: list[GlooTransport] = []
+        self.children: list[subprocess.Popen[str]] = []
+
+    def open(self, rank: int, peers: list[int], **options: Any) -> GlooTransport:
+        settings = {"processes": 4, "token": TOKEN, "fingerprint": "m", **options}
+        desk = self.door if rank == 0 else self.door.address
+        self.transports.append(GlooTransport(rank=rank, peers=peers, **{"desk": desk, **settings}))
+        return self.transports[-1]
+
+    def watch(self, rank: int, peers: list[int], **options: Any) -> Watch:
+        return Watch(self.open(rank, peers, **options), rank)
+
+    def spawn(self, role: str, rank: int) -> subprocess.Popen[str]:
+        self.children.append(start(role, rank, self.door.address))
+        return self.children[-1]
+
+    def close(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.communicate()
+        for transport in reversed(self.transports):
+            transport.close()
+        self.door.close()
+
+
+def start(role: str, rank: int, desk: Address, **options: Any) -> subprocess.Popen[str]:
+    """This file as a process, which also ends when its standard input does."""
+    line = [sys.executable, __file__, role, str(rank), str(desk)]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, text=True, **options)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    opened = Ranks()
+    yield opened
+    opened.close()
+
+
+def exchange(one: Watch, other: Watch, number: int = 0) -> None:
+    one.send(other.rank, Probe(number, SMALL))
+    other.send(one.rank, Probe(number, SMALL))
+    one.probe(other.rank, number)
+    other.probe(one.rank, number)
+
+
+def refusal(transport: GlooTransport) -> str:
+    while True:
+        item = transport.receive(60)
+        assert item is not None
+        if isinstance(item, Refused):
+            return item.why
+
+
+def stop(child: subprocess.Popen[str]) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+
+
+def vanish(transport: GlooTransport) -> None:
+    """End without a goodbye, as a process does that is killed."""
+    door = transport._door
+    assert door is not None
+    door.close()
+    for link in list(transport._links.values()):
+        link.drop("killed by a test")
+        assert link.ended.wait(60)
+    transport.close(0)
+
+
+# Who is with whom
+
+
+def test_peers_find_each_other_through_the_desk(ranks: Ranks) -> None:
+    everybody = [ranks.watch(rank, [peer for peer in range(4) if peer != rank]) for rank in range(4)]
+    for one in everybody:
+        for other in everybody:
+            if one.rank < other.rank:
+                assert one.linked(other.rank) == other.linked(one.rank) == 0
+                exchange(one, other)
+
+
+def test_a_rank_need_not_be_a_peer_of_rank_0(ranks: Ranks) -> None:
+    last, middle, first = ranks.watch(2, [1]), ranks.watch(1, [0, 2]), ranks.watch(0, [1])
+    for one, other in ((last, middle), (middle, first)):
+        one.linked(other.rank)
+        other.linked(one.rank)
+        exchange(one, other)
+
+
+def test_a_peer_that_left_and_comes_back_is_found_again(ranks: Ranks) -> None:
+    ranks.open(0, [])
+    higher, lower = ranks.watch(2, [1]), ranks.watch(1, [2])
+    lower.linked(2)
+    before = higher.linked(1)
+    lower.transport.close()
+    assert higher.loses(1, before).why == "closed"
+    lower = ranks.watch(1, [2])
+    assert higher.linked(1, above=before) == lower.linked(2)
+    exchange(lower, higher)
+
+
+def test_a_desk_that_was_restarted_learns_again_where_everybody_is(ranks: Ranks) -> None:
+    first = ranks.watch(0, [1])
+    middle, last = ranks.watch(1, [0, 2]), ranks.watch(2, [1])
+    for one, other in ((first, 1), (middle, 0), (middle, 2), (last, 1)):
+        one.linked(other)
+    vanish(ranks.transports[0])
+    middle.loses(0, 0)
+    ranks.door = Door(ranks.door.address, TOKEN)
+    again = ranks.watch(0, [1])
+    assert again.linked(1) == middle.linked(0, above=0) == 1  # the newcomer has forgotten, but the dialer has not
+    ranks.transports[2].close()
+    middle.loses(2, 0)
+    last = ranks.watch(2, [1])
+    assert last.linked(1) == middle.linked(2, above=0)
+    exchange(last, middle)
+
+
+def test_incarnations_start_where_they_are_told(ranks: Ranks) -> None:
+    hub, worker = ranks.watch(0, [1], first_incarnation=7), ranks.watch(1, [0])
+    assert hub.linked(1) == worker.linked(0) == 7
+
+
+# Who is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"token": b"a guess"}, "does not accept the token"),
+        ({"token": None}, "wants a token"),
+        ({"fingerprint": "n"}, "rank 1 has a different model: its fingerprint is n, that of rank 0 is m; every rank"),
+        (
+            {"chunk_bytes": 1000},
+            "rank 1 sends in chunks of 1000 bytes, but rank 0 of 4194304; give every rank the same",
+        ),
+    ],
+    ids=["wrong token", "no token", "other model", "other chunks"],
+)
+def test_who_is_refused_reads_why(ranks: Ranks, options: dict[str, Any], sentence: str) -> None:
+    hub = ranks.watch(0, [1, 2])
+    stranger = ranks.open(1, [0], **options)
+    assert sentence in refusal(stranger)
+    worker = ranks.watch(2, [0])
+    hub.linked(2)
+    worker.linked(0)
+    exchange(hub, worker)
+    assert hub.links == {2: 0}
+
+
+def test_a_rank_that_is_no_neighbour_is_refused(ranks: Ranks) -> None:
+    ranks.open(0, [1])
+    assert "rank 2 is no neighbour of rank 0" in refusal(ranks.open(2, [0]))
+
+
+def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
+    heard: list[Hello] = []
+
+    def terms(hello: Hello) -> Terms | str:
+        heard.append(hello)
+        if hello.member == "unwanted":
+            return "there is no place left"
+        if hello.member == "broken":
+            raise ZeroDivisionError("oh")
+        return Terms(2 if hello.rank is None else hello.rank, 4, 12.5, b"plan")
+
+    hub = ranks.watch(0, [1, 2], terms=terms)
+    address = ranks.door.address
+    told = ask_terms(address, TOKEN, member="one", rank=None, wait_seconds=60)
+    assert told == Terms(2, 4, 12.5, b"plan")
+    worker = ranks.watch(told.rank, [0], member="one")
+    hub.linked(2)
+    worker.linked(0)
+    joined = ranks.transports[-1].elapsed_at_join
+    assert joined is not None
+    assert joined[0] == 12.5
+    assert [(hello.purpose, hello.rank, hello.member) for hello in heard] == [
+        ("terms", None, "one"),
+        ("link", 2, "one"),
+    ]
+    with pytest.raises(RunFailed, match="there is no place left"):
+        ask_terms(address, TOKEN, member="unwanted", rank=None, wait_seconds=60)
+    assert refusal(ranks.open(1, [0], member="unwanted")) == "there is no place left"
+    assert "failed to answer: ZeroDivisionError: oh" in refusal(ranks.open(1, [0], member="broken"))
+
+
+def test_without_terms_nobody_is_given_a_rank(ranks: Ranks) -> None:
+    ranks.open(0, [1])
+    with pytest.raises(RunFailed, match="gives out no ranks"):
+        ask_terms(ranks.door.address, TOKEN, member="", rank=None, wait_seconds=60)
+
+
+def test_a_visitor_that_says_nothing_is_in_nobodys_way(ranks: Ranks) -> None:
+    hub = ranks.watch(0, [1])
+    with socket.create_connection((ranks.door.address.host, ranks.door.address.port)) as silent:
+        worker = ranks.watch(1, [0])
+        hub.linked(1)
+        worker.linked(0)
+        exchange(hub, worker)
+        ranks.close()
+        while silent.recv(1024):
+            pass
+
+
+# Faults
+
+
+def test_a_rank_that_comes_again_takes_the_place_of_one_that_seems_alive(ranks: Ranks) -> None:
+    hub = ranks.watch(0, [1])
+    frozen = ranks.spawn("echo", 1)
+    before = hub.linked(1)
+    stop(frozen)
+    worker = ranks.watch(1, [0])
+    assert hub.loses(1, before).why == "rank 1 came again"
+    assert hub.linked(1, above=before) == worker.linked(0)
+    exchange(hub, worker)
+    frozen.kill()
+    exchange(hub, worker, 1)
+
+
+def test_a_peer_that_was_stopped_finds_its_link_closed_and_comes_back(ranks: Ranks) -> None:
+    hub = ranks.watch(0, [1], silence_seconds=2.0)
+    child = ranks.spawn("echo", 1)
+    before = hub.linked(1)
+    stop(child)
+    hub.send(1, Probe(0, torch.ones(25_000_000)))
+    assert hub.loses(1, before).why == "silent for 2 seconds"
+    os.kill(child.pid, signal.SIGCONT)
+    hub.linked(1, above=before)
+    hub.send(1, Probe(1, SMALL))
+    hub.probe(1, 1)
+
+
+def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_come_again(ranks: Ranks) -> None:
+    hub = ranks.watch(0, [1, 2])
+    other = ranks.watch(2, [0])
+    hub.linked(2)
+    for life in range(2):
+        child = ranks.spawn("flood", 1)
+        assert hub.linked(1, above=life - 1) == life
+        assert hub.probe(1, 0).body.numel() == 25_000_000
+        child.kill()  # the next one is under way
+        hub.arrived[1].clear()
+        assert hub.loses(1, life).why == "the connection was closed"
+        hub.arrived[1].clear()
+        other.linked(0)
+        exchange(hub, other, life)
+
+
+def test_both_ends_drop_a_link_at_once_and_have_it_again(ranks: Ranks) -> None:
+    hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
+    above = -1
+    for _ in range(4):
+        above = hub.linked(1, above)
+        assert worker.linked(0, above - 1) == above
+        hub.send(1, Probe(0, torch.ones(1_000_000)))
+        worker.send(0, Probe(0, torch.ones(1_000_000)))
+        links = [transport._links.get(1 - place) for place, transport in enumerate(ranks.transports)]
+        drops = [threading.Thread(target=link.drop, args=("dropped",)) for link in links if link is not None]
+        for thread in drops:
+            thread.start()
+        for thread in drops:
+            thread.join()
+        hub.loses(1, above)
+        worker.loses(0, above)
+    hub.linked(1, above)
+    assert not hub.transport._links[1].ended.is_set()  # type: ignore[attr-defined]
+
+
+def test_links_that_come_and_go_leave_nothing_behind() -> None:
+    def come_and_go(times: int) -> int:
+        """How many files are open afterwards; gloo has some for each of its threads."""
+        ranks = Ranks()
+        hub = ranks.watch(0, [1])
+        above = -1
+        for _ in range(times):
+            worker = ranks.watch(1, [0])
+            above = hub.linked(1, above)
+            worker.linked(0)
+            worker.transport.close()
+            hub.loses(1, above)
+        ranks.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("offbeat"):
+                thread.join()
+        return len(os.listdir("/proc/self/fd"))
+
+    assert come_and_go(10) == come_and_go(1)
+
+
+def test_every_link_that_was_joined_is_lost_once_even_if_the_hub_closes_while_others_dial() -> None:
+    for round_ in range(8):
+        ranks = Ranks()
+        seen: dict[GlooTransport, list[Incoming]] = {}
+        threads = []
+        for rank in range(4):
+            transport = ranks.open(rank, [1, 2, 3] if rank == 0 else [0])
+            seen[transport] = []
+            threads.append(threading.Thread(target=collect, args=(transport, seen[transport])))
+            threads[-1].start()
+        hub = ranks.transports[0]
+        while round_ >= 4 and sum(isinstance(item, Joined) for item in seen[hub]) < round_ - 4:
+            threads[0].join(0.001)
+        closing = [threading.Thread(target=transport.close) for transport in ranks.transports]
+        for thread in closing if round_ % 2 else closing[:1]:
+            thread.start()
+        closing[0].join()
+        ranks.close()
+        for thread in threads:
+            thread.join()
+        for transport, items in seen.items():
+            items.extend(left_over(transport))
+            joined = [(item.peer, item.incarnation) for item in items if isinstance(item, Joined)]
+            lost = [(item.peer, item.incarnation) for item in items if isinstance(item, Lost)]
+            assert sorted(joined) == sorted(lost)
+            assert len(set(joined)) == len(joined)
+
+
+def collect(transport: GlooTransport, into: list[Incoming]) -> None:
+    while (item := transport.receive()) is not None:
+        into.append(item)
+
+
+def left_over(transport: GlooTransport) -> Iterator[Incoming]:
+    """What had come in when it was closed, and nobody received."""
+    while not transport._incoming.empty():
+        item = transport._incoming.get()
+        if item is not None and not isinstance(item, ContractViolation):
+            yield item
+
+
+@dataclass(frozen=True)
+class Unwritable(Message):
+    what: int
+
+
+def test_a_message_that_cannot_be_written_is_the_senders_trouble(ranks: Ranks) -> None:
+    hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
+    hub.linked(1)
+    worker.linked(0)
+    hub.send(1, Unwritable(object()))  # type: ignore[arg-type]
+    with pytest.raises(ContractViolation, match="Unwritable cannot be sent"):
+        hub.transport.receive(60)
+    exchange(hub, worker)
+
+
+def test_a_mistake_in_a_thread_becomes_the_loss_of_its_link(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
+    hub.linked(1)
+    worker.linked(0)
+    with monkeypatch.context() as broken:
+        broken.setattr(ranks.transports[0].pool, "take", lambda nbytes: 1 / 0)
+        worker.send(0, Probe(0, SMALL))
+        assert hub.loses(1, 0).why == "ZeroDivisionError: division by zero"
+    assert "because of a mistake" in caplog.text
+    worker.loses(0, 0)
+    assert hub.linked(1, above=0) == worker.linked(0, above=0)
+    exchange(hub, worker)
+
+
+# Ending
+
+
+@pytest.mark.parametrize("role", ["close-on-stopped", "careless", "careless-while-dialling"])
+def test_a_process_ends_well(role: str) -> None:
+    with start(role, 0, Address("127.0.0.1", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def be_echo(rank: int, desk: Address) -> None:
+    """Send back what comes, until the hub is closed."""
+    transport = GlooTransport(
+        rank=rank, processes=4, peers=[0], desk=desk, token=TOKEN, fingerprint="m", silence_seconds=2.0
+    )
+    while True:
+        match transport.receive():
+            case Arrived(source, incarnation, message):
+                transport.send(source, incarnation, message)
+            case Lost(why="closed"):
+                return
+
+
+def be_flood(rank: int, desk: Address) -> None:
+    """Send 100 MB after 100 MB."""
+    transport = GlooTransport(rank=rank, processes=4, peers=[0], desk=desk, token=TOKEN, fingerprint="m")
+    large = torch.ones(25_000_000)
+    while True:
+        match transport.receive():
+            case Joined(peer, incarnation):
+                for number in range(100):
+                    transport.send(peer, incarnation, Probe(number, large))
+
+
+def hub_with_echo() -> tuple[GlooTransport, subprocess.Popen[str], int]:
+    door = Door(Address("127.0.0.1", 0), TOKEN)
+    hub = GlooTransport(rank=0, processes=4, peers=[1], desk=door, token=TOKEN, fingerprint="m")
+    child = start("echo", 1, door.address)
+    while not isinstance(item := hub.receive(), Joined):
+        pass
+    return hub, child, item.incarnation
+
+
+def be_close_on_stopped(rank: int, desk: Address) -> None:
+    """Close while the other end of a link stands still, with messages under way in both directions."""
+    hub, child, incarnation = hub_with_echo()
+    for number in range(20):
+        hub.send(1, incarnation, Probe(number, torch.ones(2_000_000)))
+    while not isinstance(hub.receive(), Arrived):
+        pass
+    stop(child)
+    hub.close(linger_seconds=0.3)
+    child.kill()
+    child.communicate()
+    print("done")
+
+
+def be_careless(rank: int, desk: Address) -> None:
+    """Exit without closing while messages fly."""
+    hub, _, incarnation = hub_with_echo()
+    for number in range(500):
+        hub.send(1, incarnation, Probe(number, torch.ones(10_000)))
+    while not isinstance(hub.receive(), Arrived):
+        pass
+    print("done")
+
+
+def be_careless_while_dialling(rank: int, desk: Address) -> None:
+    """Exit without closing while nobody answers."""
+    door = Door(Address("127.0.0.1", 0), TOKEN)
+    worker = GlooTransport(rank=1, processes=4, peers=[0, 2], desk=door.address, token=TOKEN, fingerprint="m")
+    assert worker.receive(0.3) is None
+    door.close()
+    print("done")
+
+
+ROLES: dict[str, Callable[[int, Address], None]] = {
+    "echo": be_echo,
+    "flood": be_flood,
+    "close-on-stopped": be_close_on_stopped,
+    "careless": be_careless,
+    "careless-while-dialling": be_careless_while_dialling,
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] in ("echo", "flood"):
+        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    ROLES[sys.argv[1]](int(sys.argv[2]), Address.parse(sys.argv[3]))

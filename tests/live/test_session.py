@@ -1,0 +1,249 @@
+"""`offbeat.join` in one process: hub and worker over loopback, around a loop of the user's own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import offbeat as ob
+from offbeat.records.schema import Dropped, Evaluation, Round, Update
+
+SGD = ob.SGD(lr=0.1)
+STRATEGIES = [
+    ob.FixedMinibatch(batch=64, optimizer=SGD),
+    ob.AnytimeMinibatch(batch=64, samples_max=64, optimizer=SGD),
+    ob.AsyncFixed(batch=64, optimizer=SGD),
+    ob.AsyncTimed(worker_seconds=0.02, hub_seconds=0.02, samples_max=64, optimizer=SGD),
+    ob.AsyncAdaptive(batch=64, optimizer=ob.AMSGrad(lr=0.01)),
+    ob.SyncAdaptive(batch=64, optimizer=ob.AMSGrad(lr=0.01)),
+    ob.BackupWorkers(batch=64, optimizer=SGD),
+    ob.Hub(optimizer=SGD),
+]
+
+
+@pytest.fixture(scope="module")
+def data() -> TensorDataset:
+    """Two clouds of points, easily told apart."""
+    random = torch.Generator().manual_seed(0)
+    targets = torch.arange(600) % 2
+    inputs = torch.randn(600, 4, generator=random) + 2.0 * (2 * targets[:, None] - 1)
+    return TensorDataset(inputs, targets)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 2)
+
+
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    inputs, targets = data.tensors
+    return float((model(inputs).argmax(1) == targets).double().mean())
+
+
+def trained(net: nn.Module, strategy: ob.Strategy, data: object, body: Any = None, **arguments: Any) -> ob.Session:
+    """The usual loop, with `body` in the place of what one does with a micro-batch."""
+    with ob.join(net, strategy, **arguments) as run:
+        for x, y in run.batches(data):
+            if body is None:
+                run.backward(F.cross_entropy(net(x), y, reduction="none"))
+            else:
+                body(run, net, x, y)
+    return run
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name or "hub")
+def test_every_strategy_trains_in_a_process_of_its_own(strategy: ob.Strategy, data: TensorDataset) -> None:
+    net = model()
+    with ob.join(net, strategy, until=ob.Samples(6_000), evaluate=lambda m: (0.0, accuracy(m, data))) as run:
+        for x, y in run.batches(data):
+            run.backward(F.cross_entropy(net(x), y, reduction="none"))
+    assert run.summary.failure is None
+    assert run.summary.samples >= 6_000
+    assert accuracy(net, data) > 0.95
+    assert run.summary.accuracy == pytest.approx(accuracy(net, data))  # the last evaluation is of the result
+
+
+def test_every_sample_is_accounted_for(data: TensorDataset) -> None:
+    net = model()
+    with ob.join(net, STRATEGIES[2], until=3_000) as run:
+        for x, y in run.batches(data):
+            run.backward(F.cross_entropy(net(x), y, reduction="none"))
+    records = run.records.records
+    computed = sum(record.samples for record in records if isinstance(record, Round))
+    applied = sum(record.samples for record in records if isinstance(record, Update))
+    dropped = sum(record.stop - record.first for record in records if isinstance(record, Dropped))
+    assert computed == applied + dropped
+    assert applied == run.summary.samples
+
+
+def test_break_ends_in_order_and_the_model_holds_what_was_learnt(data: TensorDataset) -> None:
+    net = model()
+    before = [parameter.clone() for parameter in net.parameters()]
+    with ob.join(net, STRATEGIES[0], until=1_000_000) as run:
+        for step, (x, y) in enumerate(run.batches(data)):
+            run.backward(F.cross_entropy(net(x), y, reduction="none"))
+            if step == 40:
+                break
+    assert run.summary.failure is None
+    assert 0 < run.summary.samples < 41 * 16
+    assert any(not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+
+
+def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorDataset) -> None:
+    def body(run: ob.Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trained(model(), STRATEGIES[0], data, body, until=1_000_000)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("offbeat rank")]
+
+
+def test_a_data_loader_is_cut_to_what_the_strategy_asks_for(data: TensorDataset) -> None:
+    net = model()
+    loader = DataLoader(data, batch_size=50, shuffle=True)
+    seen = []
+    with ob.join(net, ob.FixedMinibatch(batch=64, microbatch=32, optimizer=SGD), until=640) as run:
+        for x, y in run.batches(loader):
+            seen.append(len(y))
+            run.backward(F.cross_entropy(net(x), y, reduction="none"))
+    updates = [record for record in run.records.records if isinstance(record, Update)]
+    assert [update.samples for update in updates] == [64] * 10
+    assert max(seen) <= 32
+    assert run.summary.samples == 640
+
+
+def test_an_iterator_that_ends_ends_the_loop(data: TensorDataset) -> None:
+    net = model()
+    inputs, targets = data.tensors
+    batches = ((inputs[i : i + 16], targets[i : i + 16]) for i in range(0, 160, 16))
+    with ob.join(net, ob.AsyncFixed(batch=16, optimizer=SGD), until=1_000_000) as run:
+        for x, y in run.batches(batches):
+            run.backward(F.cross_entropy(net(x), y, reduction="none"))
+    assert run.summary.failure is None
+    assert run.summary.samples == 160
+
+
+class Squares(Dataset[tuple[torch.Tensor, int]]):
+    """A dataset that makes its samples when they are asked for."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index % 2)), index % 2
+
+
+def test_a_dataset_is_drawn_from_in_the_order_of_seed_and_rank() -> None:
+    orders = []
+    for _ in range(2):
+        net, drawn = model(), []
+        with ob.join(net, ob.FixedMinibatch(batch=20, microbatch=10, optimizer=SGD), until=100, seed=3) as run:
+            for x, y in run.batches(Squares()):
+                drawn.append(y.tolist())
+                run.backward(F.cross_entropy(net(x), y, reduction="none"))
+        orders.append(drawn)
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 10
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_scalar_loss_says_how_it_was_reduced(reduction: str, data: TensorDataset) -> None:
+    results = []
+    for kind in ("none", reduction):
+        net = model()
+        with ob.join(net, ob.FixedMinibatch(batch=64, optimizer=SGD), until=640, seed=1) as run:
+            for x, y in run.batches(data):
+                run.backward(F.cross_entropy(net(x), y, reduction=kind), reduction=kind)  # type: ignore[arg-type]
+        results.append([parameter.detach().clone() for parameter in net.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_zero_grad_in_the_loop_does_no_harm(data: TensorDataset) -> None:
+    results = []
+    for zeroes in (False, True):
+        net = model()
+        with ob.join(net, ob.FixedMinibatch(batch=64, optimizer=SGD), until=640) as run:
+            for x, y in run.batches(data):
+                if zeroes:
+                    net.zero_grad()
+                run.backward(F.cross_entropy(net(x), y, reduction="none"))
+        results.append(net.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_evaluation_never_waits_for_the_loop_and_never_counts_as_an_update(data: TensorDataset) -> None:
+    net = model()
+    with ob.join(
+        net, STRATEGIES[0], until=2_000, evaluate=lambda m: {"loss": 1.5, "accuracy": 0.5}, every=ob.EveryUpdates(5)
+    ) as run:
+        for x, y in run.batches(data):
+            run.backward(F.cross_entropy(net(x), y, reduction="none"))
+    found = [record for record in run.records.records if isinstance(record, Evaluation)]
+    assert found[0].version == 0
+    assert found[-1].version == run.summary.updates
+    assert {(record.loss, record.accuracy) for record in found} == {(1.5, 0.5)}
+
+
+def losses_of(net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    return F.cross_entropy(net(x), y, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y, "mean")), "one loss per sample"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y)[:, None]), "average what belongs to one sample"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y), reduction="sum"), "leave reduction out"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y), samples=999), "count samples, not tokens"),
+        (lambda run, net, x, y: run.backward(3.0), "takes the tensor of losses"),
+        (lambda run, net, x, y: None, "call run.backward"),
+        (lambda run, net, x, y: [run.backward(losses_of(net, x, y)) for _ in range(2)], "call it once"),
+    ],
+)
+def test_a_loop_that_cannot_work_is_told_in_one_sentence(body: object, sentence: str, data: TensorDataset) -> None:
+    with pytest.raises(ob.ConfigurationError, match=sentence):
+        trained(model(), STRATEGIES[0], data, body, until=1_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"until": None}, "until"),
+        ({"until": 1.5}, "until"),
+        ({"model": "net"}, "the model"),
+        ({"strategy": "fmb"}, "the strategy"),
+        ({"strategy": ob.FixedMinibatch()}, "optimizer"),
+        ({"every": 3}, "every"),
+        ({"resume": True}, "out="),
+    ],
+)
+def test_join_refuses_what_it_cannot_use(arguments: dict[str, object], sentence: str) -> None:
+    usual: dict[str, object] = {"model": model(), "strategy": STRATEGIES[0], "until": 100}
+    with pytest.raises(ob.ConfigurationError, match=sentence):
+        ob.join(**{**usual, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nothing", [[], 3, {}, torch.zeros(0, 4)])
+def test_batches_of_nothing_are_refused(nothing: object) -> None:
+    with pytest.raises(ob.ConfigurationError):
+        trained(model(), STRATEGIES[0], nothing, until=100)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(data: TensorDataset) -> None:
+    def body(run: ob.Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        run.backward(losses_of(net, x, y) * float("nan"))
+
+    with pytest.raises(ob.RunFailed, match="not finite"):
+        trained(model(), STRATEGIES[2], data, body, until=10_000)
+
+
+def test_an_evaluation_that_returns_nonsense_is_told_as_such(data: TensorDataset) -> None:
+    with pytest.raises(ob.RunFailed, match="evaluate must return"):
+        trained(model(), STRATEGIES[0], data, until=1_000_000, evaluate=lambda m: "good")

@@ -1,0 +1,43 @@
+"""Hub and workers on hosts of their own, with a network between them. Left out where no host can be made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from namespaces import two_hosts, why_not
+
+from offbeat.records.files import rank_files
+
+COMMAND = [sys.executable, "-m", "offbeat"]
+
+if why_not() is None:
+
+    def test_workers_on_another_host_train_over_a_gigabit(tmp_path: Path) -> None:
+        token = tmp_path / "token"
+        token.write_text("a secret of this test")
+        token.chmod(0o600)
+        with two_hosts("1gbit") as (hub, far, address):
+            words = ["train", "digits", "async-fmb", "--workers", "2", "--local-workers", "0", "--until", "40000"]
+            words += ["--listen", f"{address}:7701", "--token-file", str(token), "--json", "--quiet", "--no-report"]
+            here = ["ip", "netns", "exec", hub, *COMMAND, *words, "--out", str(tmp_path / "runs")]
+            there = ["ip", "netns", "exec", far, *COMMAND, "work", f"{address}:7701", "--token-file", str(token)]
+            run = subprocess.Popen(here, stdout=subprocess.PIPE, text=True)
+            workers = [subprocess.Popen(there) for _ in range(2)]
+            try:
+                output, _ = run.communicate(timeout=90)
+                codes = [worker.wait(timeout=20) for worker in workers]
+            finally:
+                for process in (run, *workers):
+                    process.kill()
+        summary = json.loads(output)["runs"][0]
+        assert (run.returncode, codes) == (0, [0, 0])
+        assert summary["accuracy"] >= 0.9
+        assert summary["samples"] >= 40_000
+        assert summary["bytes_per_second"] > 0
+        # What the workers recorded has come over the wire, too: there is no disk between the two hosts.
+        (directory,) = (tmp_path / "runs").glob("async-fmb-*")
+        assert [rank for rank, _ in rank_files(directory)] == [0, 1, 2]
+        assert summary["compute_seconds"] > 0

@@ -1,0 +1,384 @@
+"""Checkpoints: what goes in comes out, whole or not at all, and a sentence for everything else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import offbeat as ob
+from offbeat import checkpoints
+from offbeat.checkpoints import (
+    DTYPES,
+    HEAD,
+    MAGIC,
+    VERSION,
+    Checkpoint,
+    checkpoint_files,
+    checkpoint_path,
+    load,
+    save,
+)
+from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
+from offbeat.flat import layout_of
+
+LIST, TUPLE, DICT, TENSOR, BIG = range(5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return checkpoint_path(tmp_path)
+
+
+def forged(tree: Any, payload: bytes = b"", payload_bytes: int | None = None, version: int = VERSION) -> bytes:
+    """A file with a digest that is right, whatever it claims."""
+    encoded = msgspec.msgpack.encode(tree)
+    size = len(payload) if payload_bytes is None else payload_bytes
+    body = HEAD.pack(MAGIC, version, len(encoded), size) + encoded + payload
+    return body + hashlib.sha256(body).digest()
+
+
+def through(path: Path, value: Any) -> Any:
+    save(path, value)
+    return load(path)
+
+
+# What goes in comes out
+
+
+@pytest.mark.parametrize("name", sorted(set(DTYPES) - {"complex32"}))  # torch warns of that one wherever it is made
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 1, 3)])
+def test_tensors_of_every_dtype_and_shape_come_back_byte_for_byte(
+    path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    numel = int(np.prod(shape))
+    raw = torch.arange(numel * DTYPES[name].itemsize, dtype=torch.uint8)
+    if name == "bool":
+        raw %= 2
+    tensor = raw.view(DTYPES[name]).view(shape)
+    back = through(path, {"tensor": tensor})["tensor"]
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back.reshape(-1).view(torch.uint8), raw)
+
+
+def test_a_tensor_keeps_its_order_in_memory(path: Path) -> None:
+    """A fused optimizer walks through memory, so a momentum must lie as its parameter does."""
+    tensor = torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last)
+    turned = torch.randn(7, 2).t()
+    for back, given in zip(through(path, [tensor, turned]), [tensor, turned], strict=True):
+        assert back.stride() == given.stride()
+        assert torch.equal(back, given)
+
+
+def test_tensors_that_are_views_come_back_as_what_they_show(path: Path) -> None:
+    whole = torch.arange(12.0)
+    pair = torch.tensor([1 + 2j, 3 - 4j])
+    given = [
+        whole[::3],
+        whole[4:7],
+        whole[5:6:2],
+        whole[0:0:2],
+        torch.tensor(2.0).expand(3, 2),
+        pair.conj(),
+        pair.conj().imag,
+        whole.view(3, 4).t(),
+    ]
+    for back, tensor in zip(through(path, given), given, strict=True):
+        assert torch.equal(back, tensor)
+        assert not back.is_conj()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    back = through(path, parameter)
+    assert (type(back), back.requires_grad) == (torch.Tensor, False)
+
+
+def test_each_tensor_has_memory_of_its_own_that_can_be_changed(path: Path) -> None:
+    tensor = torch.zeros(3)
+    first, second = through(path, [tensor, tensor])
+    first += 1
+    assert (first.tolist(), second.tolist(), tensor.tolist()) == ([1.0] * 3, [0.0] * 3, [0.0] * 3)
+
+
+def test_plain_values_come_back_as_they_were(path: Path) -> None:
+    value = {
+        "none": None,
+        "truth": [True, False, 1, 0],
+        "numbers": (0, -1, 2**63, -(2**63), 2**64, -(2**127), 0.1, float("inf"), -0.0),
+        "text": "Grüße, 世界",
+        "bytes": b"\x00\xff",
+        "nested": [[], (), {}, [[(1,)]], {"": {}}],
+        7: {(1, "a"): "a tuple as key", None: 1, True: 2},
+    }
+    back = through(path, value)
+    assert back == value
+    assert repr(back) == repr(value), "tuples are tuples, truths are truths, and the order is kept"
+
+
+def test_numbers_of_numpy_become_plain_and_its_generators_go_on(path: Path) -> None:
+    generator = np.random.default_rng(3)
+    generator.random(5)
+    back = through(path, {"rate": np.float64(0.1), "generator": generator.bit_generator.state})
+    assert type(back["rate"]) is float
+    other = np.random.default_rng(0)
+    other.bit_generator.state = back["generator"]
+    assert other.random() == generator.random()
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"a": [0, {1, 2}]}, r"state\['a'\]\[1\] is a set, which a checkpoint cannot hold"),
+        ({"a": object()}, r"state\['a'\] is a object"),
+        ({(0, torch.ones(1)): 1}, r"a key of state\[1\] is a torch.strided tensor"),
+        ([torch.ones(2).to_sparse()], r"state\[0\] is a torch.sparse_coo tensor of torch.float32"),
+        (["\ud800"], "cannot be written as UTF-8"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_and_nothing_is_written(path: Path, state: Any, sentence: str) -> None:
+    with pytest.raises(ContractViolation, match=sentence):
+        save(path, state)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_an_optimizer_goes_on_bit_for_bit(path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 3))
+    layout = layout_of(module.to(memory_format=torch.channels_last))
+    parameters = torch.randn(layout.numel)
+    stepper = ob.AMSGrad(lr=0.01).build(parameters, layout)
+    gradients = [torch.randn(layout.numel) for _ in range(4)]
+    for samples, gradient in enumerate(gradients[:2]):
+        stepper.step(gradient, samples)
+    save(path, {"parameters": parameters, "optimizer": stepper.state()})
+    state = load(path)
+    other = ob.AMSGrad(lr=0.01).build(state["parameters"], layout)
+    other.restore(state["optimizer"])
+    for samples, gradient in enumerate(gradients[2:], start=2):
+        stepper.step(gradient.clone(), samples)
+        other.step(gradient.clone(), samples)
+    assert torch.equal(state["parameters"], parameters)
+
+
+# Whole or not at all
+
+
+@contextmanager
+def files_no_longer_than(nbytes: int) -> Any:
+    """The system refuses to write more, as a full disk does. Python ignores the signal that goes with it."""
+    assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_without_room_is_one_sentence_and_the_old_checkpoint_stays(path: Path) -> None:
+    save(path, "old")
+    with files_no_longer_than(1_000_000), pytest.raises(RunFailed) as failure:
+        save(path, torch.zeros(1_000_000))
+    assert str(failure.value) == (
+        f"cannot write the checkpoint {path} (File too large); make room there, or name another place with --out"
+    )
+    assert load(path) == "old"
+    assert checkpoint_files(path.parent) == [path]
+
+
+def test_a_process_that_ends_while_it_writes_leaves_the_old_checkpoint(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(path, "old")
+
+    def interrupted(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, "new")
+    assert load(path) == "old"
+    assert checkpoint_files(path.parent) == [path]
+
+
+def test_it_is_on_the_disk_before_it_takes_the_name_and_the_name_follows(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*given: Any) -> Any:
+            kind = "directory" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{given[0]}") else "file"
+            done.append(f"{name} {kind}")
+            return call(*given)
+
+        return tell
+
+    monkeypatch.setattr(os, "fsync", told("fsync", fsync))
+    monkeypatch.setattr(os, "replace", told("replace", replace))
+    save(path, "new")
+    assert done == ["fsync file", "replace file", "fsync directory"]
+
+
+def test_what_was_left_of_one_is_written_over(path: Path) -> None:
+    partial = path.with_name(path.name + checkpoints.PARTIAL)
+    partial.write_bytes(b"x" * 10_000)
+    assert checkpoint_files(path.parent) == [path.with_name(partial.name)]
+    assert through(path, "new") == "new"
+    assert checkpoint_files(path.parent) == [path]
+
+
+def test_threads_that_save_at_once_do_not_mix(path: Path) -> None:
+    states = [torch.full((300_000,), float(number)) for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda state: save(path, state), states))
+    back = load(path)
+    assert any(torch.equal(back, state) for state in states)
+    assert checkpoint_files(path.parent) == [path]
+
+
+# Files that are something else
+
+
+def test_a_file_that_is_cut_off_anywhere_is_refused(path: Path) -> None:
+    save(path, {"a": torch.arange(5), "b": "text"})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        expected = "is not a checkpoint of offbeat" if length < len(MAGIC) else "is cut off or corrupt"
+        with pytest.raises(ConfigurationError, match=expected):
+            load(path)
+    path.write_bytes(whole + b"\x00")
+    with pytest.raises(ConfigurationError, match="is cut off or corrupt"):
+        load(path)
+
+
+def test_a_changed_bit_anywhere_is_noticed(path: Path) -> None:
+    save(path, {"a": torch.arange(5), "b": "text"})
+    whole = path.read_bytes()
+    for index in range(len(whole)):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
+        with pytest.raises(ConfigurationError):
+            load(path)
+
+
+def test_other_files_and_versions_are_one_sentence(path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be read \(No such file or directory\); name the directory"):
+        load(path)
+    path.write_text("a letter")
+    with pytest.raises(ConfigurationError, match="is not a checkpoint of offbeat; name one"):
+        load(path)
+    path.write_bytes(forged("x", version=9))
+    with pytest.raises(
+        ConfigurationError, match=f"was written in version 9, and this version of offbeat reads {VERSION}"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        forged([TENSOR, "float32", [1 << 40], [0]]),
+        forged([TENSOR, "float32", [1 << 40], [0]], payload_bytes=1 << 42),
+        forged([TENSOR, "float32", [1 << 62, 1 << 62], [0, 1]], b"1234"),
+        forged([TENSOR, "float32", [-1], [0]], b"1234"),
+        forged([TENSOR, "float32", [True], [0]], b"1234"),
+        forged([TENSOR, "float32", ["1"], [0]], b"1234"),
+        forged([TENSOR, "float32", [1], [1]], b"1234"),
+        forged([TENSOR, "float32", [1], []], b"1234"),
+        forged([TENSOR, "float32", [1, 1], [0, 0]], b"1234"),
+        forged([TENSOR, "float32", [1], ["0"]], b"1234"),
+        forged([TENSOR, "qint8", [4], [0]], b"1234"),
+        forged([TENSOR, "load", [4], [0]], b"1234"),
+        forged([TENSOR, "uint8", [0, 1 << 62, 1 << 62], [0, 1, 2]]),
+        forged([TENSOR, "uint8", [0] + [3] * 200, list(range(201))]),
+        forged([TENSOR, "uint8", [3], [0]], b"1234"),
+        forged([LIST], b"1234"),
+        forged([LIST, [TENSOR, "uint8", [3], [0]], [TENSOR, "uint8", [3], [0]]], b"1234"),
+        forged([DICT, 1]),
+        forged([DICT, [LIST], 1]),
+        forged([BIG, "nonsense"]),
+        forged([99]),
+        forged([]),
+        forged({"a": 1}),
+        forged(msgspec.msgpack.Ext(5, b"")),
+        HEAD.pack(MAGIC, VERSION, 1 << 63, 1 << 63) + bytes(64),
+        HEAD.pack(MAGIC, VERSION, 2, 0) + b"\xc1\xc1" + bytes(32),
+    ],
+    ids=lambda raw: hashlib.sha256(raw).hexdigest()[:8],
+)
+def test_a_file_that_claims_what_it_does_not_have_is_refused_before_memory_is_taken(path: Path, raw: bytes) -> None:
+    path.write_bytes(raw)
+    with pytest.raises(ConfigurationError, match="is cut off or corrupt; restore it from a copy, or start anew"):
+        load(path)
+
+
+def test_a_file_nested_without_end_is_refused(path: Path) -> None:
+    encoded = b"\x92\x00" * 100_000 + b"\xc0"
+    body = HEAD.pack(MAGIC, VERSION, len(encoded), 0) + encoded
+    path.write_bytes(body + hashlib.sha256(body).digest())
+    with pytest.raises(ConfigurationError, match="is cut off or corrupt"):
+        load(path)
+
+
+# The checkpoint of a run
+
+
+def a_checkpoint(**changed: Any) -> Checkpoint:
+    known: dict[str, Any] = {
+        "fingerprint": "abc",
+        "experiment": {"strategy": "fmb", "seed": 1},
+        "strategy": "fmb",
+        "elapsed_seconds": 12.5,
+        "records_position": 100,
+        "incarnations": {"1": 0, "2": 3},
+        "resumes": 1,
+        "node": {"parameters": torch.arange(3.0), "draws": {"1": [(0, 5)]}},
+    }
+    return Checkpoint(**{**known, **changed})
+
+
+def test_a_checkpoint_of_a_run_comes_back(path: Path) -> None:
+    a_checkpoint().save(path)
+    back, given = Checkpoint.load(path).to_plain(), a_checkpoint().to_plain()
+    assert torch.equal(back["node"].pop("parameters"), given["node"].pop("parameters"))
+    assert back == given
+    a_checkpoint(experiment=None).save(path)
+    assert Checkpoint.load(path).experiment is None
+
+
+@pytest.mark.parametrize(
+    "changed", [{"resumes": "often"}, {"records_position": -1}, {"elapsed_seconds": None}, {"node": []}]
+)
+def test_a_file_that_holds_no_run_is_one_sentence(path: Path, changed: dict[str, Any]) -> None:
+    save(path, {**a_checkpoint().to_plain(), **changed})
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint-0.offbeat does not hold a run of this version of offbeat"
+    ):
+        Checkpoint.load(path)
+    save(path, [1, 2])
+    with pytest.raises(ConfigurationError, match="does not hold a run"):
+        Checkpoint.load(path)
+
+
+def test_a_checkpoint_of_another_model_or_strategy_is_one_sentence() -> None:
+    a_checkpoint().check_fits("abc", "fmb")
+    with pytest.raises(
+        ConfigurationError, match=r"of another model \(fingerprint abc, this one has xyz\); resume with"
+    ):
+        a_checkpoint().check_fits("xyz", "fmb")
+    with pytest.raises(ConfigurationError, match="of the strategy fmb, and this run's is amb; resume with"):
+        a_checkpoint().check_fits("abc", "amb")
+
+
+def test_its_text_is_short_however_large_the_model_is() -> None:
+    assert len(repr(a_checkpoint(node={"parameters": list(range(10_000))}))) < 1000

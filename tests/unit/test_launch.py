@@ -1,0 +1,208 @@
+"""Single processes: how they are started, heard, ended; and `offbeat launch` with scripts that do not use offbeat."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _with_script_apart, application, main
+from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.launch import Child, start_command, start_forked
+
+Lines = list[tuple[int, str]]
+
+
+def start(script: str, lines: Lines, **options: object) -> Child:
+    argv = [sys.executable, "-I", "-S", "-c", script]
+    given: dict[str, object] = {"rank": 1, "life": 0, "environment": {}, **options}
+    return start_command(argv, on_line=lambda *line: lines.append(line), **given)  # type: ignore[arg-type]
+
+
+# Programs
+
+
+def test_a_child_has_its_environment_one_thread_and_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("INHERITED", "a")
+    lines: Lines = []
+    script = "import os; e = os.environ; print(e['MINE'], e['INHERITED'], e['OMP_NUM_THREADS'], os.getsid(0))"
+    child = start(script, lines, environment={"MINE": "b"})
+    assert child.wait() == 0
+    assert lines == [(1, f"b a 1 {child.pid}")]
+
+
+def test_a_number_of_threads_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    lines: Lines = []
+    start("import os; print(os.environ['OMP_NUM_THREADS'])", lines).wait()
+    assert lines == [(1, "3")]
+
+
+def test_a_door_is_handed_over_and_only_the_child_listens_then() -> None:
+    door = socket.create_server(("127.0.0.1", 0))
+    place, lines = door.getsockname(), Lines()
+    script = (
+        "import os, socket\n"
+        "door = socket.socket(fileno=int(os.environ['OFFBEAT_DOOR']))\n"
+        "visitor, _ = door.accept()\n"
+        "visitor.sendall(b'welcome')\n"
+    )
+    child = start(script, lines, door=door, rank=0)
+    assert door.fileno() == -1
+    with socket.create_connection(place) as visitor:
+        assert visitor.recv(7) == b"welcome"
+    assert child.wait() == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place)
+
+
+def test_what_a_child_has_started_ends_with_it() -> None:
+    """Even where the child is killed before it can see to that."""
+    lines: Lines = []
+    script = (
+        "import os, signal\n"
+        "pid = os.fork() or signal.pause()\n"
+        "os.write(1, f'{pid}\\n'.encode())\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert start(script, lines).wait() == -signal.SIGKILL
+    (pid,) = [int(text) for _, text in lines]
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([watched], [], [], 30)[0]
+    os.close(watched)
+
+
+def test_a_signal_to_a_child_that_has_ended_goes_to_nobody() -> None:
+    child = start("pass", [])
+    assert child.wait() == 0
+    child.kill(signal.SIGKILL)
+    assert child.poll() == 0
+
+
+def test_lines_that_are_not_text_are_shown_all_the_same() -> None:
+    lines: Lines = []
+    start("import os; os.write(2, b'\\xff\\nno end of line')", lines).wait()
+    assert lines == [(1, "\ufffd"), (1, "no end of line")]
+
+
+# Copies of this process
+
+
+def forked(function: object, lines: Lines, **options: object) -> Child:
+    given: dict[str, object] = {"rank": 2, "life": 0, "environment": {"MINE": "b"}, **options}
+    return start_forked(function, on_line=lambda *line: lines.append(line), **given)  # type: ignore[arg-type]
+
+
+def test_a_function_runs_in_a_copy_of_this_process_and_returns_its_exit_code() -> None:
+    lines, here = Lines(), {"secret": 17}
+
+    def function() -> int:
+        print("out", here["secret"], os.environ["MINE"], os.getsid(0) == os.getpid())
+        return 5
+
+    assert forked(function, lines).wait() == 5
+    assert lines == [(2, "out 17 b True")]
+    assert "MINE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigurationError("the model\nis another one"), 2, "the model is another one"),
+        (RunFailed("nobody is left"), 1, "nobody is left"),
+        (ValueError("there is no x"), 1, "ValueError: there is no x"),
+        (KeyboardInterrupt(), 130, None),
+        (SystemExit(4), 4, None),
+    ],
+)
+def test_a_function_that_fails_says_so_as_a_program_does(error: BaseException, code: int, words: str | None) -> None:
+    def function() -> int:
+        raise error
+
+    child = forked(function, [])
+    assert (child.wait(), child.last_words()) == (code, words)
+
+
+# `offbeat launch` and `offbeat work`
+
+
+@pytest.mark.parametrize(
+    ("argv", "apart"),
+    [
+        ("launch -n 4 train.py --out here", "launch -n 4 -- train.py --out here"),
+        ("launch -n=4 --quiet --out o train.py -n 3", "launch -n=4 --quiet --out o -- train.py -n 3"),
+        ("launch -n 4 -- train.py", "launch -n 4 -- train.py"),
+        ("launch train.py -n 4", "launch -- train.py -n 4"),
+        ("launch -n", "launch -n"),
+        ("work h:1 --token-file f", "work h:1 --token-file f"),
+        ("work h:1 --token-file f train.py --wait 3", "work h:1 --token-file f -- train.py --wait 3"),
+        ("work --wait 3 h:1 train.py", "work --wait 3 h:1 -- train.py"),
+        ("simulate digits fmb --workers 3", "simulate digits fmb --workers 3"),
+        ("", ""),
+    ],
+)
+def test_what_comes_after_the_script_goes_to_the_script(argv: str, apart: str) -> None:
+    assert _with_script_apart(argv.split()) == apart.split()
+
+
+@pytest.mark.parametrize("command", list(WORDS_BEFORE_SCRIPT))
+def test_the_options_without_a_value_are_known_before_anything_is_parsed(command: str) -> None:
+    arguments = application()[command].assemble_argument_collection(parse_docstring=False)
+    flags = {name for argument in arguments if argument.hint is bool for name in argument.names}
+    assert flags == ({"--overwrite", "--quiet"} if command == "launch" else set())
+    assert flags <= set(SWITCHES)
+
+
+@pytest.fixture
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_launch_starts_a_script_so_often_and_each_knows_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("script.py").write_text(
+        "import os, sys\n"
+        "os.write(1, f\"{os.environ['OFFBEAT_RANK']} of {os.environ['OFFBEAT_PROCESSES']} {sys.argv[1:]}\\n\".encode())"
+    )
+    assert main(["launch", "-n", "3", "--restarts", "0", "script.py", "--out", "x"]) == 0
+    said = capfd.readouterr()
+    assert sorted(said.out.splitlines()) == [f"{rank} of 3 ['--out', 'x']" for rank in range(3)]
+    assert said.err == ""
+    assert not list(Path("runs").iterdir())
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_a_script_that_raises_fails_the_run_and_it_shows_whose_traceback_it_was(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Path("script.py").write_text(
+        "import os, signal\n"
+        "if os.environ['OFFBEAT_RANK'] == '1':\n"
+        "    raise ValueError('there is no x')\n"
+        "signal.pause()\n"
+    )
+    assert main(["launch", "-n", "3", "script.py"]) == 1
+    *traceback, sentence = capfd.readouterr().err.splitlines()
+    assert sentence == "offbeat: rank 1: ValueError: there is no x"
+    assert traceback[0] == "[rank 1] Traceback (most recent call last):"
+    assert all(line.startswith("[rank 1] ") for line in traceback)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_a_script_that_cannot_join_says_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("script.py").write_text(
+        "import os, sys\n"
+        "if os.environ['OFFBEAT_RANK'] == '0': sys.exit('offbeat: the disk is full')\n"
+        "import signal; signal.pause()\n"
+    )
+    assert main(["launch", "-n", "2", "script.py"]) == 1
+    assert capfd.readouterr().err == "offbeat: the disk is full\n"

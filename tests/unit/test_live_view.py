@@ -1,0 +1,186 @@
+"""What the view of a live run makes of records."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from made_records import a_round, a_small_run, an_update
+from rich.console import Console
+
+from offbeat.cli.live_board import RECENT_SECONDS, Board
+from offbeat.cli.live_view import LINE_SECONDS, Lines, Quiet, namer, view, watching, worker_line
+from offbeat.experiment import Experiment
+from offbeat.records.schema import Evaluation, Membership, Notice
+from offbeat.strategies.hub import FixedMinibatch
+from offbeat.workloads import Quadratic
+
+HUB = namer(peers=False)
+
+
+def board() -> Board:
+    made = Board([1, 2])
+    made.add(a_small_run().records)
+    return made
+
+
+def drawn(made: Board, title: str = "fmb, seed 0", target: str | None = None) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(view(title, target, HUB, made))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def joined(at: float, peer: int, incarnation: int = 0, there: bool = True, rank: int = 0) -> Membership:
+    return Membership(at=at, rank=rank, peer=peer, incarnation=incarnation, joined=there)
+
+
+# The board
+
+
+def test_a_run_is_told_in_a_few_facts() -> None:
+    assert board().facts() == [
+        "8 s",
+        "version 1",
+        "40 samples",
+        "4 a second",
+        "train loss 0.1",
+        "test loss 0",
+        "accuracy 1.000",
+    ]
+
+
+def test_before_anything_has_happened_little_is_said() -> None:
+    assert Board([1]).facts() == ["0 s", "version 0", "0 samples"]
+
+
+def test_each_worker_has_its_seconds_its_staleness_and_its_lives() -> None:
+    first, second = board().workers.values()
+    assert (first.compute_seconds, first.idle_seconds, first.samples, first.lives) == (4.0, 0.0, 20, 1)
+    assert (second.compute_seconds, second.idle_seconds, second.idle_share, second.lives) == (2.0, 2.0, 0.5, 2)
+    assert (first.staleness_mean, second.staleness_mean) == (0.0, 3.0)
+    assert worker_line(second) == (
+        "20 samples in 2 rounds, compute 2.0 s, idle 2.0 s, send 0.0 s, staleness 3.0, 2 lives"
+    )
+
+
+def test_the_state_of_a_worker() -> None:
+    made = Board([1])
+    states = [made.workers[1].state]
+    for record in (
+        joined(0.0, 1),
+        a_round(1, 0.0, 2.0),
+        a_round(1, 3.9, 0.1, idle=1.9),
+        a_round(1, 9.9, 0.1, idle=5.9),
+        joined(12.0, 1, there=False),
+        joined(13.0, 1, 1),
+    ):
+        made.add([record])
+        states.append(made.workers[1].state)
+    assert states == ["expected", "joined", "computing", "computing", "waiting", "lost", "waiting"]
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    made = Board([1])
+    made.add([a_round(1, 0.0, 1.0), an_update(1.0, 1000, (1, 0, 1000, 0))])
+    made.add([a_round(1, 99.0, 1.0), an_update(100.0, 1010, (1, 1000, 1010, 0))])
+    assert made.samples_per_second == made.computed_per_second(made.workers[1]) == 10 / RECENT_SECONDS
+
+
+def test_workers_that_were_not_expected_are_shown_and_the_hub_is_not_one() -> None:
+    made = Board([1])
+    made.add([joined(0.0, 0, rank=1), joined(1.0, 7)])
+    assert sorted(made.workers) == [1, 7]
+
+
+def test_an_evaluation_that_is_late_does_not_replace_a_newer_one() -> None:
+    made = Board()
+    later, earlier = (Evaluation(at, 0, version, 0, 1.0 / version, None) for at, version in ((2.0, 2), (1.0, 1)))
+    made.add([later, earlier])
+    assert made.evaluation is later
+
+
+# What is shown
+
+
+def test_the_table_has_a_row_for_each_worker() -> None:
+    shown = drawn(board(), target="accuracy 0.9")
+    assert "fmb, seed 0 (target: accuracy 0.9)" in shown
+    assert "8 s · version 1 · 40 samples" in shown
+    rows = [line.split() for line in shown.splitlines() if line.startswith("worker")]
+    assert rows == [
+        ["worker", "1", "computing", "2", "0.0", "0%", "4.0", "0.0", "0.0", "1"],
+        ["worker", "2", "waiting", "2", "3.0", "50%", "2.0", "2.0", "0.0", "2"],
+    ]
+
+
+def test_the_table_can_be_drawn_before_anybody_is_there() -> None:
+    assert "expected" in drawn(Board([1, 2]))
+
+
+def test_without_a_terminal_there_is_a_line_every_few_seconds_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines("fmb, seed 0", HUB, Board([1]))
+    for at in (1.0, LINE_SECONDS - 0.1, LINE_SECONDS + 0.1, LINE_SECONDS + 0.2, 2 * LINE_SECONDS):
+        lines.records([an_update(at, 10, (1, 0, 10, 0))])
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[1] for line in said] == [" seed 0: 5 s", " seed 0: 10 s"]
+
+
+def test_the_last_lines_tell_of_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines("fmb, seed 0", HUB, Board([1, 2]))
+    lines.records(a_small_run().records)
+    lines.ended()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("fmb, seed 0: 8 s, version 1, 40 samples")
+    assert said[1] == "  worker 1: 20 samples in 2 rounds, compute 4.0 s, idle 0.0 s, send 0.0 s, staleness 0.0"
+    assert len(said) == 3
+
+
+def test_notices_are_said_and_the_words_of_processes_are_labelled(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines("fmb, seed 0", HUB, Board([1]))
+    lines.records([Notice(1.0, 0, "raise samples_max")])
+    lines.say("worker 1 was killed by SIGKILL")
+    lines.line(1, "Traceback (most recent call last):")
+    lines.line(0, "a warning")
+    lines.line(0, "offbeat: why it ended is said elsewhere")
+    assert capsys.readouterr().err.splitlines() == [
+        "offbeat: fmb, seed 0: raise samples_max",
+        "offbeat: worker 1 was killed by SIGKILL",
+        "[worker 1] Traceback (most recent call last):",
+        "[hub] a warning",
+    ]
+
+
+def test_where_quiet_is_wanted_only_trouble_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with watching(EXPERIMENT, quiet=True) as watcher:
+        watcher.records(a_small_run().records)
+    assert isinstance(watcher, Quiet)
+    assert capsys.readouterr().err == ""
+
+
+def test_where_everybody_computes_they_are_peers() -> None:
+    assert [namer(peers=True)(rank) for rank in range(2)] == ["peer 0", "peer 1"]
+
+
+EXPERIMENT = Experiment(Quadratic(), FixedMinibatch(), workers=2)
+
+
+def test_on_a_terminal_what_is_said_appears_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal: Any = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with watching(EXPERIMENT, quiet=False, position="[2/4]") as watcher:
+        watcher.records(a_small_run().records)
+        watcher.say("worker 1 was killed by SIGKILL")
+        watcher.line(2, "[brackets] are kept")
+    shown = terminal.getvalue()
+    assert "[2/4] fmb, seed 0, on quadratic" in shown
+    assert "offbeat: worker 1 was killed by SIGKILL" in shown
+    assert "[worker 2] [brackets] are kept" in shown
+    assert "samples/s" in shown

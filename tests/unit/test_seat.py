@@ -1,0 +1,168 @@
+"""Which rank a process has, by what launchers put into its environment."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from offbeat.errors import ConfigurationError
+from offbeat.launch import Seat, environment_of, open_door, read_token, seat
+from offbeat.launch.seat import first_host
+from offbeat.launch.torchrun import meet
+from offbeat.transports.rendezvous import Address
+
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "1"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert seat({"HOME": "/root"}) == Seat(0, 1, None, None, None, None, False, "alone")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "host.example"])
+def test_a_seat_survives_the_way_through_the_environment(host: str, tmp_path: Path) -> None:
+    given = Seat(2, 4, Address(host, 7700), b"\x00\xffsecret", None, tmp_path, True, "offbeat", "me")
+    assert seat(environment_of(given)) == given
+
+
+def test_ours_comes_before_torchrun_and_torchrun_before_slurm() -> None:
+    ours = environment_of(Seat(3, 5, Address("127.0.0.1", 1)))
+    assert seat({**ours, **TORCHRUN, **SLURM}).launcher == "offbeat"
+    alone = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}
+    assert seat({**alone, **SLURM}) == Seat(0, 1, launcher="torchrun")
+    assert seat(SLURM).launcher == "slurm"
+
+
+def test_a_door_is_found_by_its_number() -> None:
+    assert seat({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_DOOR": "7"}).door == 7
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"OFFBEAT_RANK": "x"}, "OFFBEAT_RANK is a whole number of at least 0, but it is 'x' here"),
+        ({"OFFBEAT_RANK": "0"}, "OFFBEAT_PROCESSES is a whole number of at least 1, but it is '' here"),
+        ({"OFFBEAT_RANK": "1", "OFFBEAT_PROCESSES": "2"}, "rank 1 does not know where rank 0 is; set OFFBEAT_ADDRESS"),
+        ({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_TOKEN": "xy"}, "OFFBEAT_TOKEN does not hold"),
+        (TORCHRUN, "torchrun started this run on several machines, .* needs a token; set OFFBEAT_TOKEN_FILE"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK is 4, but WORLD_SIZE is 4, and ranks count from 0"),
+        ({**SLURM, "SLURM_NNODES": "2"}, "SLURM started this run on several machines, .* needs a token"),
+    ],
+)
+def test_what_does_not_make_a_seat_is_answered_by_one_sentence(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        seat(environment)
+
+
+# SLURM
+
+
+def test_tasks_of_one_node_meet_on_loopback_at_a_port_of_their_job() -> None:
+    assert seat(SLURM) == Seat(2, 4, Address("127.0.0.1", 20_000 + 3456), launcher="slurm")
+
+
+def test_tasks_of_several_nodes_meet_at_the_first_with_a_token(token_file: Path) -> None:
+    found = seat(
+        {**SLURM, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[07-08]", "OFFBEAT_TOKEN_FILE": str(token_file)}
+    )
+    assert (found.address, found.token) == (Address("n07", 23_456), b"secret")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[01-04,7],gpu3", "node01"),
+        ("node[7,9-11]", "node7"),
+        ("rack[2-3]-n[10-12]", "rack2-n10"),
+        ("a-b[003]", "a-b003"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list_as_slurm_writes_it(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+# torchrun
+
+
+def test_processes_under_torchrun_meet_through_its_store() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    where |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    hub, worker = seat({**where, "RANK": "0"}), seat({**where, "RANK": "1"})
+    assert hub.launcher == worker.launcher == "torchrun"
+    assert hub.address == worker.address
+    assert hub.token == worker.token
+    assert hub.token is not None
+    assert len(hub.token) == 16
+    assert worker.door is None
+    assert hub.door is not None
+    assert seat({**where, "RANK": "0"}) == hub  # asking again opens no second door
+    with socket.socket(fileno=hub.door) as door:
+        assert hub.address is not None
+        assert door.getsockname() == ("127.0.0.1", hub.address.port)
+    assert seat({**where, "RANK": "1", "TORCHELASTIC_RUN_ID": "test"}).address == hub.address
+    meet.cache_clear()
+
+
+# Tokens and doors
+
+
+def test_a_token_is_what_is_in_the_file_without_blanks_around(token_file: Path) -> None:
+    said: list[str] = []
+    assert read_token(token_file, said.append) == b"secret"
+    assert said == []
+    token_file.chmod(0o644)
+    assert read_token(token_file, said.append) == b"secret"
+    assert said == [f"other users can read the token file {token_file}; type: chmod 600 {token_file}"]
+
+
+def test_a_token_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read: no such file or directory; to make one type"):
+        read_token(tmp_path / "none")
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(ConfigurationError, match="is empty; to make a token type"):
+        read_token(tmp_path / "empty")
+
+
+def test_a_door_for_this_machine_has_a_token_that_nobody_else_knows() -> None:
+    doors = [open_door(None, None) for _ in range(2)]
+    assert all(address == Address(*door.getsockname()) and address.is_loopback for door, address, _ in doors)
+    assert doors[0][2] != doors[1][2]
+    for door, _, _ in doors:
+        door.close()
+
+
+def test_a_door_that_was_asked_for_on_loopback_needs_no_token() -> None:
+    door, address, token = open_door("127.0.0.1:0", None)
+    assert (token, address.port) == (None, door.getsockname()[1])
+    with pytest.raises(ConfigurationError, match=f"port {address.port} of 127.0.0.1 is taken; choose another, or 0"):
+        open_door(str(address), None)
+    door.close()
+
+
+def test_a_door_to_other_machines_needs_a_token_and_is_reached_from_here() -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.0\.0\.0:0 lets other machines in, which needs a token"):
+        open_door("0.0.0.0:0", None)
+    door, address, token = open_door("0.0.0.0:0", b"secret")
+    assert token == b"secret"
+    socket.create_connection((address.host, address.port)).close()
+    door.close()
+
+
+def test_an_address_that_is_not_of_this_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1:0: cannot assign requested address"):
+        open_door("192.0.2.1:0", b"secret")
