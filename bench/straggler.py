@@ -45,8 +45,8 @@ from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, worklo
 from offbeat.launch.memory import keep_memory
 
 WORKERS = 2
-REPEATS = 5
-SECONDS = 5.0
+REPEATS = 7
+SECONDS = 3.0
 STRAGGLE_SECONDS = 0.15
 TARGET = 1.2
 TARGET_WINDOW = 512
@@ -55,9 +55,9 @@ DDP = "ddp"
 DDP_KEPT = "ddp, memory kept"
 
 STRATEGIES: dict[str, ob.Strategy] = {
-    "fmb": ob.FixedMinibatch(batch=BATCH, microbatch=BATCH),
     "async-fmb": ob.AsyncFixed(batch=BATCH, microbatch=BATCH, messages=1),
     "async-timed": ob.AsyncTimed(worker_seconds=0.15, hub_seconds=0.15, microbatch=BATCH),
+    "fmb": ob.FixedMinibatch(batch=BATCH, microbatch=BATCH),
     "apam": ob.AsyncAdaptive(batch=BATCH, microbatch=BATCH),
 }
 
@@ -96,10 +96,10 @@ def main() -> None:
 def one_turn(repeat: int, straggler: bool, seconds: float) -> list[Row]:
     """Every contestant once."""
     contestants: dict[str, Callable[[], Trace]] = {CEILING: lambda: alone(straggler, seconds)}
-    contestants[DDP] = lambda: ddp(straggler, seconds, keeps=False)
-    contestants[DDP_KEPT] = lambda: ddp(straggler, seconds, keeps=True)
     for name, strategy in STRATEGIES.items():
         contestants[name] = lambda strategy=strategy: ours(strategy, straggler, seconds)
+    contestants[DDP] = lambda: ddp(straggler, seconds, keeps=False)
+    contestants[DDP_KEPT] = lambda: ddp(straggler, seconds, keeps=True)
     traces: dict[str, Trace] = {}
     for name, contest in contestants.items():
         traces[name] = contest()

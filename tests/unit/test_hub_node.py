@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 import offbeat as ob
-from offbeat.actions import Action, Compute, Finish, Report, Send, SetTimer
-from offbeat.events import GradientReady, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.actions import Action, Cancel, Compute, Evaluate, Finish, Report, Send, SetTimer
+from offbeat.events import GradientReady, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.flat import FlatModule
 from offbeat.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
 from offbeat.strategies.hub import Distinct, Every, Messages
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.node import EVALUATIONS_MAX
 from offbeat.strategies.hub.pacing import Effort, SharePacing, TargetPacing
 from offbeat.strategies.hub.parts import All, Census, Share, TargetBatch
 
@@ -271,3 +273,57 @@ def test_a_worker_told_to_compute_while_it_computes_remembers_it_through_its_sta
     (compute,) = again.handle(ready)
     assert isinstance(compute, Compute)
     assert (compute.version, compute.draw) == (2, 0), "the round that was under way is discarded, and done again"
+
+
+# Leaving
+
+FMB = ob.Hub(optimizer=ob.SGD(lr=0.1))
+
+
+def test_a_worker_that_is_asked_to_leave_cancels_says_stopped_and_finishes() -> None:
+    worker = FMB.node(setup_for(1, 1))
+    list(worker.handle(Started(0.0)))
+    list(worker.handle(PeerJoined(0.0, 0, 0)))
+    welcome = Welcome(torch.zeros(2), (), 0, ob.Samples(8), 0, ())
+    assert any(isinstance(action, Compute) for action in worker.handle(arrives(0, welcome)))
+    assert [type(action) for action in worker.handle(Leave(1.0))] == [Cancel]
+    done = GradientReady(2.0, torch.zeros(2), 0, 0.0, (), 0, (0, 0), 1.0, 0.0, True)
+    actions = list(worker.handle(done))
+    assert sent(actions, Stopped) == [0]
+    assert isinstance(actions[-1], Finish)
+    assert actions[-1].failure is None
+
+
+def test_a_hub_goes_on_without_a_worker_that_left_and_ends_when_all_have() -> None:
+    hub = hub_of(FMB)
+    assert list(hub.handle(arrives(1, Stopped(0, 0)))) == []
+    assert not any(isinstance(action, Finish) for action in hub.handle(PeerLost(1.0, 1, 0)))
+    assert list(hub.handle(arrives(2, Stopped(0, 0)))) == []
+    finishes = [action for action in hub.handle(PeerLost(2.0, 2, 0)) if isinstance(action, Finish)]
+    assert [finish.failure for finish in finishes] == [None]
+
+
+def test_a_hub_that_is_asked_to_leave_stops_those_who_are_there() -> None:
+    hub = hub_of(FMB)
+    list(hub.handle(arrives(1, Stopped(0, 0))))
+    assert sent(hub.handle(Leave(1.0)), Stop) == [2]
+    assert any(isinstance(action, Finish) for action in hub.handle(arrives(2, Stopped(0, 0))))
+
+
+def test_a_worker_that_left_and_is_lost_for_good_is_still_waited_for_if_another_died() -> None:
+    hub = hub_of(FMB)
+    list(hub.handle(PeerLost(1.0, 1, 0)))  # it died, and may come back
+    list(hub.handle(arrives(2, Stopped(0, 0))))
+    actions = list(hub.handle(PeerLost(2.0, 2, 0)))
+    assert [action.name for action in actions if isinstance(action, SetTimer)] == ["workers"]
+
+
+def test_evaluation_that_does_not_keep_up_is_not_asked_for_without_end() -> None:
+    setup = setup_for(0, 1, until=10_000)
+    hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(setup, evaluate=ob.EveryUpdates(1)))
+    list(hub.handle(Started(0.0)))
+    asked = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
+    for number in range(20):
+        actions = hub.handle(arrives(1, gradient([1.0, 1.0], number, (number, number + 1)), at=float(number)))
+        asked += [action for action in actions if isinstance(action, Evaluate)]
+    assert len(asked) == EVALUATIONS_MAX

@@ -56,6 +56,7 @@ from offbeat.transports.rendezvous import (
 from offbeat.transports.transport import (
     MESSAGE_BYTES_MAX,
     SILENCE_SECONDS,
+    Arrived,
     Incoming,
     Joined,
     Lost,
@@ -348,10 +349,17 @@ class GlooTransport(Transport):
                 return None
             if isinstance(item, ContractViolation):
                 raise item
+            if isinstance(item, Arrived):
+                self._took(item)
             if item is not None:
                 return item
         self._woken = False
         return None
+
+    def _took(self, arrived: Arrived) -> None:
+        link = self._links.get(arrived.source)
+        if link is not None and link.incarnation == arrived.incarnation:
+            link.take()
 
     def wake(self) -> None:
         self._woken = True

@@ -29,6 +29,9 @@ from offbeat.transports.transport import Arrived, Departed, Incoming
 CLOSED = "closed"
 """Why a link is lost whose other end said goodbye."""
 
+WINDOW = 2
+"""Messages on the way that the other side has not taken; more wait on this side."""
+
 REST: tuple[str] = ("rest",)
 """What the sender does next where a message has partly left."""
 
@@ -96,8 +99,13 @@ class Link:
         self._changed = threading.Condition()
         self._outbox: deque[tuple[str | None, Message]] = deque()
         self._finishing = False
+        self._sent = self._acknowledged = 0
+        """Messages of ours: that have left, and that the other side has taken."""
+        self._taken = self._told = 0
+        """Messages of theirs: that were taken here, and of which they know."""
         self._busy = False
         """Whether the thread that sends has taken something to send, and may not be overtaken."""
+        self._word_due = False
         self._rest: tuple[list[memoryview], wire.Encoded, str | None, float] | None = None
         """What is left of a message that could not leave at once; it comes before what is queued."""
         self._raw = torch.empty(wire.HEAD_BYTES, dtype=torch.uint8)
@@ -124,9 +132,21 @@ class Link:
                     if queued == key:
                         self._outbox[place] = (key, message)
                         return
-            free = not (self._busy or self._outbox or self._rest)
+            free = not (self._busy or self._outbox or self._rest) and self._may_leave()
             if not (free and self._send_now(message, key)):
                 self._outbox.append((key, message))
+                self._changed.notify()
+
+    def _may_leave(self) -> bool:
+        """What the other side has not taken yet would only grow old on the way; let it wait here, to be superseded."""
+        return self._finishing or self._sent - self._acknowledged < WINDOW
+
+    def take(self) -> None:
+        """A message of theirs was taken. Whatever we send says so; where we send nothing, a word of its own does."""
+        with self._changed:
+            self._taken += 1
+            if self._taken - self._told >= WINDOW and self.why is None:
+                self._word_due = True
                 self._changed.notify()
 
     def _send_now(self, message: Message, key: str | None) -> bool:
@@ -136,9 +156,12 @@ class Link:
             if encoded is None:
                 return True
             begun = time.perf_counter()
+            wire.tell(encoded.head, self._taken)
             rest = self._channel.send_now(self._pieces(encoded))
             if rest is None:
                 return False
+            self._sent += 1
+            self._telling()
             if rest:
                 self._rest = (rest, encoded, key, begun)
                 self._changed.notify()
@@ -198,6 +221,7 @@ class Link:
         while True:
             self._channel.receive([self._raw])
             head = wire.read_head(self._raw, self._manner.message_bytes_max)
+            self._hear(head.taken)
             if head.kind == wire.GOODBYE:
                 return False
             if head.kind == wire.MESSAGE:
@@ -214,6 +238,15 @@ class Link:
         self._deliver(Arrived(self.peer, self.incarnation, wire.decode(head, meta, payload), nbytes))
         return True
 
+    def _hear(self, taken: int) -> None:
+        with self._changed:
+            if not self._acknowledged <= taken <= self._sent:
+                raise wire.WireError(f"{taken} messages are said to be taken, of {self._sent} that were sent")
+            if taken > self._acknowledged:
+                self._acknowledged = taken
+                if self._outbox:
+                    self._changed.notify()
+
     def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Pieces small enough that none takes as long as a silent peer is given. Both ends cut in the same places."""
         nbytes = self._manner.chunk_bytes
@@ -225,7 +258,6 @@ class Link:
 
     def _run_sender(self) -> None:
         try:
-            heartbeat = wire.control(wire.HEARTBEAT)
             while True:
                 step = self._next()
                 if step is None:
@@ -233,12 +265,12 @@ class Link:
                 if step is REST:
                     self._send_rest()
                 elif step == ():
-                    self._channel.send([heartbeat])
+                    self._channel.send([self._word(wire.HEARTBEAT)])
                 else:
                     self._send(*step)
                 del step  # the message is not ours to keep until the next one comes
             if self.why is None or self.left:
-                self._channel.send([wire.control(wire.GOODBYE)])
+                self._channel.send([self._word(wire.GOODBYE)])
         except BaseException as error:
             self.drop(_reason(error))
 
@@ -249,21 +281,35 @@ class Link:
             while True:
                 if self._rest is not None and self.why is None:
                     return REST
-                if self._outbox:
+                if self._outbox and self._may_leave():
                     self._busy = True
                     return self._outbox.popleft()
                 if self._finishing or self.why is not None:
                     return None
-                if not self._changed.wait(self._manner.silence_seconds / 4):
+                if self._word_due or not self._changed.wait(self._manner.silence_seconds / 4):
                     self._busy = True
                     return ()
 
     def _send(self, key: str | None, message: Message) -> None:
         encoded = self._encoded(message)
         if encoded is not None:
+            with self._changed:
+                self._sent += 1
+                wire.tell(encoded.head, self._telling())
             begun = time.perf_counter()
             self._channel.send(self._pieces(encoded))
             self._departed(encoded, key, begun)
+
+    def _word(self, kind: int) -> Tensor:
+        head = wire.control(kind)
+        with self._changed:
+            wire.tell(head, self._telling())
+        return head
+
+    def _telling(self) -> int:
+        """What is said of their messages in what leaves now."""
+        self._told, self._word_due = self._taken, False
+        return self._taken
 
     def _send_rest(self) -> None:
         assert self._rest is not None

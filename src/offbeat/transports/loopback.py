@@ -77,8 +77,15 @@ class Loopback:
         with self._lock:
             if source.linked.get(to) != incarnation:
                 return
-            source.incoming.put(Departed(to, incarnation, key, nbytes, 0.0))
-            self._open[to].incoming.put(Arrived(source.rank, incarnation, message, nbytes))
+            arrived = Arrived(source.rank, incarnation, message, nbytes)
+            self._open[to].incoming.put((arrived, Departed(to, incarnation, key, nbytes, 0.0)))
+
+    def taken(self, source: int, departed: Departed) -> None:
+        """For the ends only: a message has been taken, and so has left the one who sent it."""
+        with self._lock:
+            sender = self._open.get(source)
+            if sender is not None and sender.linked.get(departed.to) == departed.incarnation:
+                sender.incoming.put(departed)
 
     def leave(self, transport: LoopbackTransport) -> None:
         """For the ends only: one of them closes."""
@@ -93,7 +100,7 @@ class LoopbackTransport(Transport):
     def __init__(self, loopback: Loopback, rank: int) -> None:
         self.rank = rank
         self.linked: dict[int, int] = {}
-        self.incoming: SimpleQueue[Incoming | None] = SimpleQueue()
+        self.incoming: SimpleQueue[Incoming | tuple[Arrived, Departed] | None] = SimpleQueue()
         self.closed = False
         self._loopback = loopback
         self._woken = False
@@ -109,6 +116,10 @@ class LoopbackTransport(Transport):
                 item = self.incoming.get(timeout=rest)
             except Empty:
                 return None
+            if isinstance(item, tuple):
+                arrived, departed = item
+                self._loopback.taken(arrived.source, departed)
+                return arrived
             if item is not None:
                 return item
         self._woken = False

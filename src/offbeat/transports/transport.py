@@ -6,7 +6,9 @@ each time under a higher incarnation. Per link, messages arrive in the order in 
 What a transport promises
 - `send` never blocks, and never copies the tensors: they are immutable by contract. A message goes to the incarnation
   that is named; if that is gone, it vanishes.
-- A queued message that has not begun to leave is replaced by a newer one to the same peer under the same key.
+- A message leaves when the peer has taken all but a few of those before it: `Departed` says so, and lets a node hold
+  back what would only grow old on the way. A queued one that has not begun to leave is replaced by a newer one to the
+  same peer under the same key.
 - `Joined` comes before anything else of an incarnation, `Lost` after everything else of it. A closed connection is
   reported within two seconds, a silent peer after `silence_seconds`.
 - What a message holds lies in buffers that are used again as soon as its tensors are gone: no allocation per message

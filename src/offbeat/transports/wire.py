@@ -38,10 +38,11 @@ from offbeat.messages import Buffers, Message
 WIRE_VERSION = 1
 HEAD_BYTES = 1024
 META_BYTES_MAX = 1 << 20
-MESSAGE, HEARTBEAT, GOODBYE = 0, 1, 2
+MESSAGE, HEARTBEAT, GOODBYE, TAKEN = 0, 1, 2, 3
 
 _MAGIC = b"OFFB"
-_HEAD = struct.Struct("<4sBBBBIQI")
+_HEAD = struct.Struct("<4sBBBBIQIQ")
+_COUNT = struct.Struct("<Q")
 _INLINE_BYTES_MAX = HEAD_BYTES - _HEAD.size
 _CHECKSUM = 1
 _DIMENSIONS_MAX = 8
@@ -71,6 +72,8 @@ class Head:
     payload_bytes: int
     checksum: int | None
     meta: bytes | None
+    taken: int = 0
+    """How many of our messages the peer has taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +124,19 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
 
 
 def control(kind: int) -> Tensor:
-    """A head that says something by itself: HEARTBEAT or GOODBYE."""
+    """A head that says something by itself: HEARTBEAT, GOODBYE or TAKEN."""
     return _write_head(kind, b"", 0, None)
+
+
+def tell(head: Tensor, taken: int) -> None:
+    """Let a head say how many messages of the other side have been taken so far."""
+    _COUNT.pack_into(head.numpy(), _HEAD.size - _COUNT.size, taken)  # type: ignore[arg-type]
 
 
 def _write_head(kind: int, meta: bytes, payload_bytes: int, checksum: int | None) -> Tensor:
     raw = bytearray(HEAD_BYTES)
     flags = 0 if checksum is None else _CHECKSUM
-    _HEAD.pack_into(raw, 0, _MAGIC, WIRE_VERSION, flags, kind, 0, len(meta), payload_bytes, checksum or 0)
+    _HEAD.pack_into(raw, 0, _MAGIC, WIRE_VERSION, flags, kind, 0, len(meta), payload_bytes, checksum or 0, 0)
     if len(meta) <= _INLINE_BYTES_MAX:
         raw[_HEAD.size : _HEAD.size + len(meta)] = meta
     return torch.frombuffer(raw, dtype=torch.uint8)
@@ -164,7 +172,7 @@ def read_head(raw: Tensor, message_bytes_max: int) -> Head:
     if raw.dtype is not torch.uint8 or raw.numel() != HEAD_BYTES:
         raise WireError(f"a head has {HEAD_BYTES} bytes, but {raw.nbytes} came")
     data = raw.numpy().tobytes()
-    magic, version, flags, kind, reserved, meta_bytes, payload_bytes, crc = _HEAD.unpack_from(data)
+    magic, version, flags, kind, reserved, meta_bytes, payload_bytes, crc, taken = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise WireError("what came is not a message of offbeat")
     if version != WIRE_VERSION:
@@ -181,10 +189,10 @@ def read_head(raw: Tensor, message_bytes_max: int) -> Head:
         )
     if kind == MESSAGE:
         inline = data[_HEAD.size : _HEAD.size + meta_bytes] if meta_bytes <= _INLINE_BYTES_MAX else None
-        return Head(kind, meta_bytes, payload_bytes, crc if flags else None, inline)
-    if kind not in (HEARTBEAT, GOODBYE) or meta_bytes or payload_bytes or flags:
+        return Head(kind, meta_bytes, payload_bytes, crc if flags else None, inline, taken)
+    if kind not in (HEARTBEAT, GOODBYE, TAKEN) or meta_bytes or payload_bytes or flags:
         raise WireError(f"a head of kind {kind} with {meta_bytes} + {payload_bytes} bytes means nothing")
-    return Head(kind, 0, 0, None, b"")
+    return Head(kind, 0, 0, None, b"", taken)
 
 
 def tensor_sizes(head: Head, meta: bytes) -> list[int]:

@@ -344,7 +344,7 @@ class HubNode(Node):
     def _stop(self, at: float) -> Iterator[Action]:
         if self._awaited is not None:
             return
-        self._awaited = set(self._live)
+        self._awaited = set(self._live) - self._left
         for name in ("gather", "workers", "update", "until"):
             yield ClearTimer(name)
         for contribution in self._collected.contributions:
@@ -352,7 +352,7 @@ class HubNode(Node):
             yield Report(_dropped(at, contribution.rank, draws, contribution.staleness, "stopped"))
         self._collected = Collected(self._config.collect.in_rank_order, self._sum)
         yield from self._evaluate(at)
-        for rank in sorted(self._live):
+        for rank in sorted(self._awaited):
             yield Send(rank, Stop(self._snapshot, self._buffers, self._version), supersedes="parameters")
         yield from self._finish_if_done(at)
 
