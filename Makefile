@@ -14,6 +14,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)
 	$(BIN)/offbeat compare experiments/demo.toml --out runs/demo --overwrite
+	$(BIN)/offbeat train experiments/demo_live.toml --out runs/demo-live --overwrite
+	$(BIN)/python bench/straggler.py --demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -26,6 +28,9 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/simulator.py
+	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/faults.py
+	$(BIN)/python bench/straggler.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

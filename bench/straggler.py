@@ -36,6 +36,7 @@ from typing import Any
 import torch.distributed as dist
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,7 @@ SECONDS = 3.0
 STRAGGLE_SECONDS = 0.15
 TARGET = 1.2
 TARGET_WINDOW = 512
+DEMO_SECONDS = 8.0
 CEILING = "ceiling"
 DDP = "ddp"
 DDP_KEPT = "ddp, memory kept"
@@ -80,8 +82,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="how often all contestants take turns")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each run trains")
+    parser.add_argument("--demo", action="store_true", help="one quick turn with the straggler: DDP and ours")
     arguments = parser.parse_args()
     prepare()
+    if arguments.demo:
+        show_demo(DEMO_SECONDS)
+        return
     rows: list[Row] = []
     for repeat in range(arguments.repeats):
         for straggler in (False, True):
@@ -208,7 +214,27 @@ def _delay(rank: int, straggler: bool) -> float:
     return STRAGGLE_SECONDS if straggler and rank == WORKERS - 1 else 0.0
 
 
-# The table
+# The tables
+
+
+def show_demo(seconds: float) -> None:
+    """Time to the target with one straggler, measured once."""
+    table = Table(
+        title=f"Two workers, one of them {STRAGGLE_SECONDS * 1000:.0f} ms slower per step: measured once, right here",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
+    for head in ("", f"seconds to loss {TARGET:g}", "samples per second"):
+        table.add_column(head, justify="right" if head else "left")
+    contestants: dict[str, Callable[[], Trace]] = {"DDP": lambda: ddp(True, seconds, keeps=False)}
+    for name in ("async-fmb", "async-timed"):
+        contestants[name] = lambda name=name: ours(STRATEGIES[name], True, seconds)
+    with Progress(transient=True) as progress:
+        for name, contest in progress.track(list(contestants.items()), description="a CNN, DDP and ours"):
+            trace = contest()
+            reached = seconds_to_target(trace)
+            table.add_row(name, "not reached" if reached is None else f"{reached:.1f}", f"{trace.rate:,.0f}")
+    Console().print(table)
 
 
 def show(rows: list[Row], figures: dict[str, dict[str, float | None]]) -> None:

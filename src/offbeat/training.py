@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from offbeat.actions import Budget, Finish
-from offbeat.checkpoints import load, save
+from offbeat.checkpoints import checkpoint_path, load, save
 from offbeat.cluster import Cluster
 from offbeat.configuration import option
 from offbeat.errors import ConfigurationError, RunFailed
@@ -134,7 +134,7 @@ def train_experiment(
             _prepare(directory, experiment, workload, live)
         failure = _supervise(directory, experiment, workload, live, watcher or _Nobody(), resume)
         if failure is not None:
-            raise RunFailed(failure)
+            raise RunFailed(failure + _how_to_go_on(failure, directory, by_name=experiment.to_plain() is not None))
         records = read_run(directory)
         finish = read_result(directory)
         if out is None:
@@ -143,6 +143,13 @@ def train_experiment(
     finally:
         if out is None:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _how_to_go_on(failure: str, directory: Path, by_name: bool) -> str:
+    """For a hub that was killed, and not for one that failed: that would fail again."""
+    if " was killed by " not in failure or not by_name or not checkpoint_path(directory).exists():
+        return ""
+    return f"; to go on from its last checkpoint type: offbeat train --resume {directory}"
 
 
 def _prepare(directory: Path, experiment: Experiment, workload: Workload, live: Live) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,3 +248,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(data: TensorData
 def test_an_evaluation_that_returns_nonsense_is_told_as_such(data: TensorDataset) -> None:
     with pytest.raises(ob.RunFailed, match="evaluate must return"):
         trained(model(), STRATEGIES[0], data, until=1_000_000, evaluate=lambda m: "good")
+
+
+def test_a_strategy_without_a_hub_trains_on_real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from token_ring import TokenRing
+
+    run = ob.train(ob.Quadratic(), TokenRing(), ob.Samples(2_000), workers=3)
+    assert run.summary.failure is None
+    assert run.summary.samples >= 2_000
+    assert {record.rank for record in run.records.records if isinstance(record, Round)} == {0, 1, 2}
+
+
+def test_what_is_held_up_on_a_slow_link_still_counts_after_a_goodbye(data: TensorDataset) -> None:
+    net = model()
+    slow = ob.Cluster(link=ob.Link(latency_seconds=0.1))
+    with ob.join(net, ob.AsyncFixed(batch=16, optimizer=SGD), until=1_000_000, cluster=slow) as run:
+        for step, (x, y) in enumerate(run.batches(data)):
+            run.backward(losses_of(net, x, y))
+            if step == 20:
+                break
+    assert run.summary.failure is None
+    assert run.summary.samples > 0

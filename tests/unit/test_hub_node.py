@@ -327,3 +327,11 @@ def test_evaluation_that_does_not_keep_up_is_not_asked_for_without_end() -> None
         actions = hub.handle(arrives(1, gradient([1.0, 1.0], number, (number, number + 1)), at=float(number)))
         asked += [action for action in actions if isinstance(action, Evaluate)]
     assert len(asked) == EVALUATIONS_MAX
+
+
+def test_nothing_takes_the_place_of_a_welcome_in_a_queue() -> None:
+    """A worker that was never welcomed ignores parameters, so it would do nothing for the rest of the run."""
+    hub = FMB.node(setup_for(0, 1))
+    list(hub.handle(Started(0.0)))
+    welcomes = [a for a in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(a, Send) and isinstance(a.message, Welcome)]
+    assert [send.supersedes for send in welcomes] == [None]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from offbeat.actions import (
@@ -130,6 +131,7 @@ class Participant:
         evaluate: Measure | None = None,
         induced: Induced | None = None,
         on_journal: Callable[[int, Journal], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute."""
         self.rank = rank
@@ -143,18 +145,22 @@ class Participant:
         self._load = load
         self._induced = induced or Induced()
         self._on_journal = on_journal
+        self._device = device if device is not None and device.type != "cpu" else None
         self._monitor = threading.Condition()
         self._error: BaseException | None = None
         self._known: dict[int, int] = {}
         """peer → the incarnation that the node has been told of"""
+        self._met: set[int] = set()
+        self._unmet: dict[int, list[Send]] = {}
+        """What waits for peers that have not joined for the first time."""
         self._round: LiveRound | None = None
         self._leaving = False
         self._free_since = 0.0
         self._send_seconds = 0.0
         self._flushed_at = 0.0
         self._clock_set = False
-        self._due: list[tuple[float, int, str | Arrived]] = []
-        """A heap of what becomes due when: names of timers, and messages that are held up."""
+        self._due: list[tuple[float, int, str | Arrived | Lost]] = []
+        """A heap of what becomes due when: names of timers, messages that are held up, and losses behind them."""
         self._timers: dict[str, int] = {}
         """name → the number of the entry that counts"""
         self._numbers = itertools.count()
@@ -240,6 +246,9 @@ class Participant:
             self._leaving = True
             if not self.ended:
                 self._guarded(lambda: self._handle(Leave(self.clock.now())))
+            waiting = self._round is not None and not self._round.cancelled.is_set()
+            if waiting:  # a node that does not know of leaving goes on, and is left behind
+                return
             if self._round is not None and gradient is not None and not self.ended:
                 self._round.samples = 0
                 self.complete(gradient, 0.0, buffers, finite=True)
@@ -308,7 +317,7 @@ class Participant:
                 heapq.heappop(self._due)
             return max(0.0, self._due[0][0] - self.clock.now()) if self._due else None
 
-    def _is_stale(self, number: int, entry: str | Arrived) -> bool:
+    def _is_stale(self, number: int, entry: str | Arrived | Lost) -> bool:
         """Whether it is a timer that was cleared, or set anew."""
         return isinstance(entry, str) and self._timers.get(entry) != number
 
@@ -317,6 +326,8 @@ class Participant:
             _, number, entry = heapq.heappop(self._due)
             if isinstance(entry, Arrived):
                 self._arrived(entry)
+            elif isinstance(entry, Lost):
+                self._take(entry)
             elif not self._is_stale(number, entry):
                 del self._timers[entry]
                 self._handle(TimerFired(self.clock.now(), entry))
@@ -338,11 +349,20 @@ class Participant:
                     self._handle(Sent(now, to, key))
             case Joined(peer=peer, incarnation=incarnation):
                 self._set_clock(peer)
+                if (before := self._known.pop(peer, None)) is not None:
+                    self._handle(PeerLost(self.clock.now(), peer, before))
                 self._known[peer] = incarnation
+                self._met.add(peer)
+                for send in self._unmet.pop(peer, []):
+                    self._send(send)
                 self._handle(PeerJoined(self.clock.now(), peer, incarnation))
                 self._flush_journal()
             case Lost(peer=peer, incarnation=incarnation):
-                if self._known.get(peer) == incarnation:
+                held = [due for due, _, item in self._due if isinstance(item, Arrived) and item.source == peer]
+                last = max(held, default=now)
+                if last > now:  # what is held up has arrived before the link was lost
+                    heapq.heappush(self._due, (last, next(self._numbers), incoming))
+                elif self._known.get(peer) == incarnation:
                     del self._known[peer]
                     self._handle(PeerLost(now, peer, incarnation))
             case Refused(why=why):
@@ -367,6 +387,8 @@ class Participant:
             if self._on_journal is not None:
                 self._on_journal(arrived.source, message)
             return
+        if self._device is not None:  # what was received lies in host memory, and the node's tensors where the model is
+            message = message.with_tensors(tensor.to(self._device) for tensor in message.tensors())
         self._handle(MessageArrived(self.clock.now(), arrived.source, message, lambda: message))
 
     def _deliver_evaluated(self, event: Event) -> None:
@@ -427,6 +449,8 @@ class Participant:
         incarnation = self._known.get(send.to)
         if incarnation is not None:
             self._transport.send(send.to, incarnation, send.message, send.supersedes)
+        elif send.to not in self._met:  # links take a moment to come up; in virtual time they are there at once
+            self._unmet.setdefault(send.to, []).append(send)
 
     def _accept(self, action: Compute) -> None:
         if self._load is None:

@@ -96,6 +96,7 @@ class Supervisor:
         check_faults(faults, self._posts)
         self._planned = sorted(event for fault in faults for event in self._events(fault))
         self._began: float | None = None
+        self._standing_still: set[int] = set()
         self._interrupts = 0
         self._interrupted_at: float | None = None
         self._ticked_at = 0.0
@@ -234,6 +235,7 @@ class Supervisor:
         child = self._posts[rank].child
         if child is not None:
             child.kill(number)
+            (self._standing_still.add if number == signal.SIGSTOP else self._standing_still.discard)(rank)
             done = "stands still" if number == signal.SIGSTOP else "goes on"
             self._say(f"{_the(self._name(rank))} {done}, as was asked for")
 
@@ -269,6 +271,8 @@ class Supervisor:
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
             hub.kill(signal.SIGCONT)
+            for rank in sorted(self._standing_still):  # rank 0 would wait for them
+                self._signal(rank, signal.SIGCONT)
             hub.kill(signal.SIGINT)
         return self._interrupts > 1 or time.monotonic() - self._interrupted_at > self._grace
 

@@ -7,6 +7,7 @@ joined to the others by gloo. A node that goes on from a checkpoint, its records
 from __future__ import annotations
 
 import re
+import threading
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +141,8 @@ class Ranks:
     def _failed(self, error: BaseException) -> None:
         """Ranks of one process fail together: the others would wait for this one."""
         for participant in self.participants.values():
-            participant.fail(error)
+            if not participant.ended:  # in another thread: who calls may hold a lock that it waits for
+                threading.Thread(target=participant.fail, args=(error,), daemon=True).start()
 
     # Transports
 
@@ -170,7 +172,13 @@ class Ranks:
             return GlooTransport(desk=place.address, member=place.member or uuid.uuid4().hex, **common)
         door = Door(place.address, place.token, place.door)
         first = 0 if self.saved is None else self.saved.resumes + 1
-        return GlooTransport(desk=door, terms=desk, first_incarnation=first, **common)
+        return GlooTransport(
+            desk=door,
+            terms=desk,
+            first_incarnation=first,
+            is_peer=lambda rank: self.rank in self._peers(rank),
+            **common,
+        )
 
     def _peers(self, rank: int) -> list[int]:
         return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
@@ -207,6 +215,7 @@ class Ranks:
             evaluate=self._measure if self._measures(rank) else None,
             induced=Induced.of(terms.cluster, self.workers, rank, self._peers(rank), terms.seed),
             on_journal=self._journalled if rank == 0 else None,
+            device=self._flat.parameters.device,
         )
         if rank == 0 and isinstance(writer, RankWriter) and terms.checkpoint_seconds is not None:
             self.checkpointing = Checkpointing(

@@ -229,7 +229,8 @@ class Session:
         if others:
             self._mine.close(LINGER_SECONDS)
         for participant in others:
-            participant.wait(LINGER_SECONDS * 2)
+            # It ends by itself, after an evaluation perhaps, unless ours was left behind.
+            participant.wait(None if self._mine.finish is not None else LINGER_SECONDS * 2)
 
     def _leave(self) -> None:
         nothing = torch.zeros_like(self._flat.gradients)
@@ -263,7 +264,8 @@ class Session:
             if record.failure is None and isinstance(error, KeyboardInterrupt):
                 record = msgspec.structs.replace(record, failure="it was interrupted")
             elif record.failure is None and participant.finish is None:
-                record = msgspec.structs.replace(record, failure=f"{type(error).__name__}: {error}")
+                why = "it did not end in time" if error is None else f"{type(error).__name__}: {error}"
+                record = msgspec.structs.replace(record, failure=why)
             participant.write_last(record)
 
     def _result(self) -> Finish | None:

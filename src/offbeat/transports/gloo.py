@@ -269,6 +269,7 @@ class GlooTransport(Transport):
     """The links of one rank over gloo. Rank 0 brings the door where everybody is met; all others know its address.
 
     `terms` decides about those who come: it answers with their terms, or with a sentence why they are refused.
+    `is_peer` tells whether a rank beyond those that were expected is a neighbour.
     """
 
     def __init__(
@@ -283,6 +284,7 @@ class GlooTransport(Transport):
         member: str = "",
         terms: Callable[[Hello], Terms | str] | None = None,
         first_incarnation: int = 0,
+        is_peer: Callable[[int], bool] = lambda rank: False,
         silence_seconds: float = SILENCE_SECONDS,
         checksum: bool = False,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
@@ -305,6 +307,8 @@ class GlooTransport(Transport):
         self._woken = False
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
+        self._first = first_incarnation
+        self._is_peer = is_peer
         self._next = dict.fromkeys(self.peers, first_incarnation)
         self._calls: set[Call] = set()
         self._registered: dict[int, tuple[Whereabouts, Call]] = {}
@@ -473,7 +477,8 @@ class GlooTransport(Transport):
     def _visit_for_link(self, call: Call, hello: Hello) -> None:
         peer = hello.rank
         ready = call.hear(Ready)
-        if peer is None or peer not in self.peers or peer < self.rank:
+        late = peer is not None and peer >= self.processes and self._is_peer(peer)
+        if peer is None or not (late or peer in self.peers) or peer < self.rank:
             raise TurnedAway(f"rank {peer} is no neighbour of rank {self.rank}; give every rank the same strategy")
         if ready.fingerprint != self._fingerprint:
             raise TurnedAway(
@@ -486,7 +491,7 @@ class GlooTransport(Transport):
                 f"{self._manner.chunk_bytes}; give every rank the same chunk_bytes"
             )
         with self._lock:
-            incarnation = max(self._next[peer], ready.incarnation_min)
+            incarnation = max(self._next.get(peer, self._first), ready.incarnation_min)
             self._next[peer] = incarnation + 1
         call.say(Accepted(incarnation))
         self._welcome(peer, incarnation, self._channel(call, 0))

@@ -119,6 +119,7 @@ class HubNode(Node):
     # Gather
 
     def _gather(self) -> Iterator[Action]:
+        self._live = {}  # a checkpoint may know of some who have joined the process before
         yield SetTimer("gather", self._config.patience_seconds)
         yield SetTimer("workers", self._config.patience_seconds)
 
@@ -170,7 +171,7 @@ class HubNode(Node):
         beyond = tuple((first, stop) for first, stop in draws.ranges if first > draws.first_missing)
         budget = self._pacing.budget(rank, self._live)
         welcome = Welcome(self._snapshot, self._buffers, self._version, budget, draws.first_missing, beyond)
-        return Send(rank, welcome, supersedes="parameters")
+        return Send(rank, welcome)  # parameters that took its place in a queue would not let the worker begin
 
     def _lost(self, event: PeerLost) -> Iterator[Action]:
         rank = event.peer
