@@ -46,8 +46,9 @@ from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, worklo
 from offbeat.launch.memory import keep_memory
 
 WORKERS = 2
-REPEATS = 7
+REPEATS = 6
 SECONDS = 3.0
+STRAGGLING_SECONDS = 5.5
 STRAGGLE_SECONDS = 0.15
 TARGET = 1.2
 TARGET_WINDOW = 512
@@ -81,7 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="how often all contestants take turns")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each run trains")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each healthy run trains")
+    parser.add_argument("--straggling-seconds", type=float, default=STRAGGLING_SECONDS, help="how long the others do")
     parser.add_argument("--demo", action="store_true", help="one quick turn with the straggler: DDP and ours")
     arguments = parser.parse_args()
     prepare()
@@ -91,7 +93,8 @@ def main() -> None:
     rows: list[Row] = []
     for repeat in range(arguments.repeats):
         for straggler in (False, True):
-            rows += one_turn(repeat, straggler, arguments.seconds)
+            seconds = arguments.straggling_seconds if straggler else arguments.seconds
+            rows += one_turn(repeat, straggler, seconds)
     figures = {name: figures_of(rows, name) for name in (DDP, DDP_KEPT, *STRATEGIES)}
     if arguments.json:
         print(json.dumps({"figures": figures, "rows": [asdict(row) for row in rows]}))

@@ -29,8 +29,9 @@ from offbeat.transports.transport import Arrived, Departed, Incoming
 CLOSED = "closed"
 """Why a link is lost whose other end said goodbye."""
 
-WINDOW = 2
-"""Messages on the way that the other side has not taken; more wait on this side."""
+WINDOW = 3
+"""Messages on the way that the other side has not taken; more wait on this side. With two workers each hears of two
+updates per round, and its next gradient says so; below three it would need a word of its own."""
 
 REST: tuple[str] = ("rest",)
 """What the sender does next where a message has partly left."""
