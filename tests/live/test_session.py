@@ -270,3 +270,11 @@ def test_what_is_held_up_on_a_slow_link_still_counts_after_a_goodbye(data: Tenso
                 break
     assert run.summary.failure is None
     assert run.summary.samples > 0
+
+
+def test_fresh_interpreters_train_as_copies_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process cannot be copied, the run's directory tells a fresh one everything."""
+    monkeypatch.setattr("offbeat.training._may_fork", lambda experiment: False)
+    run = ob.train(ob.Quadratic(), ob.FixedMinibatch(batch=32), ob.Samples(640), workers=1)
+    assert run.summary.failure is None
+    assert run.summary.samples == 640
