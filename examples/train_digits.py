@@ -18,7 +18,7 @@ STRATEGIES = {
     "fmb": ob.FixedMinibatch(batch=64, optimizer=ob.Adam(lr=3e-3)),
     "amb": ob.AnytimeMinibatch(batch=64, optimizer=ob.Adam(lr=3e-3)),
     "async-fmb": ob.AsyncFixed(batch=32, optimizer=ob.Adam(lr=3e-3)),
-    "async-timed": ob.AsyncTimed(worker_seconds=0.02, hub_seconds=0.02, optimizer=ob.Adam(lr=3e-3)),
+    "async-timed": ob.AsyncTimed(worker_seconds=0.004, hub_seconds=0.004, optimizer=ob.Adam(lr=3e-3)),
     "apam": ob.AsyncAdaptive(batch=32, optimizer=ob.AMSGrad(lr=3e-3)),
     "sync-amsgrad": ob.SyncAdaptive(batch=128, optimizer=ob.AMSGrad(lr=3e-3)),
     "k-of-n": ob.BackupWorkers(batch=64, optimizer=ob.Adam(lr=3e-3)),

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -30,17 +30,19 @@ from offbeat.launch import (
     Child,
     Seat,
     Supervisor,
+    Watch,
+    Watcher,
     check_faults,
     environment_of,
+    invited,
     open_door,
     read_token,
     start_command,
     start_forked,
 )
 from offbeat.launch.naming import name_process
-from offbeat.records.files import HEADER, RunRecords, read_header, read_run, write_header
-from offbeat.records.schema import AnyRecord, Ended, Membership, RunHeader
-from offbeat.records.tail import Tail
+from offbeat.records.files import HEADER, LIVE, RESULT, RunRecords, check_idle, read_header, read_run, write_header
+from offbeat.records.schema import AnyRecord, Ended, RunHeader
 from offbeat.running import Run, header_of
 from offbeat.session import LIVE_SECONDS_PER_SAMPLE, Session, Terms
 from offbeat.strategies.strategy import Cadence, EverySeconds, Strategy
@@ -49,8 +51,6 @@ from offbeat.validation import check_types, require, require_not_negative, requi
 from offbeat.workloads import NamedWorkload, Workload
 from offbeat.workloads.workload import on_device
 
-LIVE = "live.json"
-RESULT = "result.offbeat"
 DEFAULT_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)
 
@@ -70,14 +70,6 @@ class Live:
         check_types(self)
         require_positive(self, "checkpoint_seconds")
         require_not_negative(self, "local_workers", "restarts")
-
-
-class Watcher(Protocol):
-    """Looks on while a run goes on."""
-
-    def records(self, records: Sequence[AnyRecord]) -> None: ...
-    def say(self, sentence: str) -> None: ...
-    def line(self, rank: int, text: str) -> None: ...
 
 
 class _Nobody:
@@ -127,6 +119,7 @@ def train_experiment(
     directory = out or Path(tempfile.mkdtemp(prefix="offbeat-"))
     try:
         if resume:
+            check_idle(directory)
             _check_unfinished(directory)
             calm = dataclasses.replace(experiment.cluster, faults=())  # they have struck already
             experiment = dataclasses.replace(experiment, cluster=calm)
@@ -191,7 +184,7 @@ def _supervise(
     door, address, token = open_door(live.listen, token)
     doors = [door]
     if live.listen is not None:
-        watcher.say(f"workers may join: offbeat work {Address(Address.parse(live.listen).host, address.port)}")
+        watcher.say(f"workers may join: offbeat work {invited(live.listen, address)}")
     forks = _may_fork(experiment)
     if forks:  # torch loads a good part of itself when the first optimizer is made: once, before it is copied
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
@@ -209,24 +202,17 @@ def _supervise(
             return start_forked(functools.partial(_forked, directory, experiment, workload), **common)
         return start_command([sys.executable, "-m", "offbeat.cli.member", str(directory)], **common)
 
-    tail, joined = Tail(directory), set[int]()
-
-    def tick() -> None:
-        records = tail.poll()
-        joined.update(record.peer for record in records if isinstance(record, Membership) and record.joined)
-        if records:
-            watcher.records(records)
-
+    watch = Watch(directory, watcher)
     supervisor = Supervisor(
         start,
         local,
         restarts_max=live.restarts,
         say=watcher.say,
-        has_joined=joined.__contains__,
+        has_joined=watch.joined.__contains__,
         faults=experiment.cluster.faults,
         others=live.listen is not None,
     )
-    return supervisor.run(tick)
+    return supervisor.run(watch)
 
 
 def _may_fork(experiment: Experiment) -> bool:

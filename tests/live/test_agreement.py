@@ -127,7 +127,7 @@ def test_async_timed_has_the_staleness_and_the_batches_of_a_simulation_with_its_
     assert live.summary.samples_per_update == pytest.approx(simulated.summary.samples_per_update, rel=0.15)
 
 
-def test_the_order_of_data_is_the_same_live_and_simulated() -> None:
+def test_a_live_worker_draws_its_data_without_gaps() -> None:
     strategy = ob.AsyncFixed(batch=16, microbatch=8)
     live = ob.train(regression(), strategy, ob.Samples(2_000), workers=2, seed=6, evaluate=None)
     for rank in (1, 2):

@@ -97,7 +97,7 @@ def script_of(tmp_path: Path, body: str) -> str:
 
 def test_a_different_model_on_one_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = script_of(tmp_path, "model = torch.nn.Sequential(*[torch.nn.Linear(3, 2, bias=rank != 2)])")
-    assert main(["launch", "-n", "3", "--out", str(tmp_path / "run"), script]) in (1, 2)
+    assert main(["launch", "-n", "3", "--out", str(tmp_path / "run"), script]) == 1
     assert "every rank must build the same model" in capfd.readouterr().err
     assert not processes_of(os.getpid())
 
@@ -106,8 +106,8 @@ def test_a_worker_script_that_raises(tmp_path: Path, capfd: pytest.CaptureFixtur
     script = script_of(tmp_path, "model = torch.nn.Linear(3, 2)\nif rank == 1: raise ValueError('bad luck')")
     assert main(["launch", "-n", "3", "--out", str(tmp_path / "run"), script]) == 1
     said = capfd.readouterr().err
-    assert "rank 1: ValueError: bad luck" in said or "worker 1: ValueError: bad luck" in said
-    assert "[rank 1] Traceback (most recent call last):" in said or "[worker 1] Traceback" in said
+    assert "rank 1: ValueError: bad luck" in said
+    assert "[rank 1] Traceback (most recent call last):" in said
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +155,26 @@ def test_a_killed_hub_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         train_experiment(planned, directory, live, resume=True)
 
 
+def test_a_run_that_is_going_on_cannot_be_resumed(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    planned = experiment(ob.AsyncFixed(batch=32), 2, 6_000)
+    refused: list[str] = []
+
+    def resume(culprit: Culprit) -> None:
+        for again in ((planned, directory, ob.Live(), None, True), (planned, directory)):
+            with pytest.raises(ob.ConfigurationError) as error:
+                train_experiment(*again)
+            refused.append(str(error.value))
+
+    run = train_experiment(planned, directory, watcher=Culprit(directory, 20, resume))
+    assert run.summary.failure is None
+    check_accounts(run.records)
+    assert [sentence.partition(";")[0] for sentence in refused] == [
+        f"the run in {directory} is still going on",
+        f"{directory} holds a run already",
+    ]
+
+
 def test_induced_faults_are_those_of_the_experiment(tmp_path: Path) -> None:
     crash = ob.Crash(1, at_seconds=0.5, back_after_seconds=0.2)
     run = train_experiment(experiment(PatientAsync(batch=32, back=1), 3, 5_000, (crash,)), tmp_path / "run")
@@ -165,7 +184,4 @@ def test_induced_faults_are_those_of_the_experiment(tmp_path: Path) -> None:
 
 def test_nobody_is_left_behind(tmp_path: Path) -> None:
     train_experiment(experiment(ob.FixedMinibatch(batch=32), 2, 2_000), tmp_path / "run")
-    deadline = time.monotonic() + 5
-    while processes_of(os.getpid()) and time.monotonic() < deadline:
-        time.sleep(0.01)
     assert not processes_of(os.getpid())

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import offbeat as ob
+from offbeat.records.files import read_run
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
 
 SGD = ob.SGD(lr=0.1)
@@ -229,6 +230,14 @@ def test_join_refuses_what_it_cannot_use(arguments: dict[str, object], sentence:
     usual: dict[str, object] = {"model": model(), "strategy": STRATEGIES[0], "until": 100}
     with pytest.raises(ob.ConfigurationError, match=sentence):
         ob.join(**{**usual, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_directory_that_holds_a_run_is_not_written_to_again(data: TensorDataset, tmp_path: Path) -> None:
+    trained(model(), STRATEGIES[0], data, until=100, out=tmp_path / "run")
+    before = read_run(tmp_path / "run")
+    with pytest.raises(ob.ConfigurationError, match="holds a run already; name another directory, or go on"):
+        trained(model(), STRATEGIES[0], data, until=100, out=tmp_path / "run")
+    assert read_run(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("nothing", [[], 3, {}, torch.zeros(0, 4)])

@@ -185,7 +185,7 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
         ([*QUADRATIC, "--local-workers", "x"], "--local-workers is a whole number, but 'x' was given"),
         ([*QUADRATIC, "--seconds-per-sample", "1"], "unknown option '--seconds-per-sample'"),
         (["train", "--resume", "/nowhere"], "there is no run at /nowhere"),
-        (["train", "--resume", "many"], "many holds several runs; name one of them: --resume many/a"),
+        (["train", "--resume", "many"], "many holds 2 runs; name one of them: --resume many/a"),
         (["train", "--resume", "many/a", "fmb"], "--resume goes on with what was trained; leave out fmb"),
         (["train", "--resume", "many/a", "--out", "o"], "leave out --out"),
         (["train", "--resume", "many/a", "--workers", "3"], "--workers cannot be changed on --resume; --until can"),

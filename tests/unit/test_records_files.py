@@ -15,9 +15,12 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.records.files import (
     BLOCK_BYTES,
     HEADER,
+    LIVE,
     RECORDS,
+    RESULT,
     FileWriter,
     RankWriter,
+    check_idle,
     find_runs,
     rank_file,
     rank_files,
@@ -184,7 +187,7 @@ def test_overwriting_removes_the_files_of_a_live_run_and_nothing_else(tmp_path: 
     for rank in (0, 1, 12):
         write(run, rank, a_round(rank, 0.0, 1.0))
     foreign = ("records-x.jsonl", "records-01.jsonl", "checkpoint-0.offbeat.mine", "checkpoint.offbeat")
-    for name in ("checkpoint-0.offbeat", "checkpoint-0.offbeat.partial", *foreign):
+    for name in ("checkpoint-0.offbeat", "checkpoint-0.offbeat.partial", LIVE, RESULT, *foreign):
         (run / name).write_bytes(b"")
     with pytest.raises(ConfigurationError, match="already holds 1 run"):
         given_directory(tmp_path, overwrite=False)
@@ -196,6 +199,26 @@ def test_overwriting_removes_the_files_of_a_live_run_and_nothing_else(tmp_path: 
     live(run)
     given_directory(tmp_path, overwrite=True)
     assert not run.exists()
+
+
+def test_a_directory_that_is_itself_a_run_can_be_overwritten(tmp_path: Path) -> None:
+    run = live(tmp_path / "mine")
+    write(run, 0, a_round(0, 0.0, 1.0))
+    given_directory(run, overwrite=True)
+    assert list(run.iterdir()) == []
+
+
+def test_a_run_that_is_going_on_is_neither_written_by_a_second_process_nor_overwritten(tmp_path: Path) -> None:
+    run = live(tmp_path / "fmb-seed0")
+    going_on = "fmb-seed0 is still going on; wait for its end"
+    with RankWriter(run, 0) as writer, RankWriter(run, 1):
+        writer.write(a_round(0, 0.0, 1.0))
+        for attempt in (lambda: RankWriter(run, 0), lambda: check_idle(run), lambda: given_directory(tmp_path, True)):
+            with pytest.raises(ConfigurationError, match=going_on):
+                attempt()
+    check_idle(run)
+    assert len(read_run(run).records) == 1
+    given_directory(tmp_path, overwrite=True)
 
 
 def test_a_simulation_writes_one_file_and_the_same_bytes_each_time(tmp_path: Path) -> None:

@@ -16,11 +16,18 @@ from offbeat.cli.live_view import Lines, Quiet
 from offbeat.cli.output import file_name, given_directory, new_directory
 from offbeat.configuration import from_plain
 from offbeat.errors import RunFailed
-from offbeat.launch import Child, Seat, Supervisor, environment_of, open_door, read_token, start_command
-from offbeat.records.files import HEADER
-from offbeat.records.schema import Membership
-from offbeat.records.tail import Tail
-from offbeat.transports.rendezvous import Address
+from offbeat.launch import (
+    Child,
+    Seat,
+    Supervisor,
+    Watch,
+    environment_of,
+    invited,
+    open_door,
+    read_token,
+    start_command,
+)
+from offbeat.records.files import HEADER, check_idle
 from offbeat.validation import require
 
 EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
@@ -57,6 +64,7 @@ def launch(
     require(resume is None or out is None, "--resume goes on in the directory of the run; leave out --out")
     if resume is not None:
         require((Path(resume) / HEADER).is_file(), f"there is no run at {resume} to go on with")
+        check_idle(Path(resume))
     token = None if token_file is None else read_token(token_file)
     door, address, token = open_door(listen, token)
     with door:
@@ -92,26 +100,21 @@ def _supervise(
 ) -> int:
     assert place.address is not None
     assert place.directory is not None
-    tail, joined = Tail(place.directory), set[int]()
-
-    def tick() -> None:
-        records = tail.poll()
-        joined.update(record.peer for record in records if isinstance(record, Membership) and record.joined)
-        watcher.records(records)
-
+    watch = Watch(place.directory, watcher)
     if listen is not None:
-        watcher.say(_invitation(listen, place.address, script))
+        there = invited(listen, place.address)
+        watcher.say(f"others join with: offbeat work {there} --token-file FILE {' '.join(script)}")
     supervisor = Supervisor(
         _starter(script, place, door, watcher.line),
         range(place.processes),
         restarts_max=restarts,
         say=watcher.say,
-        has_joined=joined.__contains__,
+        has_joined=watch.joined.__contains__,
         name=_name,
         others=listen is not None,
     )
-    failure = supervisor.run(tick)
-    if joined:
+    failure = supervisor.run(watch)
+    if watch.joined:
         watcher.ended()
     if failure is not None:
         raise RunFailed(failure)
@@ -134,12 +137,6 @@ def _starter(
         )
 
     return start
-
-
-def _invitation(listen: str, address: Address, script: Sequence[str]) -> str:
-    host = Address.parse(listen).host
-    where = Address("THIS-HOST" if host in ("0.0.0.0", "::") else host, address.port)
-    return f"others join with: offbeat work {where} --token-file FILE {' '.join(script)}"
 
 
 def _name(rank: int) -> str:

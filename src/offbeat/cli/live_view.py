@@ -23,7 +23,7 @@ from offbeat.report.numbers import NONE, fixed, number, percent
 
 if TYPE_CHECKING:
     from offbeat.experiment import Experiment
-    from offbeat.training import Watcher
+    from offbeat.launch import Watcher
 
 LINE_SECONDS = 5.0
 """Seconds of the run between two lines, where there is no terminal."""

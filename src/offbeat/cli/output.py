@@ -172,7 +172,7 @@ def new_directory(workload: str) -> Path:
 def given_directory(out: Path, overwrite: bool) -> Path:
     """`out`, emptied of earlier runs where that is wanted. Files that are not of a run of ours stay."""
     from offbeat.checkpoints import checkpoint_files
-    from offbeat.records.files import HEADER, RECORDS, rank_files
+    from offbeat.records.files import HEADER, LIVE, RECORDS, RESULT, check_idle, rank_files
 
     try:
         found = [header.parent for header in out.rglob(HEADER)] if out.is_dir() else []
@@ -181,16 +181,18 @@ def given_directory(out: Path, overwrite: bool) -> Path:
                 f"{out} already holds {len(found)} run{'' if len(found) == 1 else 's'}; "
                 "add --overwrite to replace them, or name another place with --out"
             )
-        foreign = [run for run in found if run.parent != out or not _is_ours(run / HEADER)]
+        foreign = [run for run in found if out not in (run, run.parent) or not _is_ours(run / HEADER)]
         if foreign:
             raise ConfigurationError(
                 f"{foreign[0]} is not a run that this command would write, and is left alone; "
                 "name another place with --out"
             )
         for run in found:
-            for file in (run / RECORDS, *(path for _, path in rank_files(run)), *checkpoint_files(run)):
+            check_idle(run)
+        for run in found:
+            named = (run / name for name in (RECORDS, LIVE, RESULT))
+            for file in (*named, *(path for _, path in rank_files(run)), *checkpoint_files(run), run / HEADER):
                 file.unlink(missing_ok=True)
-            (run / HEADER).unlink()
             if not any(run.iterdir()):
                 run.rmdir()
         out.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,8 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output) 
     require(not words, f"--resume goes on with what was trained; leave out {' '.join(words)}")
     require(output.out is None, "--resume goes on in the directory of the run; leave out --out")
     found = find_runs([directory])
-    require(found == [directory], f"{directory} holds several runs; name one of them: --resume {found[0]}")
+    require(len(found) == 1, f"{directory} holds {len(found)} runs; name one of them: --resume {found[0]}")
+    directory = found[0]
     for section, texts in told.items():
         for path in texts:
             if section != LIVE and path != "until":

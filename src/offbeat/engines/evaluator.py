@@ -5,16 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from offbeat.actions import Evaluate
+from offbeat.engines.clock import Clock
 from offbeat.events import Evaluated
 from offbeat.messages import Buffers
-
-if TYPE_CHECKING:
-    from offbeat.engines.live import Clock
 
 Measure = Callable[[Tensor, Buffers], tuple[float, float | None]]
 """Loss and accuracy at these values."""

@@ -12,7 +12,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,13 +24,13 @@ from offbeat.actions import (
     Evaluate,
     Finish,
     Report,
-    Samples,
-    Seconds,
     Send,
     SetTimer,
 )
+from offbeat.engines.clock import Clock
 from offbeat.engines.evaluator import Evaluator, Measure
 from offbeat.engines.induced import Induced
+from offbeat.engines.live_round import LiveRound
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.events import (
     Event,
@@ -57,63 +56,6 @@ LEAVE_SECONDS = 10.0
 JOURNAL = "journal "
 """How the keys of journals begin: the node has not sent them, and is not told that they have left."""
 JOURNAL_SECONDS = 1.0
-
-
-class Clock:
-    """Seconds since the run began; a rank that joins later sets it by the hub's."""
-
-    def __init__(self, elapsed_seconds: float = 0.0) -> None:
-        self._zero = time.monotonic() - elapsed_seconds
-
-    def now(self) -> float:
-        return time.monotonic() - self._zero
-
-    def set(self, elapsed_seconds: float, at_monotonic: float) -> None:
-        """It was `elapsed_seconds` when this machine's monotonic clock said `at_monotonic`."""
-        self._zero = at_monotonic - elapsed_seconds
-
-
-@dataclass
-class LiveRound:
-    """The outstanding computation: what was asked for, since when, and how it is held up."""
-
-    action: Compute
-    start: float
-    began: float
-    """When it was accepted, by the machine's own clock: there the anytime clock starts."""
-    delay_seconds: float
-    factor: float
-    call_seconds: float
-    samples: int = 0
-    induced_seconds: float = 0.0
-    idle_seconds: float = 0.0
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def wanted(self) -> int:
-        """How many samples the next micro-batch has; 0 where the round is over."""
-        if self.cancelled.is_set():
-            return 0
-        budget, microbatch = self.action.budget, self.action.microbatch
-        if isinstance(budget, Samples):
-            return min(microbatch, budget.count - self.samples)
-        assert isinstance(budget, Seconds)
-        if self.samples and time.monotonic() - self.began >= budget.seconds:
-            return 0
-        return microbatch if budget.samples_max is None else min(microbatch, budget.samples_max - self.samples)
-
-    def hold_up(self) -> None:
-        """The induced delay before the first micro-batch."""
-        self._sleep(self.delay_seconds)
-
-    def stretch(self, seconds: float) -> None:
-        """A micro-batch took so many seconds; let it have taken as much longer as this worker is slower."""
-        self._sleep(seconds * (self.factor - 1.0) + self.call_seconds)
-
-    def _sleep(self, seconds: float) -> None:
-        if seconds > 0:
-            before = time.monotonic()
-            self.cancelled.wait(seconds)
-            self.induced_seconds += time.monotonic() - before
 
 
 class Participant:
@@ -437,7 +379,10 @@ class Participant:
                 self._timers.pop(name, None)
             case Evaluate():
                 if self._evaluator is None:
-                    raise ContractViolation(f"rank {self.rank} asked for Evaluate, but has nothing to evaluate with")
+                    raise ContractViolation(
+                        f"rank {self.rank} asked for Evaluate, but has nothing to evaluate with; pass one: "
+                        "offbeat.join(model, strategy, until, evaluate=lambda model: (loss, accuracy))"
+                    )
                 self._evaluator.put(action)
             case Finish():
                 self.finish = action

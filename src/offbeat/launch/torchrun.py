@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from offbeat.errors import RunFailed
-from offbeat.launch.doors import listening
+from offbeat.transports.rendezvous import Address, listen
 
 WAIT = timedelta(seconds=60)
 
@@ -38,9 +38,9 @@ def meet(
         shared = PrefixStore(prefix, served)
         door = None
         if rank == 0:
-            door = listening(host)
             # A token of the user's own is not published: the store asks nobody who they are.
             published = secrets.token_hex(16) if token is None else ""
+            door = listen(Address(host, 0), token or bytes.fromhex(published))
             shared.set("rank 0", f"{door.getsockname()[1]} {published}")
         port, _, published = shared.get("rank 0").decode().partition(" ")
     except (RuntimeError, ValueError) as error:

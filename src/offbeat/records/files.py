@@ -8,6 +8,7 @@ written by that rank's own process, and the reader puts them together.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,10 @@ from offbeat.records.schema import FORMAT, AnyRecord, RunHeader
 
 HEADER = "run.json"
 RECORDS = "records.jsonl"
+LIVE = "live.json"
+"""How a live run was started."""
+RESULT = "result.offbeat"
+"""What a live run ended with."""
 RANK_RECORDS = re.compile(r"records-(0|[1-9]\d*)\.jsonl")
 """The names of the files of a live run, one for each rank."""
 
@@ -117,6 +122,8 @@ class RankWriter:
 
     A process that takes over a rank goes on in the file of the one before, whose last line may have been cut off:
     what is left of it is removed first. One thread at a time may write.
+
+    The writer of rank 0 holds the run as long as it is open: a second one is refused, in this process or another.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -129,6 +136,8 @@ class RankWriter:
         except OSError as error:
             raise _cannot_begin(directory, error) from None
         try:
+            if rank == 0:
+                _hold(directory, self._file.fileno(), fcntl.LOCK_EX)
             size = os.fstat(self._file.fileno()).st_size
             self._position = self._end_of_lines(size)
             if self._position < size:
@@ -136,6 +145,9 @@ class RankWriter:
         except OSError as error:
             self._file.close()
             raise _cannot_begin(directory, error) from None
+        except ConfigurationError:
+            self._file.close()
+            raise
 
     def write(self, record: Record) -> None:
         line = self._encoder.encode(record) + b"\n"
@@ -191,6 +203,23 @@ class RankWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def check_idle(directory: Path) -> None:
+    """Refuse a directory whose live run is still going on, in whatever process."""
+    with contextlib.suppress(FileNotFoundError), rank_file(directory, 0).open("rb") as file:
+        _hold(directory, file.fileno(), fcntl.LOCK_SH)
+
+
+def _hold(directory: Path, file: int, how: int) -> None:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigurationError(
+            f"the run in {directory} is still going on; wait for its end, or end it with Ctrl-C where it was started"
+        ) from None
+    except OSError:  # a file system without locks, where nobody can tell
+        pass
 
 
 def _cannot_begin(directory: Path, error: OSError) -> ConfigurationError:

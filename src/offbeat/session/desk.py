@@ -6,12 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from offbeat.engines.clock import Clock
 from offbeat.transports.rendezvous import Hello, Terms
-
-if TYPE_CHECKING:
-    from offbeat.engines.live import Clock
 
 RESERVED_SECONDS = 60.0
 """For so long a rank is kept for a member that has asked for the terms but has not come yet."""

@@ -20,13 +20,14 @@ from offbeat.checkpoints import Checkpoint, checkpoint_path
 from offbeat.cluster import Cluster
 from offbeat.configuration import to_plain
 from offbeat.engines.checkpointing import Checkpointing, read_checkpoint
+from offbeat.engines.clock import Clock
 from offbeat.engines.evaluator import Measure
 from offbeat.engines.induced import Induced
-from offbeat.engines.live import Clock, Participant
+from offbeat.engines.live import Participant
 from offbeat.flat import FlatModule
 from offbeat.launch import Seat
 from offbeat.randomness import stream
-from offbeat.records.files import MemoryWriter, RankWriter, Writer, write_header
+from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import AnyRecord, RunHeader
 from offbeat.session.desk import Desk
 from offbeat.strategies.strategy import Cadence, Node, Setup, Strategy
@@ -236,10 +237,15 @@ class Ranks:
             return JournalWriter(self.memory)
         if directory is None:
             return self.memory
-        if rank == 0 and self.terms.header is None and self.saved is None:
-            write_header(directory, self.header())
+        begins = rank == 0 and self.terms.header is None and self.saved is None
+        require(
+            not begins or not (directory / HEADER).exists(),
+            f"{directory} holds a run already; name another directory, or go on with that one: resume=True",
+        )
         writer = RankWriter(directory, rank)
         self._files.append(writer)
+        if begins:
+            write_header(directory, self.header())
         if rank == 0 and self.saved is not None:
             writer.truncate(self.saved.records_position)
             node.restore(self.saved.node)

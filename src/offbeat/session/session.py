@@ -27,7 +27,7 @@ from offbeat.actions import Budget, Finish, Samples, Seconds
 from offbeat.analysis import Summary, summarize
 from offbeat.cluster import Cluster
 from offbeat.engines.computing import is_finite
-from offbeat.engines.live import LiveRound
+from offbeat.engines.live_round import LiveRound
 from offbeat.flat import FlatModule
 from offbeat.launch import Seat, seat
 from offbeat.pool import Pool

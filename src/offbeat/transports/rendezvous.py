@@ -277,7 +277,7 @@ class Door:
         if token is not None and not token:
             raise ConfigurationError("the token is empty; put some random characters into the token file")
         self._token = token
-        self._listener = _listen(address, token) if inherited is None else _inherit(inherited, address, token)
+        self._listener = listen(address, token) if inherited is None else _inherit(inherited, address, token)
         host, port = self._listener.getsockname()[:2]
         self.address = Address(host, port)
         self.name = os.urandom(8).hex()
@@ -394,30 +394,29 @@ def _require_token(host: str, token: bytes | None, address: Address) -> None:
         )
 
 
-def _listen(address: Address, token: bytes | None) -> socket.socket:
+def listen(address: Address, token: bytes | None) -> socket.socket:
+    """A socket that listens, at a port that is free where none is named. Beyond this machine it needs a token."""
+    listener = None
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {address}: {error.strerror}; type an address of this machine, such as 127.0.0.1:0"
-        ) from None
-    _require_token(str(place[0]), token, address)
-    listener = socket.socket(family, kind, protocol)
-    try:
+        _require_token(str(place[0]), token, address)
+        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(128)
         listener.setblocking(False)  # a visitor who is gone before `accept` must not stop the others
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigurationError(
                 f"port {address.port} of {address.host} is taken; choose another, or 0 for any that is free"
             ) from None
+        reason = (error.strerror or str(error)).lower()
         raise ConfigurationError(
-            f"cannot listen on {address}: {error.strerror}; type an address of this machine, such as 127.0.0.1:0"
+            f"cannot listen on {address}: {reason}; type an address of this machine, such as 127.0.0.1:0"
         ) from None
     return listener
 

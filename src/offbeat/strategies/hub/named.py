@@ -27,9 +27,9 @@ from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, 
 from offbeat.strategies.strategy import Node, Setup, Strategy
 from offbeat.validation import check_types, require, require_positive
 
-SECONDS_PER_SAMPLE = 5.65 / 256
 USUAL_PERIOD_SECONDS = 2.0
-"""A period that suits workers of that speed, the one that published studies of stragglers measured."""
+USUAL_SAMPLES = 512 / 5.65
+"""What a worker computes in that period at the speed that published studies of stragglers measured."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
         return self.composed(compute=compute, collect=Every(self.hub_seconds or USUAL_PERIOD_SECONDS), waits=False)
 
     def paced(self, seconds_per_sample: float) -> Self:
-        period = USUAL_PERIOD_SECONDS * (seconds_per_sample / SECONDS_PER_SAMPLE)
+        period = USUAL_SAMPLES * seconds_per_sample
         return dataclasses.replace(
             self, worker_seconds=self.worker_seconds or period, hub_seconds=self.hub_seconds or period
         )
