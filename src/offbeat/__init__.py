@@ -7,6 +7,7 @@ print(run.summary.seconds_to_target)
 """
 
 from offbeat.actions import Samples, Seconds
+from offbeat.calibration import calibrate
 from offbeat.cluster import (
     CEDAR,
     NIAGARA,
@@ -23,6 +24,7 @@ from offbeat.cluster import (
     ShiftedExponential,
     Slowdown,
     Straggle,
+    Trace,
     WorkerOverride,
     load_cluster,
 )
@@ -44,7 +46,8 @@ from offbeat.strategies.hub import (
     SyncAdaptive,
 )
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Node, Setup, Strategy
-from offbeat.training import Live, train
+from offbeat.taking_part import Live
+from offbeat.training import train
 from offbeat.version import __version__
 from offbeat.workloads import (
     ByLabel,
@@ -127,11 +130,13 @@ __all__ = [
     "SyncAdaptive",
     "Target",
     "TorchOptimizer",
+    "Trace",
     "TwoGaussians",
     "WarmUp",
     "WorkerOverride",
     "Workload",
     "__version__",
+    "calibrate",
     "compare",
     "join",
     "load_cluster",

@@ -1,30 +1,28 @@
 """`train`: experiments on real processes, with the same strategies and the same records as in virtual time.
 
-A run directory is all that its processes share: the header says what is trained, `live.json` how, and every rank writes
-records of its own beside them. A worker that joins from another machine gets both over the wire.
+Either the processes are started and looked after here, or a launcher (mpirun, torchrun, srun) has started them and this
+is one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 import sys
 import tempfile
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from offbeat.actions import Budget, Finish
-from offbeat.checkpoints import checkpoint_path, load, save
+from offbeat.actions import Budget
+from offbeat.checkpoints import checkpoint_path
 from offbeat.cluster import Cluster
-from offbeat.configuration import option
-from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.errors import RunFailed
 from offbeat.experiment import Experiment
 from offbeat.launch import (
     Child,
@@ -37,39 +35,23 @@ from offbeat.launch import (
     invited,
     open_door,
     read_token,
+    seat,
     start_command,
     start_forked,
 )
-from offbeat.launch.naming import name_process
-from offbeat.records.files import HEADER, LIVE, RESULT, RunRecords, check_idle, read_header, read_run, write_header
+from offbeat.launch.memory import keep_memory
+from offbeat.records.files import HEADER, LIVE, RunRecords, check_idle, read_header, read_run, write_header
 from offbeat.records.schema import AnyRecord, Ended, RunHeader
 from offbeat.running import Run, header_of
-from offbeat.session import LIVE_SECONDS_PER_SAMPLE, Session, Terms
+from offbeat.session import LIVE_SECONDS_PER_SAMPLE
 from offbeat.strategies.strategy import Cadence, EverySeconds, Strategy
-from offbeat.transports.rendezvous import Address, ask_terms
-from offbeat.validation import check_types, require, require_not_negative, require_positive
+from offbeat.taking_part import Live, be_rank, local_ranks, read_live, read_result
+from offbeat.validation import require
 from offbeat.workloads import NamedWorkload, Workload
-from offbeat.workloads.workload import on_device
 
 DEFAULT_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """What live runs can be told besides the experiment."""
-
-    listen: str | None = option(None, "HOST:PORT for workers on other machines; none: this machine alone")
-    token_file: str | None = option(None, "file with the secret that workers must show; needed with --listen")
-    local_workers: int | None = option(None, "workers started here; none: all of them")
-    checkpoint_seconds: float | None = option(30.0, "seconds between checkpoints; none: no checkpoints")
-    restarts: int = option(3, "times that a worker which died is started again")
-    checksum: bool = option(False, "check every message for corruption")
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        require_positive(self, "checkpoint_seconds")
-        require_not_negative(self, "local_workers", "restarts")
+LOOK_SECONDS = 0.25
 
 
 class _Nobody:
@@ -98,10 +80,16 @@ def train(
     """Train on local processes, `workers` of which compute.
 
     They are copies of this process where that is possible, so a workload of your own needs no name. With `out`,
-    records and checkpoints stay in that directory.
+    records and checkpoints stay in that directory. In a script that mpirun, torchrun or srun has started, this process
+    is one of the run's: there are as many workers as that makes, and rank 0 returns the records of all.
     """
+    place = seat()
     experiment = Experiment(workload, strategy, cluster or Cluster(), workers, until, seed, evaluate)
-    return train_experiment(experiment, None if out is None else Path(out), live)
+    directory = None if out is None else Path(out)
+    if place.alone:
+        return train_experiment(experiment, directory, live)
+    workers = workers_in(strategy, place.processes)
+    return train_in_seat(dataclasses.replace(experiment, workers=workers), directory, place, live)
 
 
 def train_experiment(
@@ -112,30 +100,117 @@ def train_experiment(
     resume: bool = False,
 ) -> Run:
     """Train an experiment on local processes and whoever joins them; raises `RunFailed` where that fails."""
+    require(
+        live.transport != "mpi",
+        "processes that are started here meet over gloo; for MPI start the script itself: mpirun -n 4 python script.py",
+    )
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
     processes = experiment.strategy.processes(experiment.workers)
     experiment.cluster.check(processes, experiment.workers)
     check_faults(experiment.cluster.faults, local_ranks(experiment.strategy, processes, live.local_workers))
-    directory = out or Path(tempfile.mkdtemp(prefix="offbeat-"))
-    try:
+    with _place_for(out) as directory:
         if resume:
-            check_idle(directory)
-            _check_unfinished(directory)
-            calm = dataclasses.replace(experiment.cluster, faults=())  # they have struck already
-            experiment = dataclasses.replace(experiment, cluster=calm)
+            experiment = _to_resume(directory, experiment)
         else:
             _prepare(directory, experiment, workload, live)
         failure = _supervise(directory, experiment, workload, live, watcher or _Nobody(), resume)
         if failure is not None:
             raise RunFailed(failure + _how_to_go_on(failure, directory, by_name=experiment.to_plain() is not None))
-        records = read_run(directory)
-        finish = read_result(directory)
-        if out is None:
-            records = RunRecords(None, records.header, records.records)
-        return Run(records, finish, workload, experiment.seed)
+        return _ended(directory, out, experiment, workload)
+
+
+def train_in_seat(
+    experiment: Experiment,
+    out: Path | None,
+    place: Seat,
+    live: Live = Live(),  # noqa: B008  (frozen)
+    watcher: Watcher | None = None,
+    resume: bool = False,
+) -> Run:
+    """Be one of the processes that a launcher has started for an experiment. Only rank 0 writes, and knows it all.
+
+    `out` is where; elsewhere it matters only for a run that is resumed, which then may turn out to have ended.
+    """
+    for name in ("listen", "token_file", "local_workers"):
+        require(
+            getattr(live, name) is None,
+            f"{place.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use here; "
+            "leave it out",
+        )
+    keep_memory()
+    experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
+    experiment.cluster.check(place.processes, experiment.workers)
+    check_faults(experiment.cluster.faults, ())
+    if place.rank != 0:
+        if resume and out is not None:
+            _check_unfinished(out)
+        header = _header(experiment, workload)
+        session = be_rank(experiment, workload, header, live, place, journal=True)
+        return Run(session.records, session.finish, workload, experiment.seed)
+    with _place_for(out) as directory:
+        if resume:
+            experiment = _to_resume(directory, experiment)
+        else:
+            _prepare(directory, experiment, workload, live)
+        place = dataclasses.replace(place, directory=directory, resume=resume)
+        with _watched(Watch(directory, watcher or _Nobody())):
+            be_rank(experiment, workload, read_header(directory), live, place)
+        return _ended(directory, out, experiment, workload)
+
+
+def workers_in(strategy: Strategy, processes: int) -> int:
+    """How many workers so many processes make."""
+    found = [workers for workers in range(1, processes + 1) if strategy.processes(workers) == processes]
+    least = strategy.processes(1)
+    require(
+        bool(found),
+        f"{processes} process{'es' if processes > 1 else ''} cannot train with {strategy.name or 'this strategy'}, "
+        f"which needs {least} or more; start more of them",
+    )
+    return found[0]
+
+
+@contextmanager
+def _watched(watch: Watch) -> Iterator[None]:
+    """Look at the records of a run while this thread is part of it."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_SECONDS):
+            watch()
+
+    thread = threading.Thread(target=look, name="offbeat looks on", daemon=True)
+    thread.start()
+    try:
+        yield
     finally:
-        if out is None:
-            shutil.rmtree(directory, ignore_errors=True)
+        over.set()
+        thread.join()
+        watch()
+
+
+@contextmanager
+def _place_for(out: Path | None) -> Iterator[Path]:
+    """The directory of a run; one for the time being where nobody wants to keep it."""
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+def _to_resume(directory: Path, experiment: Experiment) -> Experiment:
+    """What to go on with. Faults are left out: they have struck already."""
+    check_idle(directory)
+    _check_unfinished(directory)
+    return dataclasses.replace(experiment, cluster=dataclasses.replace(experiment.cluster, faults=()))
+
+
+def _ended(directory: Path, out: Path | None, experiment: Experiment, workload: Workload) -> Run:
+    records = read_run(directory)
+    if out is None:
+        records = RunRecords(None, records.header, records.records)
+    return Run(records, read_result(directory), workload, experiment.seed)
 
 
 def _how_to_go_on(failure: str, directory: Path, by_name: bool) -> str:
@@ -147,10 +222,14 @@ def _how_to_go_on(failure: str, directory: Path, by_name: bool) -> str:
 
 def _prepare(directory: Path, experiment: Experiment, workload: Workload, live: Live) -> None:
     require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
+    write_header(directory, _header(experiment, workload))
+    (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
+
+
+def _header(experiment: Experiment, workload: Workload) -> RunHeader:
     model = workload.initial_model(experiment.seed)
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    write_header(directory, header_of(experiment, workload, numel, engine="live"))
-    (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
+    return header_of(experiment, workload, numel, engine="live")
 
 
 def _check_unfinished(directory: Path) -> None:
@@ -159,16 +238,6 @@ def _check_unfinished(directory: Path) -> None:
         not ends or ends[-1].failure is not None,
         f"the run in {directory} has ended already, so there is nothing to resume; start a new one for more",
     )
-
-
-def read_live(directory: Path) -> Live:
-    """How the run in a directory was started."""
-    try:
-        return Live(**msgspec.json.decode((directory / LIVE).read_bytes(), type=dict[str, Any]))
-    except (OSError, msgspec.MsgspecError, TypeError) as error:
-        raise ConfigurationError(
-            f"{directory / LIVE} cannot be read ({error}); name the directory of a live run"
-        ) from None
 
 
 # The processes of a run
@@ -227,108 +296,6 @@ def _may_fork(experiment: Experiment) -> bool:
     return False
 
 
-def local_ranks(strategy: Strategy, processes: int, local_workers: int | None) -> list[int]:
-    """The ranks that are started here: those that do not compute, and as many workers as are wanted."""
-    computing = [rank for rank in range(processes) if strategy.computes(rank)]
-    started = computing if local_workers is None else computing[:local_workers]
-    return [rank for rank in range(processes) if rank in started or not strategy.computes(rank)]
-
-
 def _forked(directory: Path, experiment: Experiment, workload: Workload) -> int:
-    from offbeat.launch import seat
-
-    return _take_part(experiment, workload, read_header(directory), read_live(directory), seat())
-
-
-def take_part(directory: Path, place: Seat) -> int:
-    """Be one rank of the run in a directory, and return the exit code."""
-    header = read_header(directory)
-    experiment, workload = _experiment_of(header.experiment).resolved()
-    return _take_part(experiment, workload, header, read_live(directory), place)
-
-
-def _experiment_of(plain: dict[str, Any] | None) -> Experiment:
-    require(plain is not None, "this run trains something that has no name, which only the process that began it knows")
-    assert plain is not None
-    return Experiment.from_plain(plain)
-
-
-def work(
-    address: Address,
-    token: bytes | None,
-    *,
-    wait_seconds: float,
-    member: str,
-    prepare: Callable[[dict[str, Any]], None] | None = None,
-) -> int:
-    """Join the run at an address as one more worker, until it ends; `prepare` sees the experiment before it is made."""
-    told = ask_terms(address, token, member=member, rank=None, wait_seconds=wait_seconds)
-    require(
-        told.experiment is not None,
-        f"the run at {address} trains a script of its own; name it: offbeat work {address} script.py",
-    )
-    assert told.experiment is not None
-    header = msgspec.json.decode(told.experiment, type=_Told)
-    if prepare is not None and header.header.experiment is not None:
-        prepare(header.header.experiment)
-    experiment, workload = _experiment_of(header.header.experiment).resolved()
-    place = Seat(told.rank, told.processes, address, token, launcher="offbeat", member=member)
-    return _take_part(experiment, workload, header.header, Live(**header.live), place, journal=True)
-
-
-class _Told(msgspec.Struct):
-    """What a worker from another machine is told."""
-
-    header: RunHeader
-    live: dict[str, Any]
-
-
-def _take_part(
-    experiment: Experiment, workload: Workload, header: RunHeader, live: Live, place: Seat, journal: bool = False
-) -> int:
-    assert experiment.until is not None
-    torch.set_num_threads(1)
-    name_process(f"offbeat {place.rank}")
-    terms = Terms(
-        until=experiment.until,
-        seed=experiment.seed,
-        cluster=experiment.cluster,
-        every=experiment.evaluate,
-        target=experiment.target,
-        header=header,
-        checkpoint_seconds=live.checkpoint_seconds,
-        checksum=live.checksum,
-        reserved=frozenset(local_ranks(experiment.strategy, place.processes, live.local_workers)),
-        experiment=None if header.experiment is None else msgspec.json.encode(_Told(header, dataclasses.asdict(live))),
-        split=workload.split,
-        journal=journal,
-    )
-    model = workload.initial_model(experiment.seed)
-    session = Session(model, experiment.strategy, terms, place, workload.evaluate)
-    device = next(model.parameters()).device
-    with session:
-        for batch in session.batches(workload.train, split=workload.split):
-            if session.begins_round:
-                # Dropout and the like depend on the sample, not on who was faster; as in virtual time.
-                key = ((experiment.seed, session.rank), session.draw)
-                torch.default_generator.manual_seed(zlib.crc32(repr(key).encode()))
-            session.backward(workload.losses(model, on_device(batch, device)))
-    if session.rank == 0 and place.directory is not None and session.finish is not None:
-        _save_result(place.directory, session.finish)
+    be_rank(experiment, workload, read_header(directory), read_live(directory), seat())
     return 0
-
-
-def _save_result(directory: Path, finish: Finish) -> None:
-    save(
-        directory / RESULT,
-        {"parameters": finish.parameters, "buffers": list(finish.buffers), "version": finish.version},
-    )
-
-
-def read_result(directory: Path) -> Finish | None:
-    """What a live run ended with."""
-    path = directory / RESULT
-    if not path.exists():
-        return None
-    saved = load(path)
-    return Finish(saved["parameters"], tuple(saved["buffers"]), saved["version"])

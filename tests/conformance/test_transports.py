@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from mpi_cases import FAULT_TOLERANT, MpiCase, MpiRanks, Proxy
 from transport_cases import GlooCase, LoopbackCase
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, ContractViolation
 from offbeat.messages import Message
 from offbeat.testing import TransportCase, Violation, check_transport, transport_checks
 from offbeat.testing import transports as suite
 from offbeat.testing.transports import Probe
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Transport
+from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
 
 
 @pytest.mark.parametrize("check", transport_checks(LoopbackCase()))
@@ -34,6 +35,83 @@ def test_gloo_with_checksums_and_small_chunks() -> None:
     case = GlooCase(checksum=True, chunk_bytes=1000)
     for check in ("messages_keep_their_order", "every_dtype_arrives", "what_is_kept_stays_as_it_is"):
         check_transport(case, only=check)
+
+
+DEADLY = "a_peer_that_dies_in_mid_message_is_lost_alone"
+
+
+@pytest.fixture(scope="session")
+def mpi_ranks() -> Iterator[MpiRanks]:
+    """Three ranks that serve many tests: each opens transports of its own, one after the other."""
+    ranks = MpiRanks(3)
+    yield ranks
+    ranks.end()
+
+
+@pytest.mark.parametrize("check", [check for check in transport_checks(MpiCase()) if check != DEADLY])
+def test_mpi(check: str, mpi_ranks: MpiRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "LARGE_BYTES", 40_000_000)  # several chunks, and all of it also goes through proxies
+    assert check_transport(MpiCase(mpi_ranks), only=check) == [check]
+
+
+def test_mpi_where_a_rank_dies_and_all_later_leave_without_a_complaint(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = MpiRanks(3, *FAULT_TOLERANT)
+    try:
+        assert ranks.tolerant
+        assert check_transport(MpiCase(ranks), only=DEADLY) == [DEADLY]
+        ranks.finish()
+    finally:
+        ranks.end()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_mpi_ranks_that_end_in_order_leave_without_a_complaint(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = MpiRanks(2)
+    try:
+        assert not ranks.tolerant
+        check_transport(MpiCase(ranks), only="every_dtype_arrives")
+        assert ranks.finish() == 0
+    finally:
+        ranks.end()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_mpi_with_checksums(mpi_ranks: MpiRanks) -> None:
+    for check in ("messages_keep_their_order", "every_dtype_arrives", "what_is_kept_stays_as_it_is"):
+        check_transport(MpiCase(mpi_ranks, checksum=True), only=check)
+
+
+def test_mpi_ranks_with_different_models_refuse_each_other(mpi_ranks: MpiRanks) -> None:
+    case = MpiCase(mpi_ranks)
+    try:
+        hub, worker, _ = case.open(3, fingerprints={1: "another"})
+        sentence = (
+            "rank 1 has a different model: its fingerprint is another, that of rank 0 is the same everywhere; every "
+            "rank must build the same model"
+        )
+        assert worker.receive(30) == Refused(0, sentence)
+        assert {hub.receive(30), hub.receive(30)} == {Refused(1, sentence), Joined(2, 0)}
+    finally:
+        case.close()
+
+
+def test_mpi_hands_on_how_long_the_run_has_lasted_and_what_cannot_be_sent(mpi_ranks: MpiRanks) -> None:
+    case = MpiCase(mpi_ranks)
+    try:
+        hub, worker = case.open(2)
+        assert isinstance(hub, Proxy)
+        assert isinstance(worker, Proxy)
+        assert worker.receive(30) == Joined(0, 0)
+        assert worker.ask("elapsed")[0] == 12.5
+        assert hub.ask("elapsed") is None
+        assert hub.receive(30) == Joined(1, 0)
+        hub.ask("send_too_much", 1)
+        with pytest.raises(ContractViolation, match="put large data into a Tensor"):
+            hub.receive(30)
+        hub.send(1, 0, Probe(1, torch.ones(1)))
+        assert isinstance(worker.receive(30), Arrived)
+    finally:
+        case.close()
 
 
 def test_a_check_that_does_not_exist_or_does_not_apply_is_named() -> None:

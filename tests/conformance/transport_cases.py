@@ -31,7 +31,7 @@ LAST_WORDS = -99
 
 
 class LoopbackCase(TransportCase):
-    abilities = frozenset({"cut", "pool"})
+    abilities = frozenset({"cut", "pool", "rejoin"})
 
     def __init__(self) -> None:
         self._loopback: Loopback | None = None
@@ -79,7 +79,7 @@ ENCODE = wire.encode
 
 
 class GlooCase(TransportCase):
-    abilities = frozenset({"cut", "garbage", "pool", "processes"})
+    abilities = frozenset({"cut", "garbage", "pool", "processes", "rejoin"})
 
     def __init__(self, **options: Any) -> None:
         self._options = options

@@ -18,19 +18,21 @@ import pytest
 from accounts import check_accounts
 
 from offbeat.analysis import summarize
+from offbeat.launch import mpirun_command
 from offbeat.records.files import read_run
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples/train_digits.py"
 ANYTIME = ROOT / "examples/anytime_single.py"
 GUIDE = (ROOT / "docs/live.md").read_text(encoding="utf-8")
-WAYS = re.findall(r"^(?:python|offbeat|torchrun|srun)\b.*\bexamples/train_digits\.py .*$", GUIDE, re.MULTILINE)
+WAYS = re.findall(r"^(?:python|offbeat|torchrun|mpirun|srun)\b.*\bexamples/train_digits\.py .*$", GUIDE, re.MULTILINE)
 LINES = {line.split()[0]: line for line in WAYS}
 """program → how the guide starts the example with it"""
 PROGRAMS = {
     "python": [sys.executable],
     "offbeat": [sys.executable, "-m", "offbeat"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "mpirun": [mpirun_command(1)[0], "--allow-run-as-root", "--oversubscribe"],
 }
 
 
@@ -42,7 +44,7 @@ def started(line: str, directory: Path, **variables: str) -> Iterator[subprocess
     process = subprocess.Popen(
         [*PROGRAMS[program], *(str(ROOT / word) if word.startswith("examples/") else word for word in words)],
         cwd=directory,
-        env={**known, "OMP_NUM_THREADS": "1", **variables},
+        env={**known, "PATH": f"{Path(sys.executable).parent}:{known['PATH']}", "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -80,8 +82,8 @@ def check_summary(printed: str, workers: str) -> None:
     assert int(found[0][1].replace(",", "")) >= 4000
 
 
-def test_the_guide_shows_four_ways() -> None:
-    assert [line.split()[0] for line in WAYS] == ["python", "offbeat", "torchrun", "srun"]
+def test_the_guide_shows_five_ways() -> None:
+    assert [line.split()[0] for line in WAYS] == ["python", "offbeat", "torchrun", "mpirun", "srun"]
 
 
 def test_alone(tmp_path: Path) -> None:
@@ -102,6 +104,12 @@ def test_launched(tmp_path: Path) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     printed = typed(LINES["torchrun"], tmp_path)
+    check_ranks(printed, range(3), 3)
+    check_summary(printed, "2 workers")
+
+
+def test_under_mpirun(tmp_path: Path) -> None:
+    printed = typed(LINES["mpirun"], tmp_path)
     check_ranks(printed, range(3), 3)
     check_summary(printed, "2 workers")
 

@@ -21,8 +21,10 @@ import torch
 from offbeat.errors import ContractViolation, RunFailed
 from offbeat.messages import Message
 from offbeat.testing.transports import Probe, Watch
+from offbeat.transports import slots
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.rendezvous import Address, Door, Hello, Terms, ask_terms
+from offbeat.transports.slots import SLOTS_MAX
 from offbeat.transports.transport import Arrived, Incoming, Joined, Lost, Refused
 
 TOKEN = b"only for tests"
@@ -394,6 +396,96 @@ def test_a_mistake_in_a_thread_becomes_the_loss_of_its_link(
     worker.loses(0, 0)
     assert hub.linked(1, above=0) == worker.linked(0, above=0)
     exchange(hub, worker)
+
+
+# Shared memory
+
+
+def shared_slots(transport: GlooTransport, peer: int) -> tuple[int, int]:
+    """How many slots a link has to send from, and how many to receive from."""
+    shared = transport._links[peer]._shared
+    return len(shared._own._slots) if shared._own else 0, len(shared._theirs._slots) if shared._theirs else 0
+
+
+def test_processes_of_one_machine_share_memory(ranks: Ranks) -> None:
+    hub = ranks.watch(0, [1])
+    ranks.spawn("echo", 1)
+    hub.linked(1)
+    in_place = 0
+    for number in range(30):
+        hub.send(1, Probe(number, torch.full((1_000_000,), float(number)), (SMALL,)))
+        back = hub.probe(1, number)
+        assert back.body.eq(number).all()
+        assert torch.equal(back.more[0], SMALL)
+        theirs = ranks.transports[0]._links[1]._shared._theirs
+        assert theirs is not None
+        in_place += back.body.data_ptr() in {memory.ctypes.data for memory in theirs._slots.values()}
+    assert in_place > 0
+    assert shared_slots(ranks.transports[0], 1)[0] > 0
+
+
+def test_what_a_dead_process_has_sent_stays_as_it_is(ranks: Ranks) -> None:
+    hub = ranks.watch(0, [1])
+    child = ranks.spawn("echo", 1)
+    hub.linked(1)
+    for number in range(5):
+        hub.send(1, Probe(number, torch.full((1_000_000,), float(number))))
+        kept = hub.probe(1, number).body
+    assert all(shared_slots(ranks.transports[0], 1))
+    child.kill()
+    hub.loses(1, 0)
+    assert kept.eq(4).all()
+    ranks.spawn("echo", 1)
+    hub.linked(1, above=0)
+    hub.send(1, Probe(9, kept))
+    assert hub.probe(1, 9).body.eq(4).all()
+
+
+def test_a_node_may_keep_more_than_there_are_slots(ranks: Ranks) -> None:
+    hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
+    hub.linked(1)
+    worker.linked(0)
+    kept = []
+    for number in range(40):
+        hub.send(1, Probe(number, torch.full((100_000 + number,), float(number))))
+        kept.append(worker.probe(0, number).body)
+    assert shared_slots(ranks.transports[0], 1)[0] == SLOTS_MAX
+    assert all(bool(body.eq(number).all()) for number, body in enumerate(kept))
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_one_end_that_does_not_want_shared_memory_is_enough(
+    ranks: Ranks, off: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub, worker = (ranks.watch(rank, [1 - rank], shared_memory=rank != off) for rank in range(2))
+    hub.linked(1)
+    worker.linked(0)
+    for number in range(5):
+        hub.send(1, Probe(number, torch.full((500_000,), float(number))))
+        worker.send(0, worker.probe(0, number))
+        assert hub.probe(1, number).body.eq(number).all()
+    assert shared_slots(ranks.transports[0], 1) == shared_slots(ranks.transports[1], 0) == (0, 0)
+    assert not caplog.records
+
+
+def test_memory_that_cannot_be_shared_is_said_once_and_costs_only_time(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(slots, "_said", threading.Event())
+    monkeypatch.setattr(slots, "_adopt", refuse)
+    hub, worker, other = ranks.watch(0, [1, 2]), ranks.watch(1, [0]), ranks.watch(2, [0])
+    for one, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
+        one.linked(peer)
+    for number in range(3):
+        for one in (worker, other):
+            hub.send(one.rank, Probe(number, torch.full((500_000,), float(number))))
+            assert one.probe(0, number).body.eq(number).all()
+    (record,) = caplog.records
+    assert record.message.startswith("offbeat: tensors between processes of this machine go through sockets")
+    assert "Permission denied" in record.message
 
 
 # Ending

@@ -41,25 +41,40 @@ SIMULATE = """
     --optimizer.alpha --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm --optimizer.decay-1d
     --optimizer.epsilon --optimizer.lr --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d
     --optimizer.no-nesterov --optimizer.weight-decay --out --overwrite --patience-seconds --quiet --samples-max
-    --seconds --seconds-per-call --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --split
-    --staleness-max --straggle --target --until --width --worker-seconds --workers
+    --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds
+    --silence-seconds --split --spread --staleness-max --straggle --target --until --width --worker-seconds --workers
 """
 COMPARE = """
     --baseline --cluster --crash-seen-seconds --evaluate --factors --faults --json --link.bytes-per-second
     --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet --seconds-per-call
-    --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --straggle --target --until --workers
+    --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --spread --straggle
+    --target --until --workers
 """
-SIMULATED_ONLY = "--crash-seen-seconds --seconds-per-call --seconds-per-sample --seconds-per-update"
+SIMULATED_ONLY = """
+    --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --spread
+"""
 PROCESSES = """
-    --checkpoint-seconds --checksum --listen --local-workers --no-checksum --restarts --resume --token-file
+    --checkpoint-seconds --checksum --listen --local-workers --no-checksum --no-shared-memory --restarts --resume
+    --shared-memory --threads --token-file --transport
 """
 TRAIN = " ".join(sorted(set(SIMULATE.split() + PROCESSES.split()) - set(SIMULATED_ONLY.split())))
+OF_WORKLOADS = "--condition --dimension --examples --hidden --noise --split --width"
+OF_CALIBRATION = "--json --microbatch --out --overwrite --quiet --seconds --straggle --workers"
+CALIBRATE = " ".join(
+    sorted({*PROCESSES.split(), *OF_WORKLOADS.split(), *OF_CALIBRATION.split()} - {"--checkpoint-seconds", "--resume"})
+)
+NETWORK = """
+    --corrupt --elements --json --listen --local --message-bytes --no-shared-memory --out --processes --quiet --repeats
+    --token-file --transport --wait
+"""
 COMMANDS = {
     "simulate": SIMULATE,
     "train": TRAIN,
     "compare": COMPARE,
-    "launch": "--listen --out --overwrite --processes --quiet --restarts --resume --token-file",
-    "work": "--token-file --wait",
+    "calibrate": CALIBRATE,
+    "launch": "--listen --out --overwrite --processes --quiet --restarts --resume --token-file --transport",
+    "work": "--threads --token-file --wait",
+    "network": NETWORK,
     "report": "--baseline --out",
     "replay": "--no-faults --seed --trace",
     "strategies": "--json",

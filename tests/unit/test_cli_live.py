@@ -15,12 +15,14 @@ from made_records import a_small_run, header
 from offbeat.cli import flags, main
 from offbeat.cli import member as member_command
 from offbeat.cli import train as train_command
+from offbeat.cli.live_view import Quiet
 from offbeat.errors import RunFailed
 from offbeat.experiment import Experiment, Plan
-from offbeat.records.files import RANK_RECORDS, RunRecords, write_header
+from offbeat.launch import Seat
+from offbeat.records.files import LIVE, RANK_RECORDS, RunRecords, write_header
 from offbeat.records.schema import Notice
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
-from offbeat.training import LIVE, Live
+from offbeat.taking_part import Live
 from offbeat.workloads import NamedWorkload
 
 QUADRATIC = ["train", "quadratic", "fmb"]
@@ -184,6 +186,9 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
         ([*QUADRATIC, "--restarts", "-1"], "--restarts must be 0 or more, but is -1"),
         ([*QUADRATIC, "--local-workers", "x"], "--local-workers is a whole number, but 'x' was given"),
         ([*QUADRATIC, "--seconds-per-sample", "1"], "unknown option '--seconds-per-sample'"),
+        ([*QUADRATIC, "--transport", "mpx"], "unknown transport 'mpx'; did you mean 'mpi'?"),
+        ([*QUADRATIC, "--transport", "mpi", "--listen", "h:1"], "--listen does not go with --transport mpi"),
+        ([*QUADRATIC, "--threads", "0"], "--threads must be greater than 0, but is 0"),
         (["train", "--resume", "/nowhere"], "there is no run at /nowhere"),
         (["train", "--resume", "many"], "many holds 2 runs; name one of them: --resume many/a"),
         (["train", "--resume", "many/a", "fmb"], "--resume goes on with what was trained; leave out fmb"),
@@ -204,11 +209,15 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
         (["launch", "-n", "2", "--resume", "none", "script.py"], "there is no run at none to go on with"),
         (["launch", "-n", "2", "--resume", "a", "--out", "b", "script.py"], "leave out --out"),
         (["launch", "-n", "2", "--out", "many", "script.py"], "many already holds 2 runs"),
+        (["launch", "-n", "2", "--transport", "mpx", "script.py"], "unknown transport 'mpx'; did you mean 'mpi'?"),
+        (["launch", "-n", "2", "--transport", "mpi", "--restarts", "1", "script.py"], "--restarts does not go with"),
         (["launch", "-n", "2", "--wrong", "1", "script.py"], "unknown option '--wrong'"),
         (["work"], "offbeat work needs HOST:PORT"),
         (["work", "here"], "'here' is not an address; type HOST:PORT"),
         (["work", "127.0.0.1:1", "none.py"], "there is no script none.py"),
         (["work", "127.0.0.1:1", "--wait", "soon"], "--wait is a number, but 'soon' was given"),
+        (["work", "127.0.0.1:1", "--threads", "0"], "--threads must be 1 or more, but is 0"),
+        (["work", "127.0.0.1:1", "none.py", "--threads", "2"], "there is no script none.py"),
         (["work", "127.0.0.1:1", "--token-file", "none"], "the token file none cannot be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -293,7 +302,7 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
         taken.extend([directory, place.rank])
         return 7
 
-    monkeypatch.setattr("offbeat.training.take_part", take_part)
+    monkeypatch.setattr("offbeat.taking_part.take_part", take_part)
     monkeypatch.setenv("OFFBEAT_RANK", "0")
     monkeypatch.setenv("OFFBEAT_PROCESSES", "2")
     assert member_command.member(a_run("o")) == 7
@@ -303,5 +312,5 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
 def test_records_of_a_run_that_failed_before_anybody_wrote_any(runs: Runs) -> None:
     runs.raises = RunFailed("worker 1: ValueError: there is no x")
     experiment = Experiment(NamedWorkload.members["quadratic"](), Strategy.members["fmb"](), workers=2)
-    run: RunRecords = train_command.recorded(experiment, Path("o"), Live(), None)
+    run: RunRecords = train_command.recorded(experiment, Path("o"), Live(), Quiet(str), Seat())
     assert [getattr(record, "failure", None) for record in run.records] == ["worker 1: ValueError: there is no x"]

@@ -46,7 +46,16 @@ RING = ROOT / "examples/token_ring.py"
 GUIDE = "docs/writing_a_strategy.md"
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LIVE = "docs/live.md"
-WITH_COMMANDS = ["docs/cluster.md", "docs/command_line.md", LIVE, GUIDE, "CONTRIBUTING.md"]
+NETWORK = "docs/network.md"
+WITH_COMMANDS = [
+    "docs/calibration.md",
+    "docs/cluster.md",
+    "docs/command_line.md",
+    LIVE,
+    NETWORK,
+    GUIDE,
+    "CONTRIBUTING.md",
+]
 
 
 def read(document: str) -> str:
@@ -322,6 +331,7 @@ def test_every_flag_that_the_command_page_names_exists() -> None:
     known = {flag.name for flag in flags.all_flags()} | set(flags.ALIASES.values())
     known |= {"--" + item.name.replace("_", "-") for item in dataclasses.fields(flags.Output)}
     known |= {flag.name for flag in flags.live_flags()} | {"--help", "--trace"}
+    known |= {"--no-" + flag.name[2:] for flag in flags.live_flags() if flag.kind is bool}
     known |= {
         "--" + name.replace("_", "-")
         for command in (train, launch, work)

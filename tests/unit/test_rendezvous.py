@@ -138,6 +138,14 @@ def test_who_holds_the_token_gets_terms(opened: Open, token: bytes | None) -> No
     assert asked(opened(token), token) == TERMS
 
 
+@pytest.mark.parametrize(("source", "same"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_both_ends_know_whether_they_have_one_address(source: str, same: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialer = Call(socket.create_connection(listener.getsockname(), source_address=(source, 0)))
+        with dialer, Call(listener.accept()[0]) as visitor:
+            assert dialer.same_host == visitor.same_host == same
+
+
 def test_a_visitor_may_come_before_the_door_is_served() -> None:
     door = Door(ANY, None)
     found: list[Terms] = []

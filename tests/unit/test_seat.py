@@ -44,6 +44,30 @@ def test_ours_comes_before_torchrun_and_torchrun_before_slurm() -> None:
     assert seat(SLURM).launcher == "slurm"
 
 
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
+def test_mpirun_comes_before_the_slurm_job_around_it_and_means_mpi(variables: dict[str, str], tmp_path: Path) -> None:
+    found = seat({**SLURM, **variables, "OFFBEAT_DIRECTORY": str(tmp_path), "OFFBEAT_RESUME": "1"})
+    assert found == Seat(2, 4, directory=tmp_path, resume=True, launcher="mpirun", transport="mpi")
+    assert not found.alone
+    assert seat({**variables, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).launcher == "torchrun"
+
+
+def test_mpirun_with_one_process_leaves_it_alone() -> None:
+    found = seat({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OFFBEAT_TRANSPORT": "gloo"})
+    assert found == Seat(0, 1, launcher="mpirun")
+    assert found.alone
+
+
+def test_srun_may_mean_mpi_if_it_is_told_so() -> None:
+    assert seat({**SLURM, "OFFBEAT_TRANSPORT": "mpi"}) == Seat(2, 4, launcher="slurm", transport="mpi")
+    assert seat({**SLURM, "OFFBEAT_TRANSPORT": "gloo"}) == seat({**SLURM, "OFFBEAT_TRANSPORT": "auto"}) == seat(SLURM)
+    assert seat({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}).transport == "gloo"
+
+
 def test_a_door_is_found_by_its_number() -> None:
     assert seat({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_DOOR": "7"}).door == 7
 
@@ -52,6 +76,9 @@ def test_a_door_is_found_by_its_number() -> None:
     ("environment", "sentence"),
     [
         ({"OFFBEAT_RANK": "x"}, "OFFBEAT_RANK is a whole number of at least 0, but it is 'x' here"),
+        ({**OPEN_MPI, "OFFBEAT_TRANSPORT": "gloo"}, "processes that mpirun starts meet over MPI, not over gloo; start"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK is 4, but OMPI_COMM_WORLD_SIZE is 4"),
+        ({"OFFBEAT_TRANSPORT": "mpx"}, "unknown transport 'mpx'; did you mean 'mpi'"),
         ({"OFFBEAT_RANK": "0"}, "OFFBEAT_PROCESSES is a whole number of at least 1, but it is '' here"),
         ({"OFFBEAT_RANK": "1", "OFFBEAT_PROCESSES": "2"}, "rank 1 does not know where rank 0 is; set OFFBEAT_ADDRESS"),
         ({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_TOKEN": "xy"}, "OFFBEAT_TOKEN does not hold"),

@@ -17,7 +17,16 @@ from offbeat.messages import Buffers, Message, Stop, Stopped
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 from offbeat.transports.transport import MESSAGE_BYTES_MAX
-from offbeat.transports.wire import GOODBYE, HEAD_BYTES, HEARTBEAT, MESSAGE, META_BYTES_MAX, WireError
+from offbeat.transports.wire import (
+    GOODBYE,
+    HEAD_BYTES,
+    HEARTBEAT,
+    MESSAGE,
+    META_BYTES_MAX,
+    SLOT,
+    WIRE_VERSION,
+    WireError,
+)
 
 HEAD = struct.Struct("<4sBBBBIQI")
 
@@ -177,15 +186,15 @@ def test_control_heads_say_what_they_are(kind: int) -> None:
 
 def raw_head(
     magic: bytes = b"OFFB",
-    version: int = 1,
+    version: int = WIRE_VERSION,
     flags: int = 0,
     kind: int = MESSAGE,
-    reserved: int = 0,
+    slot: int = 0,
     meta: int = 4,
     payload: int = 0,
     checksum: int = 0,
 ) -> Tensor:
-    raw = HEAD.pack(magic, version, flags, kind, reserved, meta, payload, checksum)
+    raw = HEAD.pack(magic, version, flags, kind, slot, meta, payload, checksum)
     return torch.frombuffer(bytearray(raw.ljust(HEAD_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -194,12 +203,17 @@ def raw_head(
     [
         (torch.zeros(HEAD_BYTES, dtype=torch.uint8), "not a message of offbeat"),
         (torch.zeros(10, dtype=torch.uint8), "10 came"),
-        (raw_head(version=2), "version 2"),
-        (raw_head(flags=2), "bits"),
-        (raw_head(reserved=1), "bits"),
+        (raw_head(version=1), "version 1"),
+        (raw_head(flags=4), "bits"),
+        (raw_head(slot=1), "bits"),
         (raw_head(checksum=1), "bits"),
         (raw_head(kind=9), "kind 9"),
         (raw_head(kind=HEARTBEAT), "kind 1"),
+        (raw_head(kind=HEARTBEAT, flags=2, meta=0), "kind 1"),
+        (raw_head(kind=SLOT, meta=0), "kind 4"),
+        (raw_head(kind=SLOT, flags=2), "kind 4"),
+        (raw_head(kind=SLOT, payload=1), "kind 4"),
+        (raw_head(kind=SLOT, meta=HEAD_BYTES), "kind 4"),
         (raw_head(kind=GOODBYE, meta=0, payload=1), "kind 2"),
         (raw_head(meta=META_BYTES_MAX + 1), "announces"),
         (raw_head(payload=1001), "at most 1048576 \\+ 1000"),
@@ -272,3 +286,29 @@ def test_what_came_must_be_what_was_announced() -> None:
             wire.decode(head, meta, wrong)
     with pytest.raises(WireError):
         wire.decode(head, meta[:-1], payload)
+
+
+def test_a_head_says_in_which_slot_its_payload_lies() -> None:
+    encoded = wire.encode(gradient(), checksum=True)
+    assert encoded.payload_bytes == payload_of(encoded).numel()
+    assert wire.read_head(encoded.head, MESSAGE_BYTES_MAX).place is None
+    wire.refer(encoded.head, 3)
+    head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
+    assert (head.place, head.payload_bytes) == (3, encoded.payload_bytes)
+    assert isinstance(wire.decode(head, head.meta or b"", payload_of(encoded)), Gradient)
+
+
+def test_a_slot_is_offered_in_a_head_of_its_own() -> None:
+    slot = wire.Slot(4, 17, 1 << 20)
+    head = wire.read_head(wire.offer(slot), 0)
+    assert (head.kind, head.payload_bytes, head.place) == (SLOT, 0, None)
+    assert wire.read_slot(head) == slot
+
+
+@pytest.mark.parametrize(
+    "offered", [[], [1, 2], [256, 3, 4096], [0, -1, 4096], [0, 3, 0], [0, 3, 1 << 60], [0, 3, 4096, 1], ["0", 3, 4096]]
+)
+def test_a_slot_that_cannot_be_is_refused(offered: list[object]) -> None:
+    packed = msgspec.msgpack.encode(offered)
+    with pytest.raises(WireError, match="a slot is offered"):
+        wire.read_slot(wire.Head(SLOT, len(packed), 0, None, packed))

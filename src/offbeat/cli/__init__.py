@@ -42,6 +42,13 @@ COMMANDS = {
         experiment.toml, beside its runs.""",
         "compare:compare",
     ),
+    "calibrate": (
+        """Measure how fast these machines are at a workload, and write the cluster file that 'simulate' takes.
+
+        Hub and workers run as in 'offbeat train', for a second or two at a time. Workers on other machines join with
+        'offbeat work'.""",
+        "calibrate:calibrate",
+    ),
     "launch": (
         """Start a script of your own that uses offbeat.join in several processes, and look after them.
 
@@ -53,6 +60,13 @@ COMMANDS = {
 
         The run says what is trained, unless that is a script: then name it here as well.""",
         "work:work",
+    ),
+    "network": (
+        """Measure the network between some processes: bandwidth and latency of each pair, ring, all-to-all and star.
+
+        Every block carries markers and a checksum, which are verified on receipt. Under mpirun, torchrun or srun leave
+        out -n.""",
+        "network:network",
     ),
     "report": ("Draw the page about runs: table, curves, who computed and who waited.", "report:report"),
     "replay": (
@@ -151,8 +165,10 @@ USAGES = {
     "simulate": "offbeat simulate WORKLOAD STRATEGY... [NAME.FIELD=VALUE ...] [OPTIONS]",
     "train": "offbeat train WORKLOAD STRATEGY... [OPTIONS]  |  offbeat train FILE.toml  |  offbeat train --resume RUN",
     "compare": "offbeat compare EXPERIMENT.toml [OPTIONS]",
+    "calibrate": "offbeat calibrate WORKLOAD [--workers N] [--seconds S] [--out FILE.toml] [OPTIONS]",
     "launch": "offbeat launch -n N [OPTIONS] SCRIPT.py [ARGUMENTS...]",
-    "work": "offbeat work HOST:PORT --token-file FILE [--wait SECONDS] [SCRIPT.py ARGUMENTS...]",
+    "work": "offbeat work HOST:PORT --token-file FILE [OPTIONS] [SCRIPT.py ARGUMENTS...]",
+    "network": "offbeat network -n N [OPTIONS]  |  offbeat network HOST:PORT --token-file FILE",
     "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL]",
     "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
     "strategies": "offbeat strategies [NAME] [--json]",

@@ -25,7 +25,8 @@ from offbeat.configuration import Family, Option, noun, options
 from offbeat.experiment import Settings
 from offbeat.optimizers import Optimizer
 from offbeat.strategies.strategy import Strategy
-from offbeat.training import EVALUATE_LIVE, Live
+from offbeat.taking_part import Live
+from offbeat.training import EVALUATE_LIVE
 from offbeat.workloads import NamedWorkload
 
 RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
@@ -48,10 +49,18 @@ METAVARS = {
     "optimizer": "NAME",
     "listen": "HOST:PORT",
     "token_file": "FILE",
+    "transport": "NAME",
 }
-TOML_ONLY = ("workers",)
-"""Fields of a cluster that are too long for a command line."""
-SIMULATED_ONLY = ("seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
+TOML_ONLY = ("workers", "measured")
+"""Fields of a cluster that are too long for a command line, or that only `offbeat calibrate` can know."""
+SIMULATED_ONLY = (
+    "seconds_per_sample",
+    "seconds_per_call",
+    "seconds_per_round",
+    "seconds_per_update",
+    "spread",
+    "crash_seen_seconds",
+)
 """Fields of a cluster that real machines and links settle themselves."""
 
 Given = dict[str, dict[str, Any]]
@@ -261,15 +270,18 @@ def members_of(kind: Any) -> Iterable[Any]:
 
 
 def takes(flags: Iterable[Flag]) -> Callable[[Function], Function]:
-    """Give a command these flags, in its parameter `flags`, and those of `Output`, in its parameter `output`."""
+    """Give a command these flags, in its parameter `flags`, and those of `Output` in `output`, if it has that."""
     fields = [(flag.attribute, flag.annotation, dataclasses.field(default=None)) for flag in flags]
     # Without a module of ours, cyclopts would take the class for one of the standard library's.
     holder = dataclasses.make_dataclass("Flags", fields, namespace={"__module__": __name__})
 
     def given_to(function: Function) -> Function:
         function.__annotations__["flags"] = Annotated[holder, Parameter(name="*")]
-        function.__annotations__["output"] = Annotated[Output, Parameter(name="*")]
-        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "flags": holder(), "output": Output()}
+        defaults: dict[str, Any] = {"flags": holder()}
+        if "output" in function.__annotations__:
+            function.__annotations__["output"] = Annotated[Output, Parameter(name="*")]
+            defaults["output"] = Output()
+        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **defaults}
         return function
 
     return given_to

@@ -13,10 +13,12 @@ from cyclopts import Parameter
 
 from offbeat.cli.live_board import Board
 from offbeat.cli.live_view import Lines, Quiet
+from offbeat.cli.mpi import become_mpirun
 from offbeat.cli.output import file_name, given_directory, new_directory
 from offbeat.configuration import from_plain
-from offbeat.errors import RunFailed
+from offbeat.errors import RunFailed, unknown
 from offbeat.launch import (
+    TRANSPORTS,
     Child,
     Seat,
     Supervisor,
@@ -52,6 +54,9 @@ def launch(
     token_file: Annotated[
         str | None, _option("file with the secret that workers must show; needed with --listen", "FILE")
     ] = None,
+    transport: Annotated[
+        str | None, _option("how messages travel: gloo, or mpi, which calls mpirun [gloo]", "NAME")
+    ] = None,
     quiet: Annotated[bool, _option("show no progress while it runs")] = False,
 ) -> int:
     """Start the script so many times, until its rank 0 has ended."""
@@ -65,6 +70,14 @@ def launch(
     if resume is not None:
         require((Path(resume) / HEADER).is_file(), f"there is no run at {resume} to go on with")
         check_idle(Path(resume))
+    if transport not in (None, *TRANSPORTS):
+        raise unknown("transport", str(transport), TRANSPORTS)
+    if transport == "mpi":
+        for name, value in (("--listen", listen), ("--token-file", token_file), ("--restarts", restarts)):
+            require(value is None, f"{name} does not go with --transport mpi, where mpirun keeps the processes")
+        directory, _ = _directory(script[0], out, overwrite, resume)
+        wish = {"OFFBEAT_DIRECTORY": str(directory.absolute()), "OFFBEAT_RESUME": "1" if resume is not None else ""}
+        become_mpirun(processes, script, wish)
     token = None if token_file is None else read_token(token_file)
     door, address, token = open_door(listen, token)
     with door:

@@ -13,7 +13,7 @@ def member(directory: Path) -> int:
     """Be the rank that the environment says, in the run that the directory describes."""
     from offbeat.launch import seat
     from offbeat.records.files import read_header
-    from offbeat.training import take_part
+    from offbeat.taking_part import take_part
 
     prepare(read_header(directory).experiment or {}, str(directory))
     return take_part(directory, seat())

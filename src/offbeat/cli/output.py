@@ -27,8 +27,17 @@ PAGE = "report.html"
 
 def console() -> Console:
     """Standard output; as wide as the terminal, or wide enough for the tables where there is none."""
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    return _Console(file=sys.stdout, width=width, highlight=False)
+    if sys.stdout.isatty() and not _no_terminal:
+        return _Console(file=sys.stdout, highlight=False)
+    return _Console(file=sys.stdout, width=WIDTH_WITHOUT_TERMINAL, highlight=False, force_terminal=False)
+
+
+_no_terminal: list[bool] = []
+
+
+def expect_no_terminal() -> None:
+    """What looks like a terminal is none: mpirun makes one up, of no particular width, whoever reads its output."""
+    _no_terminal.append(True)
 
 
 class _Console(Console):

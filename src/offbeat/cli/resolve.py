@@ -34,7 +34,7 @@ from offbeat.errors import ConfigurationError, unknown
 from offbeat.experiment import Experiment, Plan, Settings
 from offbeat.optimizers import Optimizer
 from offbeat.strategies.strategy import Strategy
-from offbeat.training import Live
+from offbeat.taking_part import Live
 from offbeat.validation import require
 from offbeat.workloads import NamedWorkload
 
@@ -55,6 +55,16 @@ def plan_of(words: Sequence[str], given: Given, defaults: Mapping[str, Any] = NO
     built = _strategies(chosen, workload, given)
     settings = {**defaults, **settings_of(given)}
     return checked(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
+
+
+def workload_of(words: Sequence[str], given: Given) -> NamedWorkload:
+    """The workload that a command line names where no strategy is wanted."""
+    names = [word for word in words if not _is_setting(word)]
+    require(bool(names), "no workload is named; 'offbeat workloads' lists them")
+    require(len(names) == 1, f"{names[-1]!r} is one word too many; name a workload and nothing else")
+    cls, label = find_workload(names[0])
+    own = _own_settings([word for word in words if _is_setting(word)], [label], label)
+    return _workload(cls, label, given[WORKLOAD], own)
 
 
 def plan_from_file(path: str, given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Plan:

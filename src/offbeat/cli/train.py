@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from offbeat.actions import Budget
 from offbeat.checkpoints import checkpoint_path
 from offbeat.cli.flags import (
+    CLUSTER,
     GROUPS,
     LIVE,
     OPTIMIZER,
@@ -28,15 +29,18 @@ from offbeat.cli.flags import (
 )
 from offbeat.cli.live_view import watching
 from offbeat.cli.member import prepare
-from offbeat.cli.resolve import live_of, plan_from_file, plan_of
+from offbeat.cli.mpi import become_mpirun, check_mpi, seat_for
+from offbeat.cli.output import say
+from offbeat.cli.resolve import checked, live_of, plan_from_file, plan_of
 from offbeat.cli.running import carry_out, present
 from offbeat.configuration import from_plain
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.experiment import Experiment, Plan
-from offbeat.launch import check_faults
+from offbeat.launch import Seat, Watcher, check_faults
 from offbeat.records.files import HEADER, RunRecords, find_runs, read_header, read_run
 from offbeat.records.schema import Ended
-from offbeat.training import Live, local_ranks, read_live, train_experiment
+from offbeat.taking_part import Live, local_ranks, read_live
+from offbeat.training import train_experiment, train_in_seat, workers_in
 from offbeat.validation import require
 
 
@@ -63,34 +67,90 @@ def train(
 ) -> int:
     """What the words and flags describe, one run after the other."""
     told = given(flags, live_flags())
-    if resume is not None:
-        return _resume(Path(resume), words, told, output)
-    plan = _plan(words, told)
     live = live_of(told)
+    place = seat_for(live.transport)
+    if place.rank > 0:
+        return _accompany(words, told, live, place, resume)
+    if resume is not None:
+        return _resume(Path(resume), words, told, output, place)
+    plan = _plan(words, told, place)
+    _check_links(plan, told)
+    if live.transport == "mpi" and place.alone:
+        check_mpi(live)
+        become_mpirun(_processes(plan))
     for strategy in plan.strategies:
-        check_faults(plan.cluster.faults, local_ranks(strategy, strategy.processes(plan.workers), live.local_workers))
+        local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if place.alone else ()
+        check_faults(plan.cluster.faults, local)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
         with watching(experiment, output.quiet, position) as watcher:
-            return recorded(experiment, directory, live, watcher)
+            return recorded(experiment, directory, live, watcher, place)
 
     return carry_out(plan, output, run, "train")
 
 
-def _plan(words: Sequence[str], told: Given) -> Plan:
+def _plan(words: Sequence[str], told: Given, place: Seat) -> Plan:
+    """What the words describe. Where a launcher has started the processes, they say how many workers there are."""
+    if place.alone:
+        return _described(words, told, live_defaults())
+    plan = _described(words, told, {**live_defaults(), "workers": max(1, place.processes - 1)})
+    found = [workers_in(strategy, place.processes) for strategy in plan.strategies]
+    require(
+        "workers" not in told[RUN] or {plan.workers} == set(found),
+        f"{place.launcher} has started {place.processes} processes, which makes {found[0]} workers; "
+        "leave out --workers",
+    )
+    require(
+        len(set(found)) == 1,
+        f"{place.processes} processes make {' or '.join(map(str, sorted(set(found))))} workers with these strategies; "
+        "train them one by one",
+    )
+    require(
+        place.transport == "mpi" or len(plan.strategies) * len(plan.seeds) == 1,
+        f"under {place.launcher} a command trains one run; name one strategy and one seed",
+    )
+    return checked(dataclasses.replace(plan, workers=found[0]))
+
+
+def _described(words: Sequence[str], told: Given, defaults: dict[str, Any]) -> Plan:
     if not words or not words[0].endswith(".toml"):
-        return plan_of(words, told, live_defaults())
+        return plan_of(words, told, defaults)
     require(len(words) == 1, f"{words[0]} says what is trained, so {words[-1]!r} is one word too many")
     for section in (STRATEGY, OPTIMIZER, WORKLOAD):
         for path in told[section]:
             raise ConfigurationError(f"{flag_of(path)} does not go with an experiment file; write it into {words[0]}")
-    return plan_from_file(words[0], told, live_defaults())
+    return plan_from_file(words[0], told, defaults)
 
 
-def recorded(experiment: Experiment, directory: Path, live: Live, watcher: Any, resume: bool = False) -> RunRecords:
+def _processes(plan: Plan) -> int:
+    """How many processes a plan needs: one number, where they are started once for all of it."""
+    needed = {strategy.processes(plan.workers) for strategy in plan.strategies}
+    require(
+        len(needed) == 1,
+        f"with {plan.workers} workers these strategies need {' or '.join(map(str, sorted(needed)))} processes; "
+        "train them one by one",
+    )
+    return needed.pop()
+
+
+def _check_links(plan: Plan, told: Given) -> None:
+    """Links that were measured are the ones that are here, so none is induced, and none can be changed by a flag."""
+    for path in told[CLUSTER]:
+        require(
+            not (plan.cluster.measured and path.startswith("link.")),
+            f"{flag_of(path)} does not go with a cluster that was measured, whose links live runs do not induce; "
+            "leave one of them out",
+        )
+
+
+def recorded(
+    experiment: Experiment, directory: Path, live: Live, watcher: Watcher, place: Seat, resume: bool = False
+) -> RunRecords:
     """The records of a run. One that failed has them, too, and they say why."""
     try:
-        return train_experiment(experiment, directory, live, watcher, resume).records
+        if place.alone:
+            return train_experiment(experiment, directory, live, watcher, resume).records
+        return train_in_seat(experiment, directory, place, live, watcher, resume).records
     except KeyboardInterrupt:
         if not checkpoint_path(directory).exists():
             raise
@@ -113,10 +173,37 @@ def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
     return dataclasses.replace(run, records=(*others, end))
 
 
-def _resume(directory: Path, words: Sequence[str], told: Given, output: Output) -> int:
+def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, place: Seat) -> int:
     """Go on with one run: everything is as it was, but for how long to train and how processes are kept."""
-    require(not words, f"--resume goes on with what was trained; leave out {' '.join(words)}")
     require(output.out is None, "--resume goes on in the directory of the run; leave out --out")
+    directory, experiment = _to_go_on_with(directory, words, told)
+    live = dataclasses.replace(read_live(directory), **_changed(told))
+    if live.transport == "mpi" and place.alone:
+        check_mpi(live)
+        become_mpirun(experiment.strategy.processes(experiment.workers))
+    with watching(experiment, output.quiet) as watcher:
+        run = recorded(experiment, directory, live, watcher, place, resume=True)
+    return present([run], output, directory, None)
+
+
+def _accompany(words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None) -> int:
+    """Be another process than rank 0 of what a launcher has started. What is wrong with the command, rank 0 says."""
+    try:
+        if resume is not None:
+            directory, experiment = _to_go_on_with(Path(resume), words, told)
+            train_in_seat(experiment, directory, place, live, resume=True)
+            return 0
+        for experiment in _plan(words, told, place).experiments():
+            train_in_seat(experiment, None, place, live)
+    except ConfigurationError:
+        return 2
+    except RunFailed as failed:
+        say(f"rank {place.rank}: {failed}")
+    return 0
+
+
+def _to_go_on_with(directory: Path, words: Sequence[str], told: Given) -> tuple[Path, Experiment]:
+    require(not words, f"--resume goes on with what was trained; leave out {' '.join(words)}")
     found = find_runs([directory])
     require(len(found) == 1, f"{directory} holds {len(found)} runs; name one of them: --resume {found[0]}")
     directory = found[0]
@@ -139,10 +226,7 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output) 
     if "until" in told[RUN]:
         until: Budget | None = from_plain(Budget | None, told[RUN]["until"], "--until")
         experiment = dataclasses.replace(experiment, until=until)
-    live = dataclasses.replace(read_live(directory), **_changed(told))
-    with watching(experiment, output.quiet) as watcher:
-        run = recorded(experiment, directory, live, watcher, resume=True)
-    return present([run], output, directory, None)
+    return directory, experiment
 
 
 def _changed(told: Given) -> dict[str, Any]:

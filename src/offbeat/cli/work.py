@@ -15,7 +15,7 @@ from offbeat.cli.member import prepare
 from offbeat.cli.output import say
 from offbeat.configuration import from_plain
 from offbeat.launch import Seat, environment_of, read_token
-from offbeat.training import work as work_there
+from offbeat.taking_part import work as work_there
 from offbeat.transports.rendezvous import Address, ask_terms
 from offbeat.validation import require
 
@@ -39,12 +39,19 @@ def work(
             help=f"how long to try where nothing answers [{WAIT_SECONDS:g}]", metavar="SECONDS", show_default=False
         ),
     ] = None,
+    threads: Annotated[
+        str | None,
+        Parameter(help="threads to compute with [as the run says]", metavar="N", show_default=False),
+    ] = None,
 ) -> int:
     """Join as a worker until the run ends."""
     there = Address.parse(address)
     seconds = from_plain(float, WAIT_SECONDS if wait is None else wait, "--wait")
     require(seconds >= 0, f"--wait must be 0 or more, but is {seconds:g}")
+    count = None if threads is None else from_plain(int, threads, "--threads")
+    require(count is None or count >= 1, f"--threads must be 1 or more, but is {count}")
     if script:
+        require(count is None, "a script sets its threads itself, with torch.set_num_threads; leave out --threads")
         require(Path(script[0]).is_file(), f"there is no script {script[0]}; name the one that the run trains")
     token = None if token_file is None else read_token(token_file)
     member = f"{socket.gethostname()}-{uuid.uuid4().hex}"
@@ -56,6 +63,7 @@ def work(
         wait_seconds=seconds,
         member=member,
         prepare=lambda experiment: prepare(experiment, f"the run at {there}"),
+        threads=count,
     )
 
 

@@ -16,6 +16,7 @@ from offbeat.cluster.speeds import (
     Slowdown,
     Speed,
     Straggle,
+    Trace,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Slowdown",
     "Speed",
     "Straggle",
+    "Trace",
     "WorkerOverride",
     "load_cluster",
 ]

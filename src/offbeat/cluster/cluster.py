@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from offbeat.cluster.faults import Fault
 from offbeat.cluster.links import Link
-from offbeat.cluster.speeds import SECONDS_PER_SAMPLE, NoStraggle, Speed, Straggle
+from offbeat.cluster.speeds import SECONDS_PER_SAMPLE, NoStraggle, Speed, Straggle, Trace
 from offbeat.configuration import option
 from offbeat.validation import check_types, require, require_not_negative, require_positive
 
@@ -28,9 +28,11 @@ class WorkerOverride:
     seconds_per_call: float | None = option(None, "seconds that each micro-batch costs on top")
     straggle: Straggle | None = option(None, "what disturbs a round")
     link: Link | None = option(None, "its connection to the others")
+    seconds_per_round: float | None = option(None, "seconds that each round costs on top")
+    spread: Trace | None = option(None, "how the speed varies over time, as it was recorded")
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "seconds_per_sample", "seconds_per_call")
+        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_round")
         require(
             len(self.workers) > 0 and all(worker >= 0 for worker in self.workers),
             f"WorkerOverride.workers needs workers that count from 0, but is {list(self.workers)}",
@@ -51,10 +53,14 @@ class Cluster:
     faults: tuple[Fault, ...] = option((), "what goes wrong: crash:RANK:SECONDS, pause:RANK:SECONDS:SECONDS, ...")
     crash_seen_seconds: float = option(1.0, "seconds until the others notice a closed connection")
     silence_seconds: float = option(10.0, "seconds after which a silent peer is given up")
+    seconds_per_round: float = option(0.0, "seconds that each round costs on top: values read in, the gradient sent")
+    spread: Trace | None = option(None, "how the speed varies over time, as it was recorded; none: it does not")
+    measured: bool = option(False, "whether speeds and links are what was measured here, which live runs do not induce")
 
     def __post_init__(self) -> None:
         check_types(self)
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
+        require_not_negative(self, "seconds_per_round")
         require_positive(self, "silence_seconds")
         require(
             self.seconds_per_sample + self.seconds_per_call > 0,
@@ -75,6 +81,8 @@ class Cluster:
             seconds_per_call=factor * _last((o.seconds_per_call for o in mine), self.seconds_per_call),
             seconds_per_update=factor * self.seconds_per_update,
             straggle=_last((o.straggle for o in mine), self.straggle),
+            seconds_per_round=factor * _last((o.seconds_per_round for o in mine), self.seconds_per_round),
+            spread=_last((o.spread for o in mine), self.spread),
         )
 
     def link_of(self, worker: int | None) -> Link:

@@ -1,13 +1,15 @@
 """How long a worker computes: its undisturbed speed, and what disturbs it.
 
 A `Straggle` is drawn once per round. It may hold the round up (`delay_seconds`, a sleep before the first
-micro-batch) or stretch it (`factor`, on the time of every micro-batch). The family is open: a recorded trace
-would be one more member whose `draw` looks up what was measured.
+micro-batch) or stretch it (`factor`, on the time of every micro-batch). The family is open; a recorded `Trace` is
+the member whose draws are what was measured.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +34,12 @@ class Straggle(Family, ABC):
 
     @abstractmethod
     def draw(self, rng: Generator) -> Disturbance:
-        """The disturbance of the next round."""
+        """The disturbance of one round."""
+
+    def draws(self, rng: Generator) -> Iterator[Disturbance]:
+        """The disturbances of one worker's rounds, one after the other."""
+        while True:
+            yield self.draw(rng)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,37 @@ class Mixture(Straggle, name="mixture"):
         return next((mean, deviation) for mean, deviation, weight in reversed(self.components) if weight > 0)
 
 
+@dataclass(frozen=True)
+class Trace(Straggle, name="trace"):
+    """Factors that were recorded, in their order, from a place that is drawn once per worker; then over again.
+
+    Each was measured over so many samples. As a `straggle`, every round takes the next factor. As the `spread` of a
+    cluster, each factor lasts for its samples, however they are cut into rounds: slow spells stay as long as they were.
+    """
+
+    factors: tuple[float, ...] = field(metadata={"help": "how many times longer than usual, one after the other"})
+    samples: int = option(256, "samples that each factor lasts")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "samples")
+        require(
+            len(self.factors) > 0 and all(factor > 0 for factor in self.factors),
+            "Trace.factors needs at least one factor, and all of them above 0",
+        )
+
+    def draw(self, rng: Generator) -> Disturbance:
+        return Disturbance(0.0, self.factors[int(rng.integers(len(self.factors)))])
+
+    def draws(self, rng: Generator) -> Iterator[Disturbance]:
+        first = int(rng.integers(len(self.factors)))
+        for index in itertools.count(first):
+            yield Disturbance(0.0, self.factors[index % len(self.factors)])
+
+    def factor_at(self, position: int) -> float:
+        """The factor after so many samples."""
+        return self.factors[position // self.samples % len(self.factors)]
+
+
 NIAGARA = Mixture(((0.0, 0.0, 0.4), (0.0, 0.4, 0.3), (2.0, 0.3, 0.2), (5.0, 0.3, 0.1)))
 """Sleeps of 0.996 s on average and 4.02 s for the slowest of ten: a shared machine."""
 
@@ -148,9 +186,11 @@ class Speed:
     seconds_per_call: float = option(0.0, "seconds that each micro-batch costs on top")
     seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
     straggle: Straggle = option(NoStraggle(), "what disturbs a round")
+    seconds_per_round: float = option(0.0, "seconds that each round costs on top")
+    spread: Trace | None = option(None, "how the speed varies over time")
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update")
+        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")
 
     def microbatch_seconds(self, samples: int, factor: float = 1.0) -> float:
         """How long one micro-batch takes in a round that is disturbed by `factor`."""

@@ -1,7 +1,8 @@
 """Induced trouble: the cluster of an experiment, as delay on real machines.
 
 Speeds are what they are here, so only what is *different* from the cluster's usual speed is induced: a factor per
-worker, what its calls cost on top, what disturbs a round, and what the links add. It sits above the transport, so
+worker, what its calls cost on top, what disturbs a round, and what the links add. Of a cluster that was measured here,
+speeds and links are there already: what disturbs a round and `factors` are left. It sits above the transport, so
 messages may overtake.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offbeat.cluster import Cluster, Link, NoStraggle, Straggle
+from offbeat.cluster import Cluster, Link, NoStraggle, Straggle, WorkerOverride
 from offbeat.cluster.speeds import Disturbance
 from offbeat.randomness import stream
 
@@ -26,12 +27,11 @@ class Induced:
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        self._straggle = straggle
         self._factor = factor
         self.call_seconds = call_seconds
         """What every micro-batch costs on top."""
         self._links = links or {}
-        self._speed_random = stream(seed, "speed", rank)
+        self._disturbances = straggle.draws(stream(seed, "speed", rank))
         self._delay_random = stream(seed, "delay", rank)
         self._free_at: dict[int, float] = {}
 
@@ -39,6 +39,9 @@ class Induced:
     def of(cls, cluster: Cluster, workers: dict[int, int], rank: int, peers: Iterable[int], seed: int) -> Induced:
         """What `cluster` means for a rank; `workers` says which worker each computing rank is, from 0."""
         worker = workers.get(rank)
+        if cluster.measured:
+            asked = tuple(WorkerOverride(override.workers, straggle=override.straggle) for override in cluster.workers)
+            cluster = Cluster(straggle=cluster.straggle, factors=cluster.factors, workers=asked)
         links = {peer: cluster.link_between(worker, workers.get(peer)) for peer in peers}
         slow = {peer: link for peer, link in links.items() if link != Link()}
         if worker is None:
@@ -51,7 +54,7 @@ class Induced:
 
     def disturb(self) -> Disturbance:
         """What happens to the next round."""
-        drawn = self._straggle.draw(self._speed_random)
+        drawn = next(self._disturbances)
         return Disturbance(drawn.delay_seconds, drawn.factor * self._factor)
 
     def delay(self, source: int, nbytes: int, now: float) -> float:

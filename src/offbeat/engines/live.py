@@ -48,6 +48,7 @@ from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, Round
 from offbeat.strategies.strategy import Node
 from offbeat.transports.journal import Journal, JournalWriter
+from offbeat.transports.links import CLOSED
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
 
 LEAVE_SECONDS = 10.0
@@ -74,8 +75,12 @@ class Participant:
         induced: Induced | None = None,
         on_journal: Callable[[int, Journal], None] | None = None,
         device: torch.device | None = None,
+        lost_for_good: bool = False,
     ) -> None:
-        """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute."""
+        """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute.
+
+        With `lost_for_good` nobody who is lost comes back, so a rank that has lost everybody gives up.
+        """
         self.rank = rank
         self.clock = clock
         self.finish: Finish | None = None
@@ -87,6 +92,7 @@ class Participant:
         self._load = load
         self._induced = induced or Induced()
         self._on_journal = on_journal
+        self._lost_for_good = lost_for_good
         self._device = device if device is not None and device.type != "cpu" else None
         self._monitor = threading.Condition()
         self._error: BaseException | None = None
@@ -307,6 +313,8 @@ class Participant:
                 elif self._known.get(peer) == incarnation:
                     del self._known[peer]
                     self._handle(PeerLost(now, peer, incarnation))
+                    if self._lost_for_good and not self._known and incoming.why != CLOSED and not self.ended:
+                        raise RunFailed(f"rank {peer} was lost ({incoming.why}), and nobody is left to go on with")
             case Refused(why=why):
                 raise RunFailed(why)
 

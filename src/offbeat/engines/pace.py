@@ -1,4 +1,4 @@
-"""How a round spends virtual time: a delay, then micro-batches one after the other.
+"""How a round spends virtual time: a delay, then micro-batches one after the other, then what a round costs on top.
 
 The clock of a time limit starts with the round, before any delay; it is looked at between micro-batches.
 """
@@ -19,12 +19,18 @@ class Pace:
     speed: Speed
     disturbance: Disturbance
     microbatch: int
+    position: int = 0
+    """How many samples the worker has computed before: where it is in the recorded spread of its speed."""
 
     def seconds(self, samples: int) -> float:
         """Seconds from the start of the round until so many samples are done."""
         whole, rest = divmod(samples, self.microbatch)
-        elapsed = self.disturbance.delay_seconds + whole * self._call(self.microbatch)
-        return elapsed + self._call(rest) if rest else elapsed
+        if self.speed.spread is None:
+            elapsed = self.disturbance.delay_seconds + whole * self._call(self.microbatch)
+        else:
+            elapsed = self.disturbance.delay_seconds + sum(map(self._whole_call, range(whole)))
+        elapsed += self.speed.seconds_per_round * self.disturbance.factor
+        return elapsed + self._call(rest, samples - rest) if rest else elapsed
 
     def samples(self, budget: Budget) -> int:
         """How many samples this budget allows."""
@@ -46,7 +52,23 @@ class Pace:
         each = self._call(self.microbatch)
         if left <= 0:
             return 0
+        if self.speed.spread is not None and each > 0:
+            return self._varying_calls_until(left)
         return math.ceil(left / each - 1e-9) if each > 0 else 1
 
-    def _call(self, samples: int) -> float:
-        return self.speed.microbatch_seconds(samples, self.disturbance.factor)
+    def _varying_calls_until(self, left: float) -> int:
+        calls = 0
+        while left > 1e-9:
+            left -= self._whole_call(calls)
+            calls += 1
+        return calls
+
+    def _whole_call(self, index: int) -> float:
+        return self._call(self.microbatch, index * self.microbatch)
+
+    def _call(self, samples: int, done: int = 0) -> float:
+        """How long a micro-batch takes that comes after so many samples of the round."""
+        factor = self.disturbance.factor
+        if self.speed.spread is not None:
+            factor *= self.speed.spread.factor_at(self.position + done)
+        return self.speed.microbatch_seconds(samples, factor)

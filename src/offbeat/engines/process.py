@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from offbeat.actions import Action, Compute, Finish
-from offbeat.cluster import Speed
+from offbeat.cluster import Disturbance, Speed
 from offbeat.engines.pace import Pace
 from offbeat.events import Event
 from offbeat.optimizers import Stepper
@@ -47,7 +47,8 @@ class Process:
     node: Node
     worker: int | None
     speed: Speed
-    speed_random: np.random.Generator
+    disturbances: Iterator[Disturbance]
+    """What happens to its rounds, one after the other."""
     delay_random: np.random.Generator
     alive: bool = True
     life: int = 0
@@ -65,6 +66,8 @@ class Process:
     free_since: float = 0.0
     send_seconds: float = 0.0
     stepper: tuple[Stepper, Tensor] | None = None
+    position: int = 0
+    """How far it is in the recorded spread of its speed, in samples."""
     known: dict[int, int] = field(default_factory=dict)
     """peer → the incarnation that the node has been told of, to which it means to send"""
 

@@ -38,7 +38,7 @@ class Rounds:
             raise ContractViolation(f"rank {rank} asked for Compute, but its strategy says that it does not compute")
         if process.computation is not None:
             raise ContractViolation(f"rank {rank} asked for a second Compute while one was outstanding")
-        pace = Pace(process.speed, process.speed.straggle.draw(process.speed_random), action.microbatch)
+        pace = Pace(process.speed, next(process.disturbances), action.microbatch, process.position)
         samples = pace.samples(action.budget)
         ends = self._sim.now + pace.seconds(samples)
         snapshot = self._snapshot(action)
@@ -87,6 +87,7 @@ class Rounds:
         if action.parameters._version != computation.parameters_version:
             raise ContractViolation(f"rank {rank} changed a tensor that it had sent, while it was differentiated at")
         process.computation = None
+        process.position += computation.samples
         batches = Batches(
             self._order(rank),
             action.draw,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from numpy.random import Generator
 
 from offbeat.actions import (
     Action,
@@ -134,8 +135,9 @@ class Simulation:
             node=self.scenario.strategy.node(self._setup(rank, life=0)),
             worker=worker,
             speed=speed,
-            speed_random=stream(seed, "speed", rank),
+            disturbances=speed.straggle.draws(stream(seed, "speed", rank)),
             delay_random=stream(seed, "delay", rank),
+            position=_first_position(speed, stream(seed, "spread", rank)),
         )
 
     def _setup(self, rank: int, life: int) -> Setup:
@@ -312,3 +314,8 @@ class Simulation:
         process.timers = {}
         for peer in self.network.peers(rank):
             self.mail.close(rank, peer)
+
+
+def _first_position(speed: Speed, rng: Generator) -> int:
+    """Where in its recorded spread a worker begins: they should not be slow together because the record began so."""
+    return 0 if speed.spread is None else int(rng.integers(len(speed.spread.factors))) * speed.spread.samples

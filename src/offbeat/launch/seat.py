@@ -1,7 +1,8 @@
 """Where this process sits in a run: the only reader of the variables by which launchers tell it.
 
 Ours come first (OFFBEAT_RANK and its kin, which `offbeat launch`, `offbeat train` and `offbeat work` set), then those
-of torchrun, then those of SLURM. Where there are none the process is alone.
+of torchrun, then those of mpirun, then those of SLURM. Where there are none the process is alone. Processes of mpirun
+meet over MPI; those of srun do so where OFFBEAT_TRANSPORT says mpi.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, unknown
 from offbeat.launch.doors import LOOPBACK
 from offbeat.transports.rendezvous import Address
 
@@ -35,9 +36,16 @@ class Seat:
     directory: Path | None = None
     """Where records go."""
     resume: bool = False
-    launcher: Literal["alone", "offbeat", "torchrun", "slurm"] = "alone"
+    launcher: Literal["alone", "offbeat", "torchrun", "mpirun", "slurm"] = "alone"
     member: str = ""
     """What a process that was started by hand calls itself, so that it finds the rank it was promised."""
+    transport: Literal["gloo", "mpi"] = "gloo"
+    """How it reaches the others."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody else."""
+        return self.address is None and self.transport == "gloo"
 
 
 Environment = Mapping[str, str]
@@ -46,13 +54,53 @@ Environment = Mapping[str, str]
 def seat(environment: Environment | None = None) -> Seat:
     """The seat of this process, from its environment."""
     known = os.environ if environment is None else environment
+    transport = _transport(known)
     if "OFFBEAT_RANK" in known:
         return _ours(known)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= known.keys():
         return _of_torchrun(known)
+    for rank, processes, also in _MPIRUNS:
+        if {rank, processes, also} <= known.keys():
+            if transport == "gloo" and known[processes] != "1":
+                raise ConfigurationError(
+                    "processes that mpirun starts meet over MPI, not over gloo; start them with 'offbeat launch -n N' "
+                    "or 'offbeat train', or leave the transport to be chosen"
+                )
+            return _of_mpi(known, rank, processes, "mpirun")
     if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"} <= known.keys():
+        if transport == "mpi":
+            return _of_mpi(known, "SLURM_PROCID", "SLURM_NTASKS", "slurm")
         return _of_slurm(known)
     return Seat(directory=_directory(known), resume=_resume(known))
+
+
+_MPIRUNS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+"""How Open MPI and the descendants of MPICH say it. PMI alone may be that of srun."""
+
+TRANSPORTS = ("auto", "gloo", "mpi")
+
+
+def _transport(known: Environment) -> str:
+    word = known.get("OFFBEAT_TRANSPORT") or "auto"
+    if word not in TRANSPORTS:
+        raise unknown("transport", word, TRANSPORTS)
+    return word
+
+
+def _of_mpi(known: Environment, rank: str, processes: str, launcher: Literal["mpirun", "slurm"]) -> Seat:
+    mine, all_of_us = _number(known, rank), _number(known, processes, least=1)
+    _check_rank(mine, all_of_us, rank, processes)
+    return Seat(
+        mine,
+        all_of_us,
+        directory=_directory(known),
+        resume=_resume(known),
+        launcher=launcher,
+        transport="mpi" if all_of_us > 1 else "gloo",
+    )
 
 
 def environment_of(seat: Seat) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The ranks that a process holds, made and connected.
 
 Alone, a process holds every rank that the strategy needs for one worker, joined by loopback. Otherwise it holds one,
-joined to the others by gloo. A node that goes on from a checkpoint, its records and the clock go back together.
+joined to the others by gloo or MPI. A node that goes on from a checkpoint, its records and the clock go back together.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Terms:
     """Given where it has been written already; otherwise rank 0 writes it."""
     checkpoint_seconds: float | None = 30.0
     checksum: bool = False
+    shared_memory: bool = True
+    """Whether processes of one machine may hand each other large tensors in memory that both of them see."""
     reserved: frozenset[int] = frozenset()
     """Ranks that a supervisor fills; whoever comes from elsewhere gets another."""
     experiment: bytes | None = None
@@ -81,7 +83,7 @@ class Ranks:
         self.strategy, self.terms, self.place = strategy, terms, place
         self._flat, self._measure, self._label = flat, measure, label
         self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
-        alone = place.address is None
+        alone = place.alone
         self.processes = strategy.processes(1) if alone else place.processes
         computing = [rank for rank in range(self.processes) if strategy.computes(rank)]
         least = strategy.processes(1)
@@ -159,16 +161,20 @@ class Ranks:
 
     def _connected(self, desk: Desk) -> Transport:
         place, terms = self.place, self.terms
-        assert place.address is not None
         common: dict[str, Any] = {
             "rank": self.rank,
             "processes": self.processes,
             "peers": self._peers(self.rank),
-            "token": place.token,
             "fingerprint": f"{self._flat.layout.fingerprint()} {described(self.strategy)}",
             "silence_seconds": terms.cluster.silence_seconds,
             "checksum": terms.checksum,
         }
+        if place.transport == "mpi":
+            from offbeat.transports.mpi import MpiTransport
+
+            return MpiTransport(elapsed=self.clock.now, **common)
+        assert place.address is not None
+        common |= {"token": place.token, "shared_memory": terms.shared_memory}
         if self.rank != 0:
             return GlooTransport(desk=place.address, member=place.member or uuid.uuid4().hex, **common)
         door = Door(place.address, place.token, place.door)
@@ -216,6 +222,7 @@ class Ranks:
             evaluate=self._measure if self._measures(rank) else None,
             induced=Induced.of(terms.cluster, self.workers, rank, self._peers(rank), terms.seed),
             on_journal=self._journalled if rank == 0 else None,
+            lost_for_good=self.place.transport == "mpi",
             device=self._flat.parameters.device,
         )
         if rank == 0 and isinstance(writer, RankWriter) and terms.checkpoint_seconds is not None:
@@ -260,7 +267,7 @@ class Ranks:
 
     def _checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""
-        holds_rank_0 = self.place.address is None or self.place.rank == 0
+        holds_rank_0 = self.place.alone or self.place.rank == 0
         if not self.place.resume or self.place.directory is None or not holds_rank_0:
             return None
         saved = read_checkpoint(self.place.directory)

@@ -5,8 +5,8 @@
             run.backward(F.cross_entropy(model(x), y, reduction="none"))
 
 Started alone, the process holds every rank that the strategy needs, and the loop is the one that computes. Started by
-`offbeat launch`, torchrun or srun, it is one rank of many. A rank that does not compute gets no batches: it serves
-until the end.
+`offbeat launch`, torchrun, mpirun or srun, it is one rank of many. A rank that does not compute gets no batches: it
+serves until the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from offbeat.flat import FlatModule
 from offbeat.launch import Seat, seat
 from offbeat.pool import Pool
 from offbeat.records.files import RunRecords, read_rank, read_run
+from offbeat.session.ending import heed_end
 from offbeat.session.ranks import LIVE_SECONDS_PER_SAMPLE, Ranks, Terms
 from offbeat.session.sources import source_of
 from offbeat.session.user_code import Evaluation, measure_with, summed
@@ -40,6 +41,8 @@ from offbeat.validation import check_instance, require
 from offbeat.workloads import Shared, Split, Target
 
 LINGER_SECONDS = 5.0
+ASKED_TO_END = (KeyboardInterrupt, SystemExit)
+"""What ends a loop that was asked to: Ctrl-C, SIGTERM, or the script's own sys.exit."""
 
 
 def join(
@@ -108,6 +111,7 @@ class Session:
         self._pending = 0
         self._losses: list[Tensor] = []
         self._entered = False
+        self._heeded: Callable[[], None] = lambda: None
         self._records: RunRecords | None = None
 
     # The loop
@@ -115,6 +119,7 @@ class Session:
     def __enter__(self) -> Session:
         require(not self._entered, "this session has been used already; call offbeat.join again")
         self._entered = True
+        self._heeded = heed_end(self._ranks.place, self.is_main)
         self._ranks.start()
         return self
 
@@ -211,10 +216,11 @@ class Session:
         try:
             if error is None:
                 self._end()
-            elif isinstance(error, KeyboardInterrupt):
+            elif isinstance(error, ASKED_TO_END):
                 self.interrupt()
         finally:
-            self._close(LINGER_SECONDS if error is None or isinstance(error, KeyboardInterrupt) else 0.5, error)
+            self._close(LINGER_SECONDS if error is None or isinstance(error, ASKED_TO_END) else 0.5, error)
+            self._heeded()
         if error is None:
             for participant in self._ranks.participants.values():
                 participant.check()
@@ -261,7 +267,7 @@ class Session:
     def _write_ends(self, error: BaseException | None) -> None:
         for participant in self._ranks.participants.values():
             record = participant.ended_record()
-            if record.failure is None and isinstance(error, KeyboardInterrupt):
+            if record.failure is None and isinstance(error, ASKED_TO_END):
                 record = msgspec.structs.replace(record, failure="it was interrupted")
             elif record.failure is None and participant.finish is None:
                 why = "it did not end in time" if error is None else f"{type(error).__name__}: {error}"

@@ -3,7 +3,8 @@
 With a group per link, a peer that dies breaks its own link and nothing else, and one that comes back gets a new group.
 For each pair of ranks the higher one dials. It asks the desk, the door of rank 0, where the lower one is; see
 `rendezvous.py`. The connection on which they showed each other the token stays: headers and what is small go there, and
-large tensors through gloo, whose sockets are not authenticated. Nothing is encrypted: trusted networks only.
+large tensors through gloo, whose sockets are not authenticated. Nothing is encrypted: trusted networks only. Where both
+ends have the same address, they are on one machine, and tensors go through memory that they share; see `slots.py`.
 
 What gloo does and does not do, and what follows
 - A wait that runs out of time breaks the connection. That is what a silent peer deserves, and the only way to wake
@@ -53,6 +54,7 @@ from offbeat.transports.rendezvous import (
     back_off,
     dial,
 )
+from offbeat.transports.slots import Shared
 from offbeat.transports.transport import (
     MESSAGE_BYTES_MAX,
     SILENCE_SECONDS,
@@ -269,7 +271,8 @@ class GlooTransport(Transport):
     """The links of one rank over gloo. Rank 0 brings the door where everybody is met; all others know its address.
 
     `terms` decides about those who come: it answers with their terms, or with a sentence why they are refused.
-    `is_peer` tells whether a rank beyond those that were expected is a neighbour.
+    `is_peer` tells whether a rank beyond those that were expected is a neighbour. Without `shared_memory` tensors go
+    through sockets between processes of one machine, too.
     """
 
     def __init__(
@@ -289,6 +292,7 @@ class GlooTransport(Transport):
         checksum: bool = False,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         chunk_bytes: int = 4 << 20,
+        shared_memory: bool = True,
     ) -> None:
         if (rank == 0) != isinstance(desk, Door):
             raise ValueError("rank 0 brings the door itself, and all others its address")
@@ -303,6 +307,7 @@ class GlooTransport(Transport):
         self._member = member
         self._terms = terms or self._usual_terms
         self._manner = Manner(silence_seconds, message_bytes_max, chunk_bytes, checksum)
+        self._shares = shared_memory
         self._incoming: SimpleQueue[Incoming | ContractViolation | None] = SimpleQueue()
         self._woken = False
         self._lock = threading.Lock()
@@ -398,7 +403,7 @@ class GlooTransport(Transport):
 
     # Links
 
-    def _welcome(self, peer: int, incarnation: int, channel: GlooChannel) -> Link | None:
+    def _welcome(self, peer: int, incarnation: int, channel: GlooChannel, shared: Shared) -> Link | None:
         """A link over a channel, unless a newer one is there. An older one ends first."""
         link = Link(
             peer,
@@ -409,6 +414,7 @@ class GlooTransport(Transport):
             pool=self.pool,
             deliver=self._incoming.put,
             on_end=self._ended,
+            shared=shared,
         )
         while True:
             with self._lock:
@@ -426,6 +432,7 @@ class GlooTransport(Transport):
         if self._links.get(peer) is not link:
             channel.break_off()
             channel.close()
+            shared.close()
             return None
         link.start()
         return link
@@ -493,8 +500,18 @@ class GlooTransport(Transport):
         with self._lock:
             incarnation = max(self._next.get(peer, self._first), ready.incarnation_min)
             self._next[peer] = incarnation + 1
-        call.say(Accepted(incarnation))
-        self._welcome(peer, incarnation, self._channel(call, 0))
+        shared = Shared()
+        with shared.meeting():
+            board = None
+            if ready.board is not None and self._may_share(call):
+                shared.accept(ready.board)
+                board = shared.offer()
+            call.say(Accepted(incarnation, board))
+            channel = self._channel(call, 0)
+        self._welcome(peer, incarnation, channel, shared)
+
+    def _may_share(self, call: Call) -> bool:
+        return self._shares and call.same_host
 
     def _channel(self, call: Call, place: int) -> GlooChannel:
         call.commit()
@@ -572,9 +589,15 @@ class GlooTransport(Transport):
     def _connect(self, peer: int, address: Address) -> Link | None:
         with self._own_call(address) as call:
             self._greet(call, Hello("link", self.rank, self._member), to_desk=peer == 0)
-            call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes))
-            incarnation = call.hear(Accepted).incarnation
-            return self._welcome(peer, incarnation, self._channel(call, 1))
+            shared = Shared()
+            with shared.meeting():
+                board = shared.offer() if self._may_share(call) else None
+                call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes, board))
+                accepted = call.hear(Accepted)
+                if accepted.board is not None and board is not None:
+                    shared.accept(accepted.board)
+                channel = self._channel(call, 1)
+            return self._welcome(peer, accepted.incarnation, channel, shared)
 
     def _register(self) -> None:
         """Have a door for the higher ranks, and let the desk know of it; again whenever the desk has gone."""

@@ -24,6 +24,7 @@ from offbeat.errors import ContractViolation
 from offbeat.messages import Message
 from offbeat.pool import Pool
 from offbeat.transports import wire
+from offbeat.transports.slots import Shared
 from offbeat.transports.transport import Arrived, Departed, Incoming
 
 CLOSED = "closed"
@@ -32,6 +33,9 @@ CLOSED = "closed"
 WINDOW = 3
 """Messages on the way that the other side has not taken; more wait on this side. With two workers each hears of two
 updates per round, and its next gradient says so; below three it would need a word of its own."""
+
+COPY_NOW_BYTES_MAX = 1 << 20
+"""A payload that is larger is copied into shared memory by the link's own thread: who sends is not to wait for it."""
 
 REST: tuple[str] = ("rest",)
 """What the sender does next where a message has partly left."""
@@ -85,6 +89,7 @@ class Link:
         pool: Pool,
         deliver: Callable[[Incoming | ContractViolation], None],
         on_end: Callable[[Link], None],
+        shared: Shared | None = None,
     ) -> None:
         self.peer = peer
         self.incarnation = incarnation
@@ -97,6 +102,7 @@ class Link:
         self._pool = pool
         self._deliver = deliver
         self._on_end = on_end
+        self._shared = shared or Shared()
         self._changed = threading.Condition()
         self._outbox: deque[tuple[str | None, Message]] = deque()
         self._finishing = False
@@ -158,7 +164,10 @@ class Link:
                 return True
             begun = time.perf_counter()
             wire.tell(encoded.head, self._taken)
-            rest = self._channel.send_now(self._pieces(encoded))
+            if self._shared.takes(encoded.payload_bytes):
+                rest = self._lay_now(encoded)
+            else:
+                rest = self._channel.send_now(self._pieces(encoded))
             if rest is None:
                 return False
             self._sent += 1
@@ -171,6 +180,25 @@ class Link:
         except ConnectionError as error:
             self._broken(_reason(error))
         return True
+
+    def _lay_now(self, encoded: wire.Encoded) -> list[memoryview] | None:
+        """As the channel's `send_now`, with the payload in shared memory."""
+        if encoded.payload_bytes > COPY_NOW_BYTES_MAX:
+            return None
+        place = self._lay(encoded)
+        if place is None:
+            return None
+        rest = self._channel.send_now(_opening(encoded))
+        if rest is None:
+            self._shared.take_back(place)
+        return rest
+
+    def _lay(self, encoded: wire.Encoded) -> int | None:
+        """Copy the payload into a slot, if one is free, and let the head say so."""
+        place = self._shared.lay(encoded.tensors, encoded.payload_bytes)
+        if place is not None:
+            wire.refer(encoded.head, place)
+        return place
 
     def _broken(self, why: str) -> None:
         """As `drop`, for who holds the lock: the thread that receives finds the connection broken, and ends it."""
@@ -213,6 +241,7 @@ class Link:
     def _end(self) -> None:
         try:
             self._channel.close()
+            self._shared.close()
         finally:
             self._on_end(self)
             self.ended.set()
@@ -227,17 +256,24 @@ class Link:
                 return False
             if head.kind == wire.MESSAGE:
                 break
+            if head.kind == wire.SLOT:
+                self._shared.map(wire.read_slot(head))
         meta = head.meta
         if meta is None:
             rest = torch.empty(head.meta_bytes, dtype=torch.uint8)
             self._channel.receive([rest])
             meta = rest.numpy().tobytes()
-        sizes = wire.tensor_sizes(head, meta)
-        payload = self._pool.take(head.payload_bytes)
-        self._channel.receive(self._chunks(_parts(payload, sizes)))
+        payload = self._payload(head, wire.tensor_sizes(head, meta))
         nbytes = wire.HEAD_BYTES + (head.meta_bytes if head.meta is None else 0) + head.payload_bytes
         self._deliver(Arrived(self.peer, self.incarnation, wire.decode(head, meta, payload), nbytes))
         return True
+
+    def _payload(self, head: wire.Head, sizes: list[int]) -> Tensor:
+        if head.place is not None:
+            return self._shared.read(head.place, head.payload_bytes)
+        payload = self._pool.take(head.payload_bytes)
+        self._channel.receive(self._chunks(_parts(payload, sizes)))
+        return payload
 
     def _hear(self, taken: int) -> None:
         with self._changed:
@@ -294,11 +330,12 @@ class Link:
     def _send(self, key: str | None, message: Message) -> None:
         encoded = self._encoded(message)
         if encoded is not None:
+            begun = time.perf_counter()
+            pieces = self._shared_pieces(encoded)
             with self._changed:
                 self._sent += 1
                 wire.tell(encoded.head, self._telling())
-            begun = time.perf_counter()
-            self._channel.send(self._pieces(encoded))
+            self._channel.send(pieces)
             self._departed(encoded, key, begun)
 
     def _word(self, kind: int) -> Tensor:
@@ -327,13 +364,32 @@ class Link:
             self._deliver(error)
             return None
 
-    def _pieces(self, encoded: wire.Encoded) -> Iterator[Tensor]:
-        opening = [encoded.head] if encoded.meta is None else [encoded.head, encoded.meta]
-        return itertools.chain(opening, self._chunks(encoded.tensors))
+    def _pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:
+        return itertools.chain(_opening(encoded), self._chunks(encoded.tensors))
+
+    def _shared_pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:
+        """What is left to send where memory is shared; without a free slot all of it, and perhaps one slot more."""
+        nbytes = encoded.payload_bytes
+        if not self._shared.takes(nbytes):
+            return self._pieces(encoded)
+        if self._lay(encoded) is not None:
+            return _opening(encoded)
+        slot = self._shared.grow(nbytes)
+        return self._pieces(encoded) if slot is None else itertools.chain([self._offered(slot)], self._pieces(encoded))
+
+    def _offered(self, slot: wire.Slot) -> Tensor:
+        head = wire.offer(slot)
+        with self._changed:
+            wire.tell(head, self._telling())
+        return head
 
     def _departed(self, encoded: wire.Encoded, key: str | None, begun: float) -> None:
         seconds = time.perf_counter() - begun
         self._deliver(Departed(self.peer, self.incarnation, key, encoded.nbytes, seconds))
+
+
+def _opening(encoded: wire.Encoded) -> list[Tensor]:
+    return [encoded.head] if encoded.meta is None else [encoded.head, encoded.meta]
 
 
 def _parts(memory: Tensor, sizes: Iterable[int]) -> Iterator[Tensor]:

@@ -37,6 +37,7 @@ from typing import Any, Literal, TypeVar, Union
 import msgspec
 
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
+from offbeat.transports.slots import Board
 from offbeat.transports.wire import WIRE_VERSION
 
 CALL_SECONDS = 10.0
@@ -134,15 +135,20 @@ class Conditions(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The dialer would have a link, under an incarnation that is not below `incarnation_min`."""
+    """The dialer would have a link, under an incarnation that is not below `incarnation_min`.
+
+    With `board` it would share memory, too.
+    """
 
     fingerprint: str
     incarnation_min: int
     chunk_bytes: int
+    board: Board | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     incarnation: int
+    board: Board | None = None
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
@@ -178,6 +184,7 @@ class Call:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._limit(limit_seconds)
         self.local_host: str = self._socket.getsockname()[0]
+        self.same_host: bool = self._socket.getpeername()[0] == self.local_host
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._committed = False
         self._handed_over = False

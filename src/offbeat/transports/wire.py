@@ -4,9 +4,12 @@ The head comes first because a receiver must know how much to expect before it m
 because some transports can only receive what they have posted. Most metas fit into it, so that a message without
 tensors is one frame.
 
-    head    4s magic, u8 version, u8 flags, u8 kind, u8 reserved, u32 meta bytes, u64 payload bytes, u32 checksum;
-            then the meta, if it fits; zeros up to HEAD_BYTES. Little-endian, as are the tensors.
+    head    4s magic, u8 version, u8 flags, u8 kind, u8 slot, u32 meta bytes, u64 payload bytes, u32 checksum, u64 how
+            many messages of the other side have been taken; then the meta, if it fits; zeros up to HEAD_BYTES.
+            Little-endian, as are the tensors.
     meta    msgpack: [name of the message, [its header fields], [[dtype, shape] …], [tensors of each Buffers field]]
+
+Where both ends share memory, the tensors may lie in a slot of it, and only head and meta travel; see `slots.py`.
 
 Nothing that a peer says is believed: names, types, sizes and their sum are checked before there is room for anything,
 and there is no pickle. What cannot be read raises `WireError`; the transport then drops the link. A message of our own
@@ -35,16 +38,17 @@ from offbeat.configuration import Family, from_plain, to_plain
 from offbeat.errors import ContractViolation, OffbeatError
 from offbeat.messages import Buffers, Message
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEAD_BYTES = 1024
 META_BYTES_MAX = 1 << 20
-MESSAGE, HEARTBEAT, GOODBYE, TAKEN = 0, 1, 2, 3
+MESSAGE, HEARTBEAT, GOODBYE, TAKEN, SLOT = 0, 1, 2, 3, 4
 
 _MAGIC = b"OFFB"
 _HEAD = struct.Struct("<4sBBBBIQIQ")
 _COUNT = struct.Struct("<Q")
 _INLINE_BYTES_MAX = HEAD_BYTES - _HEAD.size
-_CHECKSUM = 1
+_CHECKSUM, _IN_SLOT = 1, 2
+_FLAGS_AT, _PLACE_AT = 5, 7
 _DIMENSIONS_MAX = 8
 _CACHED_BYTES_MAX = 512
 
@@ -74,6 +78,8 @@ class Head:
     meta: bytes | None
     taken: int = 0
     """How many of our messages the peer has taken."""
+    place: int | None = None
+    """The slot in which the payload lies; without one it follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,18 @@ class Encoded:
     meta: Tensor | None
     tensors: list[Tensor]
     nbytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.nbytes - HEAD_BYTES - (0 if self.meta is None else self.meta.numel())
+
+
+class Slot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Memory that the other side may map: the number of the slot, the file by which to have it, and its size."""
+
+    place: Annotated[int, msgspec.Meta(ge=0, lt=256)]
+    file: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 
 
 # Writing
@@ -133,6 +151,17 @@ def tell(head: Tensor, taken: int) -> None:
     _COUNT.pack_into(head.numpy(), _HEAD.size - _COUNT.size, taken)  # type: ignore[arg-type]
 
 
+def refer(head: Tensor, place: int) -> None:
+    """Let the head of a message say that its payload lies in a slot, and does not follow."""
+    head[_FLAGS_AT] |= _IN_SLOT
+    head[_PLACE_AT] = place
+
+
+def offer(slot: Slot) -> Tensor:
+    """A head that says where the other side finds a slot."""
+    return _write_head(SLOT, _ENCODER.encode(slot), 0, None)
+
+
 def _write_head(kind: int, meta: bytes, payload_bytes: int, checksum: int | None) -> Tensor:
     raw = bytearray(HEAD_BYTES)
     flags = 0 if checksum is None else _CHECKSUM
@@ -172,7 +201,7 @@ def read_head(raw: Tensor, message_bytes_max: int) -> Head:
     if raw.dtype is not torch.uint8 or raw.numel() != HEAD_BYTES:
         raise WireError(f"a head has {HEAD_BYTES} bytes, but {raw.nbytes} came")
     data = raw.numpy().tobytes()
-    magic, version, flags, kind, reserved, meta_bytes, payload_bytes, crc, taken = _HEAD.unpack_from(data)
+    magic, version, flags, kind, place, meta_bytes, payload_bytes, crc, taken = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise WireError("what came is not a message of offbeat")
     if version != WIRE_VERSION:
@@ -180,19 +209,30 @@ def read_head(raw: Tensor, message_bytes_max: int) -> Head:
             f"the peer speaks version {version} of the wire, but this is version {WIRE_VERSION}; install the same "
             "offbeat everywhere"
         )
-    if flags & ~_CHECKSUM or reserved or (crc and not flags):
+    if flags & ~(_CHECKSUM | _IN_SLOT) or (place and not flags & _IN_SLOT) or (crc and not flags & _CHECKSUM):
         raise WireError("a head has bits set that mean nothing")
     if meta_bytes > META_BYTES_MAX or payload_bytes > message_bytes_max:
         raise WireError(
             f"a message announces {meta_bytes} + {payload_bytes} bytes, but at most {META_BYTES_MAX} + "
             f"{message_bytes_max} are taken"
         )
+    inline = data[_HEAD.size : _HEAD.size + meta_bytes] if meta_bytes <= _INLINE_BYTES_MAX else None
     if kind == MESSAGE:
-        inline = data[_HEAD.size : _HEAD.size + meta_bytes] if meta_bytes <= _INLINE_BYTES_MAX else None
-        return Head(kind, meta_bytes, payload_bytes, crc if flags else None, inline, taken)
+        checksum, slot = crc if flags & _CHECKSUM else None, place if flags & _IN_SLOT else None
+        return Head(kind, meta_bytes, payload_bytes, checksum, inline, taken, slot)
+    if kind == SLOT and inline and not (payload_bytes or flags):
+        return Head(kind, meta_bytes, 0, None, inline, taken)
     if kind not in (HEARTBEAT, GOODBYE, TAKEN) or meta_bytes or payload_bytes or flags:
         raise WireError(f"a head of kind {kind} with {meta_bytes} + {payload_bytes} bytes means nothing")
     return Head(kind, 0, 0, None, b"", taken)
+
+
+def read_slot(head: Head) -> Slot:
+    """The slot that such a head offers."""
+    try:
+        return _SLOT.decode(head.meta or b"")
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise WireError(f"a slot is offered, but cannot be read: {error}") from None
 
 
 def tensor_sizes(head: Head, meta: bytes) -> list[int]:
@@ -229,6 +269,7 @@ class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 _ENCODER = msgspec.msgpack.Encoder()
 _META = msgspec.msgpack.Decoder(_Meta)
+_SLOT = msgspec.msgpack.Decoder(Slot)
 
 _Announced = tuple[torch.dtype, int | tuple[int, ...], int]
 """The dtype, shape and bytes of a tensor that is to come."""

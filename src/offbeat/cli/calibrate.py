@@ -1,0 +1,184 @@
+"""`offbeat calibrate`: measure a workload on these machines, and write the cluster that `simulate` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tomli_w
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+
+from offbeat.calibration import MICROBATCH, SECONDS, Calibration, MeasuredWorker
+from offbeat.calibration import calibrate as measure
+from offbeat.cli.flags import GROUPS, LIVE, OUTPUT, RUN, WORKLOAD, Flag, derived, given, live_flags, takes, workloads
+from offbeat.cli.live_view import Quiet, namer
+from offbeat.cli.output import console, print_json, say
+from offbeat.cli.resolve import live_of, workload_of
+from offbeat.cluster import Straggle
+from offbeat.configuration import from_plain, to_plain
+from offbeat.errors import ConfigurationError
+from offbeat.training import DEFAULT_WORKERS
+from offbeat.validation import require
+
+FILE = "cluster.toml"
+KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch": int, "straggle": Straggle}
+
+
+def calibrate_flags() -> tuple[Flag, ...]:
+    """What is measured and for how long, how processes are kept, and the fields of the workload."""
+    texts = {
+        "workers": f"workers that compute [{DEFAULT_WORKERS}]",
+        "seconds": f"how long to measure, start-up not counted [{SECONDS:g}]",
+        "microbatch": f"samples per forward and backward call that you will train with [{MICROBATCH}]",
+        "straggle": "what you will induce to disturb rounds; it is measured with, and not part of the file [none]",
+    }
+    kept = [flag for flag in live_flags() if flag.section == LIVE and flag.path != "checkpoint_seconds"]
+    return (*(Flag(RUN, path, KINDS[path], text) for path, text in texts.items()), *kept, *_workload_flags())
+
+
+def _workload_flags() -> tuple[Flag, ...]:
+    return tuple(derived(WORKLOAD, workloads()))
+
+
+def _output(text: str, metavar: str | None = None) -> Parameter:
+    return Parameter(help=text, metavar=metavar, group=GROUPS[OUTPUT], negative=(), show_default=False)
+
+
+@takes(calibrate_flags())
+def calibrate(
+    *words: Annotated[
+        str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
+    ],
+    out: Annotated[str, _output(f"the file to write [{FILE}]", "FILE")] = FILE,
+    overwrite: Annotated[bool, _output("replace the file if it is there already")] = False,
+    json: Annotated[bool, _output("print one JSON object and nothing else")] = False,
+    quiet: Annotated[bool, _output("show no progress while it runs")] = False,
+    flags: Any,
+) -> int:
+    """What the words and flags describe, measured."""
+    told = given(flags, calibrate_flags())
+    workload = workload_of(words, told)
+    path = Path(out)
+    require(path.suffix == ".toml", f"--out is a TOML file, so that simulate takes it, but {out} was given")
+    require(overwrite or not path.exists(), f"{out} is there already; add --overwrite, or name another with --out")
+    require(path.parent.is_dir(), f"there is no directory {path.parent}; make it first, or name another with --out")
+    sizes = {name: from_plain(KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
+    require(sizes.get("workers", 1) >= 1, f"--workers must be 1 or more, but is {sizes.get('workers')}")
+
+    def begins(number: int, total: int, what: str) -> None:
+        if not quiet:
+            say(f"[{number}/{total}] {what}")
+
+    found = measure(workload, live=live_of(told), watcher=_Watcher(), on_probe=begins, **sizes)
+    _write(path, as_toml(found, out))
+    if json:
+        print_json({**_plain(found), "file": out})
+    else:
+        _print(found, out)
+    return 0
+
+
+class _Watcher(Quiet):
+    """Says once what every probe would say again, such as where workers may join."""
+
+    def __init__(self) -> None:
+        super().__init__(namer(peers=False))
+        self._said: set[str] = set()
+
+    def say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            super().say(sentence)
+
+
+def next_line(found: Calibration, file: str) -> str:
+    """What to type next."""
+    return f"offbeat simulate {found.workload} fmb async-fmb --cluster {file} --workers {len(found.workers)}"
+
+
+def as_toml(found: Calibration, file: str) -> str:
+    """The cluster as a file, and above it what it is."""
+    day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    count = len(found.workers)
+    head = (
+        f"# {found.workload} on {count} worker{'' if count == 1 else 's'}, measured {day}.\n"
+        "# Seconds are means; spread holds what varied around them, in the order of time.\n"
+        f"# To simulate on it: {next_line(found, file)}\n\n"
+    )
+    return head + _compact(tomli_w.dumps(to_plain(found.cluster)))
+
+
+def _compact(text: str) -> str:
+    """Lists of numbers side by side, not one a line."""
+
+    def wrapped(match: re.Match[str]) -> str:
+        return (
+            "[\n"
+            + textwrap.fill(" ".join(match[1].split()), 116, initial_indent="    ", subsequent_indent="    ")
+            + "\n]"
+        )
+
+    return re.sub(r"\[\n((?:    [-+.\de]+,\n){9,})\]", wrapped, text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
+
+
+def _spread(worker: MeasuredWorker) -> dict[str, float]:
+    return dict(zip(("p50", "p90", "max"), map(float, np.percentile(worker.spread, [50, 90, 100])), strict=True))
+
+
+def _plain(found: Calibration) -> dict[str, Any]:
+    workers = [
+        {
+            "worker": mine.worker,
+            **{f"seconds_{name}": value for name, value in dataclasses.asdict(mine.pieces).items()},
+            "spread": _spread(mine),
+            "link": to_plain(mine.link),
+        }
+        for mine in found.workers
+    ]
+    update = found.seconds_per_update
+    cluster = to_plain(found.cluster)
+    return {"workload": found.workload, "workers": workers, "seconds_per_update": update, "cluster": cluster}
+
+
+HEADS = ("worker", "ms/sample", "ms/call", "ms/round", "spread p50", "p90", "max", "latency ms", "MB/s")
+
+
+def _print(found: Calibration, file: str) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in HEADS:
+        table.add_column(head, justify="right")
+    for mine in found.workers:
+        table.add_row(*_cells(mine))
+    out = console()
+    out.print(table)
+    out.print()
+    out.print(f"an update takes {found.seconds_per_update * 1e3:.3g} ms", markup=False)
+    out.print(f"cluster: {file}", markup=False, soft_wrap=True)
+    out.print(f"next:    {next_line(found, file)}", markup=False, soft_wrap=True)
+
+
+def _cells(mine: MeasuredWorker) -> Sequence[str]:
+    pieces, limit = mine.pieces, mine.link.bytes_per_second
+    times = [pieces.per_sample, pieces.per_call, pieces.per_round]
+    return [
+        str(mine.worker),
+        *(f"{1e3 * value:.3g}" for value in times),
+        *(f"{value:.2f}" for value in _spread(mine).values()),
+        f"{1e3 * mine.link.latency_seconds:.3g}",
+        "-" if limit is None else f"{limit / 1e6:,.0f}",
+    ]

@@ -1,0 +1,50 @@
+"""What commands that start processes do about MPI: under mpirun they take part, otherwise they call it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from offbeat.cli.output import expect_no_terminal
+from offbeat.launch import Seat, mpirun_command, seat
+from offbeat.transports.mpi import mpi_world
+from offbeat.validation import require
+
+if TYPE_CHECKING:
+    from offbeat.taking_part import Live
+
+
+def seat_for(transport: str) -> Seat:
+    """Where this process sits, if messages are to travel in this way.
+
+    Under MPI it begins here: nobody gets through the beginning where a rank is missing, so nothing may fail before it.
+    """
+    place = seat(os.environ if transport == "auto" else {**os.environ, "OFFBEAT_TRANSPORT": transport})
+    if place.transport == "mpi":
+        mpi_world()
+        expect_no_terminal()
+    return place
+
+
+def check_mpi(live: Live) -> None:
+    """Refuse what only processes can be told that we start ourselves."""
+    for name in ("listen", "token_file", "local_workers"):
+        require(
+            getattr(live, name) is None,
+            f"--{name.replace('_', '-')} does not go with --transport mpi, where mpirun says who takes part; "
+            "leave it out",
+        )
+
+
+def become_mpirun(
+    processes: int, script: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
+) -> NoReturn:
+    """A script, or else the same command again, in so many processes. mpirun takes the place of this one."""
+    words = ["-m", "offbeat", *sys.argv[1:]] if script is None else script
+    command = [*mpirun_command(processes), sys.executable, *words]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Each of many processes with a thread per core would only be in the others' way.
+    os.execve(command[0], command, {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})})

@@ -1,0 +1,211 @@
+"""Run by mpirun: one rank that does what a test tells it, over two sockets; see `mpi_cases.py` for the other end.
+
+On one socket the test receives, and waits for that; on the other it does all else. When they close, the rank ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from transport_cases import LAST_WORDS, RawHead, encode_and_die, encode_or_not
+
+from offbeat.errors import ContractViolation
+from offbeat.messages import Message
+from offbeat.testing.transports import Probe
+from offbeat.transports import wire
+from offbeat.transports.mpi import MpiTransport, mpi_world, survives_losses
+from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused
+
+KEPT = 4
+"""Messages of each transport that are kept until it closes, to see whether they stay as they are."""
+
+ENCODE = wire.encode
+KINDS = {kind.__name__: kind for kind in (Departed, Joined, Lost, Refused)}
+
+
+@dataclass(frozen=True)
+class TooMuch(Message):
+    """Does not fit into a header."""
+
+    numbers: list[int]
+
+
+def pack(message: Message) -> bytes:
+    encoded = ENCODE(message)
+    pieces = [encoded.head, *([] if encoded.meta is None else [encoded.meta]), *encoded.tensors]
+    return b"".join(piece.numpy().data for piece in pieces)
+
+
+def unpack(raw: bytes) -> Message:
+    memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    head = wire.read_head(memory[: wire.HEAD_BYTES].clone(), len(raw))
+    first = wire.HEAD_BYTES + (head.meta_bytes if head.meta is None else 0)
+    meta = head.meta if head.meta is not None else memory[wire.HEAD_BYTES : first].numpy().tobytes()
+    return wire.decode(head, meta, memory[first:])
+
+
+def say(connection: Connection, *plain: Any, body: bytes = b"") -> None:
+    connection.send_bytes(msgspec.msgpack.encode(plain))
+    connection.send_bytes(body)
+
+
+def hear(connection: Connection) -> tuple[list[Any], bytes]:
+    return msgspec.msgpack.decode(connection.recv_bytes()), connection.recv_bytes()
+
+
+def write_incoming(item: Incoming | ContractViolation | None) -> tuple[list[Any], bytes]:
+    if isinstance(item, Arrived):
+        return ["Arrived", item.source, item.incarnation, item.nbytes], pack(item.message)
+    if isinstance(item, ContractViolation):
+        return ["ContractViolation", str(item)], b""
+    if item is None:
+        return ["nothing"], b""
+    return [type(item).__name__, *(getattr(item, name) for name in item.__dataclass_fields__)], b""
+
+
+def read_incoming(plain: list[Any], body: bytes) -> Incoming | None:
+    name, *fields = plain
+    if name == "ContractViolation":
+        raise ContractViolation(*fields)
+    if name == "Arrived":
+        source, incarnation, nbytes = fields
+        return Arrived(source, incarnation, unpack(body), nbytes)
+    return None if name == "nothing" else KINDS[name](*fields)
+
+
+class Rank:
+    """The transport that is open now, and what is kept of it."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = mpi_world()
+        self.transport: MpiTransport | None = None
+        self.kept: list[tuple[Message, int]] = []
+
+    def open(
+        self, peers: list[int], silence_seconds: float, role: str, fingerprint: str | None, checksum: bool
+    ) -> None:
+        self.transport = MpiTransport(
+            rank=self.rank,
+            processes=self.size,
+            peers=peers,
+            fingerprint=fingerprint,
+            elapsed=lambda: 12.5,
+            silence_seconds=silence_seconds,
+            checksum=checksum,
+        )
+        if role:
+            threading.Thread(target=self.play, args=(role,), daemon=True).start()
+
+    def play(self, role: str) -> None:
+        """Echo what comes, or begin a message and die in the middle of it."""
+        assert self.transport is not None
+        while True:
+            match self.transport.receive():
+                case Arrived(source, incarnation, message):
+                    self.transport.send(source, incarnation, message)
+                case Joined(peer, incarnation) if role == "doomed":
+                    wire.encode = encode_and_die
+                    large = torch.ones(10_000_000)
+                    self.transport.send(peer, incarnation, Probe(LAST_WORDS, large, (large,)))
+                case None:
+                    return
+
+    def receive(self, timeout: float | None) -> Incoming | ContractViolation | None:
+        assert self.transport is not None
+        try:
+            item = self.transport.receive(timeout)
+        except ContractViolation as error:
+            return error
+        if isinstance(item, Arrived) and len(self.kept) < KEPT:
+            self.kept.append((item.message, _sum_of(item.message.tensors())))
+        return item
+
+    def close(self, linger_seconds: float) -> bool:
+        """Whether what was kept is as it was."""
+        assert self.transport is not None
+        self.transport.close(linger_seconds)
+        kept, self.kept = self.kept, []
+        return all(_sum_of(message.tensors()) == before for message, before in kept)
+
+    def do(self, what: str, fields: list[Any], body: bytes) -> Any:
+        if what == "open":
+            return self.open(*fields)
+        assert self.transport is not None
+        match what:
+            case "send" | "raw":
+                return self.send(what, fields, body)
+            case "close":
+                return self.close(*fields)
+            case "wake":
+                return self.transport.wake()
+            case "allocated":
+                return self.transport.pool.allocated
+            case "elapsed":
+                return self.transport.elapsed_at_join
+            case "send_too_much":
+                return self.transport.send(fields[0], 0, TooMuch(list(range(wire.META_BYTES_MAX))))
+        raise ValueError(what)
+
+    def send(self, what: str, fields: list[Any], body: bytes) -> None:
+        assert self.transport is not None
+        to, incarnation, key = fields
+        message = RawHead(torch.frombuffer(bytearray(body), dtype=torch.uint8)) if what == "raw" else unpack(body)
+        self.transport.send(to, incarnation, message, key)
+
+
+def _sum_of(tensors: Any) -> int:
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(_bytes(tensor), total)
+    return total
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def serve_receives(rank: Rank, connection: Connection) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            (timeout,), _ = hear(connection)
+            plain, body = write_incoming(rank.receive(timeout))
+            say(connection, *plain, body=body)
+
+
+def serve(rank: Rank, connection: Connection) -> None:
+    """Until told to finish; when the test is gone, end at once."""
+    with suppress(EOFError, OSError):
+        while True:
+            (what, *fields), body = hear(connection)
+            if what == "finish":
+                return
+            say(connection, rank.do(what, fields, body))
+    os._exit(0)
+
+
+def main(address: str) -> None:
+    torch.set_num_threads(1)
+    wire.encode = encode_or_not
+    key = bytes.fromhex(os.environ["OFFBEAT_TEST_KEY"])
+    rank = Rank()
+    connections = []
+    for purpose in ("receives", "rest"):
+        connections.append(Client(address, "AF_UNIX", authkey=key))
+        say(connections[-1], rank.rank, purpose, os.getpid(), survives_losses())
+    receives, rest = connections
+    threading.Thread(target=serve_receives, args=(rank, receives), daemon=True).start()
+    serve(rank, rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

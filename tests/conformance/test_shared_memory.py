@@ -1,0 +1,41 @@
+"""Links over gloo with shared memory for everything, and without it, keep the contract of transports all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transport_cases import GlooCase
+
+from offbeat.testing import check_transport, transport_checks
+from offbeat.testing.transports import Probe, Watch
+from offbeat.transports import slots, wire
+
+
+@pytest.mark.parametrize("check", transport_checks(GlooCase()))
+def test_without_shared_memory(check: str) -> None:
+    assert check_transport(GlooCase(shared_memory=False), only=check) == [check]
+
+
+@pytest.mark.parametrize("check", transport_checks(GlooCase()))
+def test_with_shared_memory_for_the_smallest_payload(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "SHARED_BYTES_MIN", 1)
+    assert check_transport(GlooCase(checksum=True), only=check) == [check]
+
+
+@pytest.mark.parametrize("place", [0, slots.SLOTS_MAX, 255])
+def test_a_message_in_a_slot_that_is_not_there_costs_its_own_link(place: int) -> None:
+    case = GlooCase()
+    try:
+        hub, worker, other = (Watch(transport, rank) for rank, transport in enumerate(case.open(3)))
+        for watch, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
+            watch.linked(peer)
+        head = wire.encode(Probe(0, torch.ones(100_000))).head
+        wire.refer(head, place)
+        case.send_raw(1, 0, head)
+        assert f"slot {place}, which cannot be" in hub.loses(1, 0).why
+        assert hub.linked(1, above=0) == 1
+        assert set(hub.links) == {1, 2}
+        assert not hub.lost[1:]
+        assert not hub.arrived[1]
+    finally:
+        case.close()

@@ -1,0 +1,35 @@
+"""`offbeat calibrate` on real processes: what it writes can be simulated and trained on."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.cluster import load_cluster
+
+QUICK = ["--workers", "2", "--seconds", "12", "--quiet"]
+
+
+def test_what_is_measured_is_a_cluster_to_simulate_and_to_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", "digits", *QUICK, "--out", "here.toml", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    cluster = load_cluster("here.toml")
+    assert said["file"] == "here.toml"
+    assert [worker["worker"] for worker in said["workers"]] == [0, 1]
+    assert all(worker["spread"]["max"] >= worker["spread"]["p50"] > 0 for worker in said["workers"])
+    assert cluster.measured
+    assert cluster.spread is not None
+    assert cluster.seconds_per_sample + cluster.seconds_per_call > 0
+    assert cluster.seconds_per_update > 0
+    assert cluster.link.bytes_per_second is not None
+    assert said["cluster"]["seconds_per_call"] == tomllib.loads(Path("here.toml").read_text())["seconds_per_call"]
+    told = ["digits", "fmb", "--cluster", "here.toml", "--workers", "2", "--until", "2000", "--quiet", "--no-report"]
+    assert main(["simulate", *told, "--straggle", "cedar", "--out", "simulated"]) == 0
+    assert main(["train", *told, "--out", "live"]) == 0

@@ -1,0 +1,319 @@
+"""From the records of probes to a cluster, and what the simulator and live runs make of such a cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from made_records import a_round, run
+
+import offbeat as ob
+from offbeat.calibration import (
+    Calibration,
+    Cut,
+    MeasuredWorker,
+    Pieces,
+    calibrate,
+    cluster_of,
+    fit,
+    links_of,
+    measured_workers,
+    periods_of,
+    seconds_overslept,
+    seconds_per_step,
+    seconds_per_update,
+)
+from offbeat.cli import main
+from offbeat.cli.calibrate import as_toml
+from offbeat.cluster import CEDAR, Cluster, Disturbance, Link, Speed, Trace, WorkerOverride, load_cluster
+from offbeat.engines.induced import Induced
+from offbeat.engines.pace import Pace
+from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.randomness import stream
+from offbeat.records.files import RunRecords
+from offbeat.records.schema import Round
+from offbeat.running import record_bytes
+
+PIECES = Pieces(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
+CUTS = (Cut(16, 1), Cut(16, 16), Cut(64, 4))
+LINK = Link(latency_seconds=5e-4, bytes_per_second=1e9)
+CALM = Disturbance(0.0, 1.0)
+
+
+def seconds_of(cut: Cut) -> float:
+    return PIECES.per_round + cut.calls * PIECES.per_call + cut.samples * PIECES.per_sample
+
+
+def rounds(rank: int, durations: Sequence[float], *, idle: float = 0.0, send: float = 0.0) -> list[Round]:
+    """Rounds of one rank, one after the other, each of a version of its own."""
+    made, start = [], 0.0
+    for version, seconds in enumerate(durations):
+        one = a_round(rank, start, seconds, idle=idle)
+        made.append(msgspec.structs.replace(one, version=version, send_seconds=send))
+        start += seconds + idle
+    return made
+
+
+def probe(seconds: float = 0.02, idle: float = 0.001, slower: float = 1.0, **changed: Any) -> RunRecords:
+    """Two workers for more than a second, the second of which is slower."""
+    both = [rounds(rank, [factor * seconds] * 80, idle=idle) for rank, factor in ((1, 1.0), (2, slower))]
+    return run(itertools.chain(*both), **changed)
+
+
+def calibrated(slower: float = 1.0) -> list[MeasuredWorker]:
+    """What probes say whose rounds take exactly what `PIECES` say."""
+    periods = {cut: [{0: [seconds_of(cut)] * 40, 1: [slower * seconds_of(cut)] * 40}] * 3 for cut in CUTS}
+    return list(measured_workers(periods, CUTS[1], {0: LINK, 1: LINK}))
+
+
+# From records to seconds
+
+
+def test_a_period_is_a_round_without_its_sleep_and_the_wait_until_the_next() -> None:
+    slept = [msgspec.structs.replace(one, induced_seconds=0.5) for one in rounds(1, [0.6] * 5, idle=0.2)]
+    periods = periods_of(run(slept, workers=1))
+    assert periods == {0: [pytest.approx(0.3)] * 3}  # the first is not warm, and the last has no next
+
+
+def test_what_a_round_is_made_of_is_found_exactly_where_nothing_disturbs() -> None:
+    found = fit({cut: seconds_of(cut) for cut in CUTS})
+    assert found.per_round == pytest.approx(PIECES.per_round)
+    assert found.per_call == pytest.approx(PIECES.per_call)
+    assert found.per_sample == pytest.approx(PIECES.per_sample)
+
+
+def test_no_piece_is_below_zero() -> None:
+    found = fit({CUTS[0]: 0.001, CUTS[1]: 0.02, CUTS[2]: 0.03})
+    assert min(found.per_round, found.per_call, found.per_sample) >= 0
+
+
+def test_a_worker_that_did_next_to_nothing_in_all_probes_is_told_of_with_what_to_do() -> None:
+    nothing = periods_of(run(rounds(1, [0.02] * 80)))
+    assert nothing[1] == []
+    with pytest.raises(RunFailed, match=r"worker 1 computed too little .* --seconds 120"):
+        list(measured_workers({cut: [nothing] * 3 for cut in CUTS}, CUTS[1], {0: LINK, 1: LINK}))
+
+
+def test_a_probe_in_which_a_worker_did_nothing_is_made_up_for_by_the_others() -> None:
+    periods = {cut: [{0: [seconds_of(cut)], 1: [seconds_of(cut)]}] * 2 for cut in CUTS}
+    periods[CUTS[1]] = [*periods[CUTS[1]], {0: [seconds_of(CUTS[1])], 1: []}]
+    one, other = measured_workers(periods, CUTS[1], {0: LINK, 1: LINK})
+    assert one.pieces == other.pieces
+    assert one.pieces.per_call == pytest.approx(PIECES.per_call)
+
+
+def test_links_are_what_is_left_of_a_round_trip_and_of_a_large_gradient() -> None:
+    small = run([*rounds(1, [0.02] * 80, idle=0.0012), *rounds(2, [0.02] * 80, idle=0.0022)])
+    large = run([*rounds(1, [0.02] * 80, send=0.002), *rounds(2, [0.02] * 80, send=0.004)], parameters=1_000_000)
+    links = links_of(small, large, step=0.0002)
+    assert [link.latency_seconds for link in links.values()] == pytest.approx([0.0005, 0.001])
+    assert [link.bytes_per_second for link in links.values()] == pytest.approx([2e9, 1e9])
+
+
+def test_an_update_is_what_the_last_to_report_waits_without_links_and_the_end_of_its_round() -> None:
+    patient, last = rounds(1, [0.02] * 80, idle=0.03), rounds(2, [0.045] * 80, idle=0.005)
+    update = seconds_per_update([run([*patient, *last], parameters=250_000)], [probe(idle=0.001)], LINK)
+    assert update == pytest.approx(0.005 - 0.001 - 2 * (0.0005 + 0.001))
+
+
+def test_a_step_takes_time() -> None:
+    assert seconds_per_step(ob.Quadratic(dimension=5), ob.FixedMinibatch()) > 0
+
+
+def test_sleeps_that_took_longer_than_was_drawn_count() -> None:
+    drawn = itertools.islice(CEDAR.draws(stream(1, "speed", 1)), 30)
+    late = [
+        msgspec.structs.replace(one, seconds=0.3, induced_seconds=each.delay_seconds + 0.002)
+        for one, each in zip(rounds(1, [0.3] * 30), drawn, strict=True)
+    ]
+    assert seconds_overslept([run(late, workers=1)], CEDAR) == pytest.approx(0.002)
+    assert seconds_overslept([], CEDAR) == 0.0
+
+
+# From seconds to a cluster
+
+
+def test_where_rounds_are_disturbed_on_purpose_all_pieces_are_scaled_to_those() -> None:
+    periods = {cut: [{0: [seconds_of(cut)] * 40}] * 3 for cut in CUTS}
+    slower = [{0: [1.4 * seconds_of(CUTS[1]), 1.6 * seconds_of(CUTS[1])]}] * 3
+    (mine,) = measured_workers(periods, CUTS[1], {0: LINK}, slower)
+    assert mine.pieces.per_call == pytest.approx(1.5 * PIECES.per_call)
+    assert mine.pieces.per_round == pytest.approx(1.5 * PIECES.per_round)
+    assert mine.spread[:2] == pytest.approx((1.4 / 1.5, 1.6 / 1.5))
+
+
+def test_workers_that_differ_by_chance_share_a_speed() -> None:
+    jittery = {cut: [{0: [seconds_of(cut) * f], 1: [seconds_of(cut)]} for f in (0.7, 1.4, 1.0)] for cut in CUTS}
+    one, other = measured_workers(jittery, CUTS[1], {0: LINK, 1: LINK})
+    assert one.pieces == other.pieces
+
+
+def test_a_worker_that_is_slower_gets_a_speed_of_its_own() -> None:
+    cluster = cluster_of(calibrated(slower=3.0), 0.001, LINK, 256)
+    assert cluster.measured
+    speeds = [cluster.speed(worker) for worker in (0, 1)]
+    assert speeds[0].seconds_per_call == pytest.approx(PIECES.per_call, rel=1e-3)
+    assert speeds[1].seconds_per_call == pytest.approx(3 * PIECES.per_call, rel=1e-3)
+    assert speeds[1].seconds_per_round == pytest.approx(3 * PIECES.per_round, rel=1e-3)
+
+
+def test_a_link_that_is_far_from_the_others_is_described_by_itself() -> None:
+    near, far = Link(1e-4, 1e9), Link(2e-2, 1e9)
+    workers = [MeasuredWorker(n, PIECES, link, (1.0,)) for n, link in enumerate((near, near, far))]
+    cluster = cluster_of(workers, 0.0, near, 256)
+    assert [override.workers for override in cluster.workers] == [(2,)]
+    assert (cluster.link_of(0), cluster.link_of(2)) == (near, far)
+
+
+def test_the_spread_is_one_on_average_and_bounded_and_in_order() -> None:
+    worker = MeasuredWorker(0, PIECES, LINK, tuple(1.0 + (n % 7) / 10 for n in range(1000)))
+    trace = cluster_of([worker], 0.0, LINK, 256).spread
+    assert trace is not None
+    assert (len(trace.factors), trace.samples) == (200, 256)
+    assert sum(trace.factors) / 200 == pytest.approx(1.0, abs=1e-3)
+    assert list(trace.factors[:2]) == pytest.approx(
+        [f / 1.3 for f in (1.0 + 800 % 7 / 10, 1.0 + 801 % 7 / 10)], rel=0.01
+    )
+
+
+def test_the_file_is_the_cluster_and_says_what_to_type(tmp_path: Path) -> None:
+    workers = calibrated(slower=3.0)
+    found = Calibration("digits", tuple(workers), 0.001, cluster_of(workers, 0.001, LINK, 256))
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml(found, "here.toml"), encoding="utf-8")
+    assert load_cluster(str(path)) == found.cluster
+    assert "offbeat simulate digits fmb async-fmb --cluster here.toml --workers 2" in path.read_text(encoding="utf-8")
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
+
+
+# What the simulator makes of it
+
+
+def test_a_trace_is_replayed_in_order_from_a_place_of_its_own() -> None:
+    trace = Trace((1.0, 2.0, 3.0))
+    starts = set()
+    for seed in range(20):
+        factors = [one.factor for one in itertools.islice(trace.draws(stream(seed, "speed", 1)), 6)]
+        starts.add(factors[0])
+        assert all(after == before % 3 + 1 for before, after in itertools.pairwise(factors))
+    assert starts == {1.0, 2.0, 3.0}
+
+
+def test_a_trace_can_be_written_as_a_word() -> None:
+    assert ob.Straggle.shorthand("trace:1+2.5:64") == Trace((1.0, 2.5), 64)
+
+
+@pytest.mark.parametrize("factors", [(), (1.0, 0.0), (-1.0,)])
+def test_a_trace_without_time_is_refused(factors: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"Trace\.factors needs"):
+        Trace(factors)
+
+
+def test_a_factor_of_the_spread_lasts_for_its_samples() -> None:
+    speed = Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20))
+    assert Pace(speed, CALM, 10).seconds(40) == pytest.approx(0.2 + 0.6)
+    assert Pace(speed, CALM, 10, position=20).seconds(10) == pytest.approx(0.3)
+    assert Pace(speed, CALM, 10, position=30).seconds(25) == pytest.approx(0.3 + 0.1 + 0.05)
+
+
+def test_a_time_limit_counts_what_the_spread_allows() -> None:
+    pace = Pace(Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20)), Disturbance(0.1, 1.0), 10)
+    assert pace.samples(ob.Seconds(0.1 + 0.2)) == 20
+    assert pace.samples(ob.Seconds(0.1 + 0.21)) == 30
+    assert pace.samples(ob.Seconds(0.05)) == 10
+    assert pace.samples_when_cancelled(0.1 + 0.2 + 0.3, planned=100) == 30
+
+
+def test_on_average_a_time_limit_is_as_fast_as_rounds_of_fixed_size() -> None:
+    speed = Speed(seconds_per_sample=0.001, spread=Trace((0.5, 1.5), samples=50))
+    position, samples, limit = 0, 0, 0.04
+    for _ in range(500):
+        done = Pace(speed, CALM, 1, position).samples(ob.Seconds(limit))
+        position, samples = position + done, samples + done
+    assert samples * 0.001 == pytest.approx(500 * limit, rel=0.03)
+
+
+def test_a_round_costs_what_it_costs_on_top() -> None:
+    pace = Pace(Speed(seconds_per_sample=0.01, seconds_per_round=0.5), Disturbance(1.0, 2.0), 10)
+    assert pace.seconds(10) == pytest.approx(1.0 + 2.0 * (0.1 + 0.5))
+    assert pace.samples(ob.Seconds(1.2)) == 10
+
+
+def test_a_simulation_on_a_measured_cluster_repeats_itself_and_pairs_induced_sleeps() -> None:
+    cluster = Cluster(0.001, straggle=CEDAR, spread=Trace((0.8, 1.2, 1.0), 64), seconds_per_round=0.002, measured=True)
+    calm = Cluster(0.001, straggle=CEDAR)
+
+    def simulated(on: Cluster) -> ob.Run:
+        return ob.simulate(ob.Quadratic(dimension=5), ob.FixedMinibatch(batch=64), on, ob.Samples(2000), 3, workers=2)
+
+    first, again, other = simulated(cluster), simulated(cluster), simulated(calm)
+    assert record_bytes(first.records.records) == record_bytes(again.records.records)
+    sleeps = [[r.induced_seconds for r in one.records.records if isinstance(r, Round)] for one in (first, other)]
+    assert sorted(sleeps[0]) == pytest.approx(sorted(sleeps[1]))
+    assert first.summary.seconds > other.summary.seconds
+
+
+# What live runs make of it
+
+
+def test_what_was_measured_is_not_induced_and_what_was_asked_for_is() -> None:
+    override = WorkerOverride((0,), seconds_per_sample=0.5, link=Link(latency_seconds=1.0))
+    link = Link(latency_seconds=0.5)
+    measured = Cluster(0.1, workers=(override,), link=link, spread=Trace((2.0,)), factors=(3.0,), measured=True)
+    induced = Induced.of(measured, {1: 0}, 1, [0], seed=0)
+    assert induced.disturb() == pytest.approx(Disturbance(0.0, 3.0))
+    assert induced.delay(0, 1000, 0.0) == 0.0
+    asleep = Induced.of(Cluster(straggle=CEDAR, measured=True), {1: 0}, 1, [0], seed=0)
+    usual = Induced.of(Cluster(straggle=CEDAR), {1: 0}, 1, [0], seed=0)
+    assert [asleep.disturb() for _ in range(5)] == [usual.disturb() for _ in range(5)]
+
+
+# What is refused
+
+
+def test_too_little_time_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="12 seconds at least, but 3 were given"):
+        calibrate(ob.Quadratic(), seconds=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "no workload is named"),
+        (["digits", "fmb"], "'fmb' is one word too many"),
+        (["nonesuch"], "unknown workload"),
+        (["digits", "--seconds", "soon"], "--seconds is a number"),
+        (["digits", "--workers", "0"], "--workers must be 1 or more"),
+        (["digits", "--microbatch", "0"], "microbatch must be 1 or more"),
+        (["digits", "--out", "cluster.json"], "--out is a TOML file"),
+        (["digits", "--out", "nowhere/cluster.toml"], "there is no directory nowhere"),
+        (["digits", "--out", "taken.toml"], "taken.toml is there already; add --overwrite"),
+        (["digits", "--width", "3"], "--width is not a field of digits"),
+    ],
+)
+def test_a_mistake_is_answered_by_one_sentence(
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken.toml").write_text("", encoding="utf-8")
+    assert main(["calibrate", *words]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_measured_links_cannot_be_changed_in_a_live_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here.toml").write_text("measured = true\n", encoding="utf-8")
+    assert main(["train", "digits", "fmb", "--cluster", "here.toml", "--link.latency-seconds", "1"]) == 2
+    assert "--link.latency-seconds does not go with a cluster that was measured" in capsys.readouterr().err

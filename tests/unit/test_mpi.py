@@ -1,0 +1,220 @@
+"""MPI: what does not need mpirun. The transport itself goes through the conformance suite."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offbeat.errors import ConfigurationError, ContractViolation
+from offbeat.messages import Message
+from offbeat.pool import Pool
+from offbeat.transports import mpi, mpi_links, wire
+from offbeat.transports.links import WINDOW
+from offbeat.transports.mpi_links import Broken, Frame, Hello, Manner, MpiLink, Operation, Word
+from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost
+
+
+@dataclass(frozen=True)
+class Number(Message):
+    number: int
+    body: Tensor
+
+
+class Slow:
+    """Is done when it is told so."""
+
+    def __init__(self, over: bool) -> None:
+        self.over = over
+
+    def done(self) -> bool:
+        return self.over
+
+
+class Held:
+    """A frame that has come."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.nbytes = memory.numel()
+
+    def receive(self, into: Tensor) -> Operation:
+        into.copy_(self.memory)
+        return Slow(True)
+
+
+class Desk:
+    """A port at which whatever is sent lies until somebody looks."""
+
+    def __init__(self) -> None:
+        self.frames: list[Tensor] = []
+        self.words: list[Word] = []
+        self.abandoned: list[object] = []
+        self.operations: list[Slow] = []
+        self.quick = True
+
+    def send_frame(self, peer: int, memory: Tensor) -> Operation:
+        self.frames.append(memory)
+        self.operations.append(Slow(self.quick))
+        return self.operations[-1]
+
+    def send_word(self, peer: int, word: Word) -> None:
+        self.words.append(word)
+
+    def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
+        self.abandoned += [*operations, *frames]
+
+
+class End:
+    """One side of a link, and what it has delivered."""
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+        self.came: list[Incoming | ContractViolation] = []
+        self.link = MpiLink(1, self.desk, Manner(10.0, 1 << 30, False), Pool(), self.came.append)
+        self.link.join()
+        self.link.work()
+
+    def send(self, number: int, key: str | None = None, size: int = 1) -> None:
+        self.link.post(Number(number, torch.ones(size)), key)
+        self.link.work()
+
+    def hand_over(self, other: End) -> None:
+        frames, self.desk.frames = self.desk.frames, []
+        for frame in frames:
+            other.link.accept(Held(frame))
+        other.link.work()
+
+    def numbers(self) -> list[int]:
+        return [item.message.number for item in self.came if isinstance(item, Arrived)]  # type: ignore[attr-defined]
+
+
+def test_a_message_leaves_only_while_few_before_it_are_untaken() -> None:
+    here, there = End(), End()
+    for number in range(WINDOW + 2):
+        here.send(number)
+    here.hand_over(there)
+    assert there.numbers() == list(range(WINDOW))
+    here.send(50, "key")
+    here.send(51, "key")
+    assert [there.link.take() for _ in range(WINDOW)] == [False] * (WINDOW - 1) + [True]
+    there.link.work()
+    there.hand_over(here)
+    here.hand_over(there)
+    assert there.numbers() == [*range(WINDOW + 2), 51]
+    assert [item.key for item in here.came if isinstance(item, Departed)] == [None] * (WINDOW + 2) + ["key"]
+
+
+def test_a_message_begins_to_leave_when_the_one_before_it_has_left() -> None:
+    here = End()
+    here.desk.quick = False
+    here.send(0)
+    here.send(1, "newest")
+    here.send(2, "newest")
+    assert here.came == [Joined(1, 0)]
+    for operation in here.desk.operations:
+        operation.over = True
+    here.link.work()
+    there = End()
+    here.hand_over(there)
+    assert there.numbers() == [0, 2]
+
+
+def test_large_tensors_travel_in_chunks_and_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_links, "CHUNK_BYTES", 1000)
+    here, there = End(), End()
+    here.send(7, size=1001)
+    assert [frame.numel() for frame in here.desk.frames] == [wire.HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
+    here.hand_over(there)
+    assert there.numbers() == [7]
+    arrived = there.came[-1]
+    assert isinstance(arrived, Arrived)
+    assert arrived.nbytes == wire.HEAD_BYTES + 4004
+
+
+def test_a_goodbye_is_answered_and_comes_after_everything_else() -> None:
+    here, there = End(), End()
+    for number in range(2 * WINDOW):
+        here.send(number)
+    here.link.finish()
+    here.link.work()
+    there.send(99)
+    here.hand_over(there)
+    there.hand_over(here)
+    assert there.numbers() == list(range(2 * WINDOW))
+    assert here.numbers() == [99]
+    assert here.came[-1] == there.came[-1] == Lost(1, 0, "closed")
+    assert here.link.over
+    assert there.link.over
+    assert not here.desk.words
+
+
+def test_what_is_not_as_announced_raises_and_a_dropped_link_lets_go_of_everything() -> None:
+    here, there = End(), End()
+    here.send(0, size=100)
+    head, body = here.desk.frames
+    there.link.accept(Held(head))
+    there.link.accept(Held(body[:-1]))
+    with pytest.raises(wire.WireError, match="399 bytes came in the place of 400"):
+        there.link.work()
+    there.link.drop("nonsense")
+    there.link.drop("again")
+    assert there.came == [Joined(1, 0), Lost(1, 0, "nonsense")]
+    assert there.desk.words == [Broken("nonsense")]
+    assert len(there.desk.abandoned) == 1
+    there.send(1)
+    assert there.desk.frames == []
+
+
+def test_a_link_with_nothing_to_say_gives_signs_of_life() -> None:
+    here = End()
+    assert here.desk.frames == []
+    here.link._spoke_at -= 2.6  # a quarter of the time after which it would count as silent
+    here.link.work()
+    here.link.work()
+    assert [wire.read_head(frame, 0).kind for frame in here.desk.frames] == [wire.HEARTBEAT]
+    assert not here.link.silent
+    here.link._heard_at -= 10.1
+    assert here.link.silent
+    here.link.excuse()
+    assert not here.link.silent
+
+
+def test_both_sides_are_told_why_they_cannot_be_linked() -> None:
+    own, other, old = Hello(1, "a", 0.0), Hello(1, "b", 0.0), Hello(0, "a", 0.0)
+    assert mpi_links.refusal(0, own, 1, own) is None
+    assert mpi_links.refusal(0, own, 1, other) == mpi_links.refusal(1, other, 0, own)
+    assert "rank 1 has a different model: its fingerprint is b" in str(mpi_links.refusal(0, own, 1, other))
+    assert "rank 1 speaks version 0 of the wire" in str(mpi_links.refusal(0, own, 1, old))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"\xff", b'{"type":"hello"}', b'{"type":"other"}'])
+def test_a_word_that_is_none_is_an_error_of_the_wire(raw: bytes) -> None:
+    with pytest.raises(wire.WireError, match="cannot be read"):
+        mpi_links.read_word(torch.tensor(list(raw), dtype=torch.uint8))
+
+
+def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigurationError, match=r"needs mpi4py.*type: pip install 'offbeat\[mpi\]'"):
+        mpi.mpi_world()
+
+
+def test_without_a_library_of_mpi_the_same_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rc:
+        initialize = finalize = True
+
+    class Broken:
+        rc: Any = Rc()
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("cannot load MPI library\nand much more")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", Broken())
+    with pytest.raises(ConfigurationError, match=r"finds no MPI library .*type: pip install 'offbeat\[mpi\]'"):
+        mpi.mpi_world()
