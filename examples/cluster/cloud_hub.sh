@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The hub, on a machine that stays. It waits for workers, and goes on where it was after a restart of the machine.
+# The hub, on a machine that stays. It waits for workers, and goes on where it was after a restart of the machine; a run
+# that had no checkpoint yet begins anew.
 set -euo pipefail
 
 run=${RUN:-runs/cloud}
@@ -10,4 +11,4 @@ if compgen -G "$run/*/checkpoint-0.offbeat" > /dev/null; then
     exec offbeat train --resume "$run"
 fi
 exec offbeat train digits async-fmb --workers "${WORKERS:-4}" --local-workers 0 \
-    --listen "${LISTEN:-0.0.0.0:7700}" --token-file "$token" --out "$run" "$@"
+    --listen "${LISTEN:-0.0.0.0:7700}" --token-file "$token" --out "$run" --overwrite "$@"

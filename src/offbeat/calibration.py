@@ -217,6 +217,8 @@ def warm_rounds(run: RunRecords) -> dict[int, list[Round]]:
     found: dict[int, list[Round]] = {worker: [] for worker in range(run.header.workers)}
     rounds = sorted((record for record in run.records if isinstance(record, Round)), key=lambda record: record.start)
     for rank, mine in itertools.groupby(sorted(rounds, key=lambda record: record.rank), key=lambda record: record.rank):
+        if rank - 1 not in found:  # one more than were asked for has joined
+            continue
         listed = list(mine)
         began = listed[0].start
         found[rank - 1] = [record for record in listed if record.start >= began + WARM_UP_SECONDS]
@@ -263,7 +265,8 @@ def fit(seconds: Mapping[Cut, float]) -> Pieces:
         found = np.zeros(3)
         found[list(kept)] = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)))[0]
         error = float(np.square(rows @ found - 1.0).sum())
-        if found.min() >= 0 and error < least:
+        computes = found[1] + found[2] > 0  # a machine that takes as long for nothing as for something is not one
+        if found.min() >= 0 and computes and error < least:
             best, least = found, error
     return Pieces(*map(float, best))
 

@@ -83,7 +83,7 @@ def train(
     records and checkpoints stay in that directory. In a script that mpirun, torchrun or srun has started, this process
     is one of the run's: there are as many workers as that makes, and rank 0 returns the records of all.
     """
-    place = seat()
+    place = seat(transport=live.transport)
     experiment = Experiment(workload, strategy, cluster or Cluster(), workers, until, seed, evaluate)
     directory = None if out is None else Path(out)
     if place.alone:
@@ -269,7 +269,7 @@ def _supervise(
         }
         if forks:
             return start_forked(functools.partial(_forked, directory, experiment, workload), **common)
-        return start_command([sys.executable, "-m", "offbeat.cli.member", str(directory)], **common)
+        return start_command([sys.executable, "-P", "-m", "offbeat.cli.member", str(directory)], **common)
 
     watch = Watch(directory, watcher)
     supervisor = Supervisor(

@@ -78,7 +78,7 @@ def test_slurm(tmp_path: Path) -> None:
     stand_in = tmp_path / "srun"
     stand_in.write_text(SRUN)
     stand_in.chmod(0o755)
-    job = {"SLURM_JOB_ID": str(1_000_000 + os.getpid() % 20_000), "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    job = {"SLURM_JOB_ID": str(1_000_000 + os.getpid() % 12_000), "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
     with started("slurm.sbatch", *SHORT, directory=tmp_path, **job) as process:
         printed(process)
     checked(tmp_path / f"runs/slurm-{job['SLURM_JOB_ID']}/async-fmb-seed0", {1})

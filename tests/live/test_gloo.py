@@ -23,7 +23,7 @@ from offbeat.messages import Message
 from offbeat.testing.transports import Probe, Watch
 from offbeat.transports import slots
 from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.rendezvous import Address, Door, Hello, Terms, ask_terms
+from offbeat.transports.rendezvous import Accepted, Address, Call, Conditions, Door, Hello, Ready, Terms, ask_terms
 from offbeat.transports.slots import SLOTS_MAX
 from offbeat.transports.transport import Arrived, Incoming, Joined, Lost, Refused
 
@@ -491,7 +491,7 @@ def test_memory_that_cannot_be_shared_is_said_once_and_costs_only_time(
 # Ending
 
 
-@pytest.mark.parametrize("role", ["close-on-stopped", "careless", "careless-while-dialling"])
+@pytest.mark.parametrize("role", ["close-on-stopped", "careless", "careless-while-dialling", "close-while-connecting"])
 def test_a_process_ends_well(role: str) -> None:
     with start(role, 0, Address("127.0.0.1", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=100)
@@ -564,12 +564,37 @@ def be_careless_while_dialling(rank: int, desk: Address) -> None:
     print("done")
 
 
+def be_close_while_connecting(rank: int, desk: Address) -> None:
+    """Close and exit while a thread is inside gloo, where it waits for the other end of a link that never comes."""
+    accepted, over = threading.Event(), threading.Event()
+
+    def visit(call: Call) -> bool:
+        call.hear(Hello)
+        call.say(Conditions(Terms(1, 2, 0.0, None)))
+        call.hear(Ready)
+        call.say(Accepted(0))
+        accepted.set()
+        over.wait()
+        return False
+
+    door = Door(Address("127.0.0.1", 0), TOKEN)
+    door.serve(visit)
+    worker = GlooTransport(rank=1, processes=2, peers=[0], desk=door.address, token=TOKEN, fingerprint="m")
+    accepted.wait()
+    while not worker._connecting:
+        pass
+    worker.close(0.5)
+    assert not worker._connecting
+    print("done")
+
+
 ROLES: dict[str, Callable[[int, Address], None]] = {
     "echo": be_echo,
     "flood": be_flood,
     "close-on-stopped": be_close_on_stopped,
     "careless": be_careless,
     "careless-while-dialling": be_careless_while_dialling,
+    "close-while-connecting": be_close_while_connecting,
 }
 
 

@@ -61,7 +61,10 @@ TRAIN = " ".join(sorted(set(SIMULATE.split() + PROCESSES.split()) - set(SIMULATE
 OF_WORKLOADS = "--condition --dimension --examples --hidden --noise --split --width"
 OF_CALIBRATION = "--json --microbatch --out --overwrite --quiet --seconds --straggle --workers"
 CALIBRATE = " ".join(
-    sorted({*PROCESSES.split(), *OF_WORKLOADS.split(), *OF_CALIBRATION.split()} - {"--checkpoint-seconds", "--resume"})
+    sorted(
+        {*PROCESSES.split(), *OF_WORKLOADS.split(), *OF_CALIBRATION.split()}
+        - {"--checkpoint-seconds", "--resume", "--transport"}
+    )
 )
 NETWORK = """
     --corrupt --elements --json --listen --local --message-bytes --no-shared-memory --out --processes --quiet --repeats

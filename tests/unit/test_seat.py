@@ -11,7 +11,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from offbeat.errors import ConfigurationError
 from offbeat.launch import Seat, environment_of, open_door, read_token, seat
 from offbeat.launch.seat import first_host
-from offbeat.launch.torchrun import meet
 from offbeat.transports.rendezvous import Address
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "1"}
@@ -44,26 +43,30 @@ def test_ours_comes_before_torchrun_and_torchrun_before_slurm() -> None:
     assert seat(SLURM).launcher == "slurm"
 
 
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
-MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
 def test_mpirun_comes_before_the_slurm_job_around_it_and_means_mpi(variables: dict[str, str], tmp_path: Path) -> None:
     found = seat({**SLURM, **variables, "OFFBEAT_DIRECTORY": str(tmp_path), "OFFBEAT_RESUME": "1"})
-    assert found == Seat(2, 4, directory=tmp_path, resume=True, launcher="mpirun", transport="mpi")
+    assert found == Seat(2, 4, directory=tmp_path, resume=True, launcher="mpirun", transport="mpi", first_here=False)
     assert not found.alone
     assert seat({**variables, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).launcher == "torchrun"
 
 
 def test_mpirun_with_one_process_leaves_it_alone() -> None:
-    found = seat({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OFFBEAT_TRANSPORT": "gloo"})
+    found = seat(
+        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        transport="gloo",
+    )
     assert found == Seat(0, 1, launcher="mpirun")
     assert found.alone
 
 
 def test_srun_may_mean_mpi_if_it_is_told_so() -> None:
-    assert seat({**SLURM, "OFFBEAT_TRANSPORT": "mpi"}) == Seat(2, 4, launcher="slurm", transport="mpi")
+    told = seat({**SLURM, "OFFBEAT_TRANSPORT": "mpi"})
+    assert seat(SLURM, "mpi") == told == Seat(2, 4, launcher="slurm", transport="mpi")
     assert seat({**SLURM, "OFFBEAT_TRANSPORT": "gloo"}) == seat({**SLURM, "OFFBEAT_TRANSPORT": "auto"}) == seat(SLURM)
     assert seat({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}).transport == "gloo"
 
@@ -137,12 +140,14 @@ def test_processes_under_torchrun_meet_through_its_store() -> None:
     assert len(hub.token) == 16
     assert worker.door is None
     assert hub.door is not None
-    assert seat({**where, "RANK": "0"}) == hub  # asking again opens no second door
     with socket.socket(fileno=hub.door) as door:
         assert hub.address is not None
         assert door.getsockname() == ("127.0.0.1", hub.address.port)
-    assert seat({**where, "RANK": "1", "TORCHELASTIC_RUN_ID": "test"}).address == hub.address
-    meet.cache_clear()
+    again, follower = seat({**where, "RANK": "0"}), seat({**where, "RANK": "1"})  # the next run of the same script
+    assert again.address == follower.address
+    assert again.token == follower.token != hub.token
+    assert again.door is not None
+    socket.socket(fileno=again.door).close()
 
 
 # Tokens and doors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from offbeat.cli.resolve import live_of, workload_of
 from offbeat.cluster import Straggle
 from offbeat.configuration import from_plain, to_plain
 from offbeat.errors import ConfigurationError
+from offbeat.launch import seat
 from offbeat.training import DEFAULT_WORKERS
 from offbeat.validation import require
 
@@ -40,7 +42,8 @@ def calibrate_flags() -> tuple[Flag, ...]:
         "microbatch": f"samples per forward and backward call that you will train with [{MICROBATCH}]",
         "straggle": "what you will induce to disturb rounds; it is measured with, and not part of the file [none]",
     }
-    kept = [flag for flag in live_flags() if flag.section == LIVE and flag.path != "checkpoint_seconds"]
+    other = ("checkpoint_seconds", "transport")
+    kept = [flag for flag in live_flags() if flag.section == LIVE and flag.path not in other]
     return (*(Flag(RUN, path, KINDS[path], text) for path, text in texts.items()), *kept, *_workload_flags())
 
 
@@ -64,12 +67,19 @@ def calibrate(
     flags: Any,
 ) -> int:
     """What the words and flags describe, measured."""
+    place = seat()
+    require(
+        place.alone,
+        f"{place.launcher} has started {place.processes} of these, but calibrate starts its processes itself; type it "
+        "once, and let other machines join with --listen",
+    )
     told = given(flags, calibrate_flags())
     workload = workload_of(words, told)
     path = Path(out)
     require(path.suffix == ".toml", f"--out is a TOML file, so that simulate takes it, but {out} was given")
     require(overwrite or not path.exists(), f"{out} is there already; add --overwrite, or name another with --out")
     require(path.parent.is_dir(), f"there is no directory {path.parent}; make it first, or name another with --out")
+    require(os.access(path.parent, os.W_OK), f"{path.parent} cannot be written to; name another place with --out")
     sizes = {name: from_plain(KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
     require(sizes.get("workers", 1) >= 1, f"--workers must be 1 or more, but is {sizes.get('workers')}")
 

@@ -30,6 +30,7 @@ from offbeat.launch import (
     start_command,
 )
 from offbeat.records.files import HEADER, check_idle
+from offbeat.transports.mpi import check_installed
 from offbeat.validation import require
 
 EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
@@ -75,6 +76,7 @@ def launch(
     if transport == "mpi":
         for name, value in (("--listen", listen), ("--token-file", token_file), ("--restarts", restarts)):
             require(value is None, f"{name} does not go with --transport mpi, where mpirun keeps the processes")
+        check_installed()
         directory, _ = _directory(script[0], out, overwrite, resume)
         wish = {"OFFBEAT_DIRECTORY": str(directory.absolute()), "OFFBEAT_RESUME": "1" if resume is not None else ""}
         become_mpirun(processes, script, wish)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from offbeat.cli.output import expect_no_terminal
+from offbeat.cli.output import expect_no_terminal, say
 from offbeat.launch import Seat, mpirun_command, seat
-from offbeat.transports.mpi import mpi_world
+from offbeat.transports.mpi import check_installed, mpi_world
 from offbeat.validation import require
 
 if TYPE_CHECKING:
     from offbeat.taking_part import Live
+
+
+CALLED = "OFFBEAT_UNDER_MPIRUN"
+"""Set for processes of an mpirun that we have called, so that none of them calls it again."""
 
 
 def seat_for(transport: str) -> Seat:
@@ -21,11 +26,16 @@ def seat_for(transport: str) -> Seat:
 
     Under MPI it begins here: nobody gets through the beginning where a rank is missing, so nothing may fail before it.
     """
-    place = seat(os.environ if transport == "auto" else {**os.environ, "OFFBEAT_TRANSPORT": transport})
+    place = seat(transport=transport)
     if place.transport == "mpi":
         mpi_world()
         expect_no_terminal()
     return place
+
+
+def complain(place: Seat, error: Exception) -> None:
+    """What is wrong on another rank than 0 may be wrong there alone: a file that only some machines have."""
+    say(f"rank {place.rank} on {socket.gethostname()}: {error}")
 
 
 def check_mpi(live: Live) -> None:
@@ -36,15 +46,20 @@ def check_mpi(live: Live) -> None:
             f"--{name.replace('_', '-')} does not go with --transport mpi, where mpirun says who takes part; "
             "leave it out",
         )
+    check_installed()
 
 
 def become_mpirun(
     processes: int, script: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
 ) -> NoReturn:
     """A script, or else the same command again, in so many processes. mpirun takes the place of this one."""
-    words = ["-m", "offbeat", *sys.argv[1:]] if script is None else script
+    require(
+        CALLED not in os.environ,
+        "mpirun has started this process, but does not say as which rank; use the mpirun of Open MPI or MPICH",
+    )
+    words = ["-P", "-m", "offbeat", *sys.argv[1:]] if script is None else script
     command = [*mpirun_command(processes), sys.executable, *words]
     sys.stdout.flush()
     sys.stderr.flush()
     # Each of many processes with a thread per core would only be in the others' way.
-    os.execve(command[0], command, {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})})
+    os.execve(command[0], command, {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {}), CALLED: "1"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
+from offbeat.cli.mpi import seat_for
 from offbeat.cli.network_view import Lines, Progress, progress, sentences, view
 from offbeat.cli.output import console, print_json, say
 from offbeat.configuration import from_plain
 from offbeat.errors import ConfigurationError, MissingDependency, unknown
-from offbeat.launch import TRANSPORTS, Seat, invited, read_token, seat
+from offbeat.launch import TRANSPORTS, Seat, invited, read_token
 from offbeat.plots.heat_map import Panel, heat_maps
 from offbeat.plots.style import save
 from offbeat.probing.plan import Probe
@@ -63,10 +63,10 @@ def network(
         require(ranks is None and listen is None, f"{words[0]} says who takes part; leave out -n and --listen")
         return _join(words, token, transport, manner)
     probe = _probe(elements, repeats, message_bytes)
-    place = seat() if transport == "auto" else seat({**os.environ, "OFFBEAT_TRANSPORT": transport})
+    place = seat_for(transport)
     damage = words if corrupt else None
     with progress(quiet or place.rank > 0) as told:
-        if place.launcher != "alone":
+        if not place.alone:
             result = _under_launcher(place, _damaged(probe, damage, place.processes), ranks, transport, manner, told)
         else:
             require(ranks is not None, f"-n says how many ranks there are; {EXAMPLE}")
@@ -149,7 +149,6 @@ def _from_here(crew: _Crew, probe: Probe, transport: str, manner: Manner, told: 
 def _under_launcher(
     place: Seat, probe: Probe, ranks: int | None, transport: str, manner: Manner, told: Progress
 ) -> Network | None:
-    require(place.processes >= 2, f"{place.launcher} started one process, and a network has two ends; start 2 or more")
     require(
         ranks is None or ranks == place.processes,
         f"{place.launcher} started {place.processes} processes, so -n {ranks} cannot be; leave out -n",

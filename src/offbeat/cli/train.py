@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +30,7 @@ from offbeat.cli.flags import (
 )
 from offbeat.cli.live_view import watching
 from offbeat.cli.member import prepare
-from offbeat.cli.mpi import become_mpirun, check_mpi, seat_for
-from offbeat.cli.output import say
+from offbeat.cli.mpi import become_mpirun, check_mpi, complain, seat_for
 from offbeat.cli.resolve import checked, live_of, plan_from_file, plan_of
 from offbeat.cli.running import carry_out, present
 from offbeat.configuration import from_plain
@@ -69,6 +69,10 @@ def train(
     told = given(flags, live_flags())
     live = live_of(told)
     place = seat_for(live.transport)
+    require(
+        "restarts" not in told[LIVE] or (place.alone and live.transport != "mpi"),
+        "--restarts is for processes that are started and looked after here; leave it out",
+    )
     if place.rank > 0:
         return _accompany(words, told, live, place, resume)
     if resume is not None:
@@ -176,7 +180,7 @@ def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
 def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, place: Seat) -> int:
     """Go on with one run: everything is as it was, but for how long to train and how processes are kept."""
     require(output.out is None, "--resume goes on in the directory of the run; leave out --out")
-    directory, experiment = _to_go_on_with(directory, words, told)
+    directory, experiment = _to_go_on_with(directory, words, told, place)
     live = dataclasses.replace(read_live(directory), **_changed(told))
     if live.transport == "mpi" and place.alone:
         check_mpi(live)
@@ -187,22 +191,28 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
 
 
 def _accompany(words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None) -> int:
-    """Be another process than rank 0 of what a launcher has started. What is wrong with the command, rank 0 says."""
+    """Be another process than rank 0 of what a launcher has started, run for run as rank 0 is."""
     try:
         if resume is not None:
-            directory, experiment = _to_go_on_with(Path(resume), words, told)
-            train_in_seat(experiment, directory, place, live, resume=True)
-            return 0
-        for experiment in _plan(words, told, place).experiments():
-            train_in_seat(experiment, None, place, live)
-    except ConfigurationError:
+            directory, experiment = _to_go_on_with(Path(resume), words, told, place)
+            live = dataclasses.replace(read_live(directory), **_changed(told))
+            runs = [functools.partial(train_in_seat, experiment, directory, place, live, resume=True)]
+        else:
+            experiments = _plan(words, told, place).experiments()
+            runs = [functools.partial(train_in_seat, each, None, place, live) for each in experiments]
+        for run in runs:
+            try:
+                run()
+            except RunFailed as failed:
+                complain(place, failed)
+    except ConfigurationError as error:
+        if place.first_here:  # on the machine of rank 0 it says the same; elsewhere a file may be missing
+            complain(place, error)
         return 2
-    except RunFailed as failed:
-        say(f"rank {place.rank}: {failed}")
     return 0
 
 
-def _to_go_on_with(directory: Path, words: Sequence[str], told: Given) -> tuple[Path, Experiment]:
+def _to_go_on_with(directory: Path, words: Sequence[str], told: Given, place: Seat) -> tuple[Path, Experiment]:
     require(not words, f"--resume goes on with what was trained; leave out {' '.join(words)}")
     found = find_runs([directory])
     require(len(found) == 1, f"{directory} holds {len(found)} runs; name one of them: --resume {found[0]}")
@@ -226,6 +236,12 @@ def _to_go_on_with(directory: Path, words: Sequence[str], told: Given) -> tuple[
     if "until" in told[RUN]:
         until: Budget | None = from_plain(Budget | None, told[RUN]["until"], "--until")
         experiment = dataclasses.replace(experiment, until=until)
+    needed = experiment.strategy.processes(experiment.workers)
+    require(
+        place.alone or needed == place.processes,
+        f"{directory} was trained by {needed} processes, but {place.launcher} has started {place.processes}; start as "
+        "many as there were",
+    )
     return directory, experiment
 
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -75,11 +75,11 @@ class Participant:
         induced: Induced | None = None,
         on_journal: Callable[[int, Journal], None] | None = None,
         device: torch.device | None = None,
-        lost_for_good: bool = False,
+        irreplaceable: Iterable[int] = (),
     ) -> None:
         """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute.
 
-        With `lost_for_good` nobody who is lost comes back, so a rank that has lost everybody gives up.
+        Peers that are `irreplaceable` do not come back once they are lost. A rank that has lost all of them gives up.
         """
         self.rank = rank
         self.clock = clock
@@ -92,7 +92,7 @@ class Participant:
         self._load = load
         self._induced = induced or Induced()
         self._on_journal = on_journal
-        self._lost_for_good = lost_for_good
+        self._irreplaceable = set(irreplaceable)
         self._device = device if device is not None and device.type != "cpu" else None
         self._monitor = threading.Condition()
         self._error: BaseException | None = None
@@ -313,10 +313,15 @@ class Participant:
                 elif self._known.get(peer) == incarnation:
                     del self._known[peer]
                     self._handle(PeerLost(now, peer, incarnation))
-                    if self._lost_for_good and not self._known and incoming.why != CLOSED and not self.ended:
-                        raise RunFailed(f"rank {peer} was lost ({incoming.why}), and nobody is left to go on with")
+                    if peer in self._irreplaceable:
+                        self._miss(peer, incoming.why)
             case Refused(why=why):
                 raise RunFailed(why)
+
+    def _miss(self, peer: int, why: str) -> None:
+        self._irreplaceable.remove(peer)
+        if not self._irreplaceable and why != CLOSED and not self.ended:
+            raise RunFailed(f"rank {peer} was lost ({why}), and nobody is left to go on with")
 
     def _set_clock(self, peer: int) -> None:
         """Take the time from rank 0, once, so that the records of all ranks can be laid side by side."""

@@ -41,6 +41,8 @@ class Seat:
     """What a process that was started by hand calls itself, so that it finds the rank it was promised."""
     transport: Literal["gloo", "mpi"] = "gloo"
     """How it reaches the others."""
+    first_here: bool = True
+    """Whether no lower rank is on this machine, as far as the launcher tells."""
 
     @property
     def alone(self) -> bool:
@@ -51,46 +53,42 @@ class Seat:
 Environment = Mapping[str, str]
 
 
-def seat(environment: Environment | None = None) -> Seat:
-    """The seat of this process, from its environment."""
+def seat(environment: Environment | None = None, transport: str = "auto") -> Seat:
+    """The seat of this process, from its environment; `transport` comes before what that says about transports."""
     known = os.environ if environment is None else environment
-    transport = _transport(known)
+    if transport == "auto":
+        transport = known.get("OFFBEAT_TRANSPORT") or "auto"
+    if transport not in TRANSPORTS:
+        raise unknown("transport", transport, TRANSPORTS)
     if "OFFBEAT_RANK" in known:
         return _ours(known)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= known.keys():
         return _of_torchrun(known)
-    for rank, processes, also in _MPIRUNS:
-        if {rank, processes, also} <= known.keys():
+    for rank, processes, here in _MPIRUNS:
+        if {rank, processes, here} <= known.keys():
             if transport == "gloo" and known[processes] != "1":
                 raise ConfigurationError(
                     "processes that mpirun starts meet over MPI, not over gloo; start them with 'offbeat launch -n N' "
                     "or 'offbeat train', or leave the transport to be chosen"
                 )
-            return _of_mpi(known, rank, processes, "mpirun")
+            return _of_mpi(known, rank, processes, here, "mpirun")
     if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"} <= known.keys():
         if transport == "mpi":
-            return _of_mpi(known, "SLURM_PROCID", "SLURM_NTASKS", "slurm")
+            return _of_mpi(known, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "slurm")
         return _of_slurm(known)
     return Seat(directory=_directory(known), resume=_resume(known))
 
 
 _MPIRUNS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-"""How Open MPI and the descendants of MPICH say it. PMI alone may be that of srun."""
+"""How Open MPI and the descendants of MPICH say it: rank, processes, rank on this machine. PMI alone may be srun's."""
 
 TRANSPORTS = ("auto", "gloo", "mpi")
 
 
-def _transport(known: Environment) -> str:
-    word = known.get("OFFBEAT_TRANSPORT") or "auto"
-    if word not in TRANSPORTS:
-        raise unknown("transport", word, TRANSPORTS)
-    return word
-
-
-def _of_mpi(known: Environment, rank: str, processes: str, launcher: Literal["mpirun", "slurm"]) -> Seat:
+def _of_mpi(known: Environment, rank: str, processes: str, here: str, launcher: Literal["mpirun", "slurm"]) -> Seat:
     mine, all_of_us = _number(known, rank), _number(known, processes, least=1)
     _check_rank(mine, all_of_us, rank, processes)
     return Seat(
@@ -100,6 +98,7 @@ def _of_mpi(known: Environment, rank: str, processes: str, launcher: Literal["mp
         resume=_resume(known),
         launcher=launcher,
         transport="mpi" if all_of_us > 1 else "gloo",
+        first_here=known.get(here, "0") == "0",
     )
 
 
@@ -180,7 +179,8 @@ def _of_torchrun(known: Environment) -> Seat:
             token=token,
         )
         address, token, door = Address(met.host, met.port), met.token, met.door
-    return Seat(rank, processes, address, token, door, _directory(known), _resume(known), "torchrun")
+    first = known.get("LOCAL_RANK", "0") == "0"
+    return Seat(rank, processes, address, token, door, _directory(known), _resume(known), "torchrun", first_here=first)
 
 
 def _of_slurm(known: Environment) -> Seat:
@@ -197,7 +197,8 @@ def _of_slurm(known: Environment) -> Seat:
     # One port for all processes of a job, and another for the next job on the same machine.
     port = 20_000 + _number(known, "SLURM_JOB_ID") % 20_000
     address = Address(host, port) if processes > 1 else None
-    return Seat(rank, processes, address, token, None, _directory(known), _resume(known), "slurm")
+    first = known.get("SLURM_LOCALID", "0") == "0"
+    return Seat(rank, processes, address, token, None, _directory(known), _resume(known), "slurm", first_here=first)
 
 
 def first_host(nodes: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,20 +23,29 @@ class Meeting:
     port: int
     token: bytes
     door: int | None
-    store: Any
-    """Kept for as long as the process: rank 0 may be serving it."""
+
+
+_met: Counter[tuple[int, str]] = Counter()
 
 
 @functools.cache
+def _store(host: str, port: int, serves: bool) -> Any:
+    """Kept for as long as the process: rank 0 may be serving it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=WAIT)
+
+
 def meet(
     rank: int, host: str, store: tuple[str, int], store_is_there: bool, prefix: str, token: bytes | None
 ) -> Meeting:
-    """Rank 0 listens and publishes where; the others read it. The second call gives what the first one gave."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined,unused-ignore]
+    """Rank 0 listens and publishes where; the others read it. A script may do so for one run after the other."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined,unused-ignore]
 
+    number = _met[rank, prefix]
+    _met[rank, prefix] += 1
     try:
-        served = TCPStore(*store, is_master=rank == 0 and not store_is_there, wait_for_workers=False, timeout=WAIT)
-        shared = PrefixStore(prefix, served)
+        shared = PrefixStore(f"{prefix}/{number}", _store(*store, rank == 0 and not store_is_there))
         door = None
         if rank == 0:
             # A token of the user's own is not published: the store asks nobody who they are.
@@ -49,4 +59,4 @@ def meet(
             f"({' '.join(str(error).split())[:200]})"
         ) from None
     words = bytes.fromhex(published) if token is None else token
-    return Meeting(host, int(port), words, None if door is None else door.detach(), served)
+    return Meeting(host, int(port), words, None if door is None else door.detach())

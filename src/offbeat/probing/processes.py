@@ -178,7 +178,7 @@ def _start(place: Seat, manner: Manner, on_line: OnLine) -> Child:
     if sys.platform == "linux":
         be = functools.partial(_be, place, manner)
         return start_forked(be, rank=place.rank, life=0, environment=environment, on_line=on_line)
-    argv = [sys.executable, "-m", "offbeat", "network", "--wait", str(manner.wait_seconds)]
+    argv = [sys.executable, "-P", "-m", "offbeat", "network", "--wait", str(manner.wait_seconds)]
     if not manner.shared_memory:
         argv.append("--no-shared-memory")
     return start_command(argv, rank=place.rank, life=0, environment=environment, on_line=on_line)
@@ -216,7 +216,7 @@ def probe_under_mpirun(probe: Probe, ranks: int, manner: Manner, on_line: OnLine
     with tempfile.TemporaryDirectory(prefix="offbeat-") as directory:
         result = Path(directory) / "network.json"
         told = [msgspec.json.encode(what).decode() for what in (probe, manner)]
-        argv = [*mpirun_command(ranks), sys.executable, "-m", "offbeat.cli.network_member", str(result), *told]
+        argv = [*mpirun_command(ranks), sys.executable, "-P", "-m", "offbeat.cli.network_member", str(result), *told]
         mpirun = start_command(argv, rank=0, life=0, environment={}, on_line=on_line)
         try:
             code = mpirun.wait()

@@ -6,8 +6,8 @@ before it takes the machine away.
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -28,10 +28,12 @@ def heed_end(place: Seat, is_main: bool) -> Callable[[], None]:
     if ours or elsewhere or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return lambda: None
 
+    fragile = place.transport == "mpi" and not _survives_losses()
+
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asking once is enough
-        if is_main:
-            print(f"offbeat: {_sentence(place)}", file=sys.stderr, flush=True)
+        if is_main:  # written as it is: what was interrupted may have been writing, too
+            os.write(2, f"offbeat: {_sentence(place, fragile)}\n".encode())
         raise SystemExit(EXIT_CODE)
 
     signal.signal(signal.SIGTERM, end)
@@ -39,17 +41,28 @@ def heed_end(place: Seat, is_main: bool) -> Callable[[], None]:
 
 
 def _undo(end: Callable[[int, FrameType | None], None]) -> None:
-    if signal.getsignal(signal.SIGTERM) in (end, signal.SIG_IGN):
+    """Nobody is interrupted any more; who was asked already goes on with ending."""
+    if signal.getsignal(signal.SIGTERM) == end:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _sentence(place: Seat) -> str:
-    said = f"{place.launcher} has asked this run to end (SIGTERM)"
-    if place.transport == "mpi":
-        from offbeat.transports.mpi import survives_losses
+def leave_at_once() -> None:
+    """A process that fails under MPI does not wait for the others at its exit."""
+    from offbeat.transports import mpi
 
-        if not survives_losses():
-            said += ", as it does when a rank has died; with 'mpirun --with-ft ulfm' the others go on"
+    mpi.leave_at_once()
+
+
+def _survives_losses() -> bool:
+    from offbeat.transports.mpi import survives_losses
+
+    return survives_losses()
+
+
+def _sentence(place: Seat, fragile: bool) -> str:
+    said = f"{place.launcher} has asked this run to end (SIGTERM)"
+    if fragile:
+        said += ", as it does when a rank has died; with 'mpirun --with-ft ulfm' the others go on"
     if place.directory is not None and checkpoint_path(place.directory).exists():
         said += f"; to go on from its checkpoint: offbeat train --resume {place.directory}"
     return said

@@ -199,7 +199,7 @@ class Ranks:
         return self.strategy.node(
             Setup(
                 rank=rank,
-                members=tuple(range(self.processes)),
+                members=self._members(),
                 layout=self._flat.layout,
                 parameters=self._initial[0],
                 buffers=self._initial[1],
@@ -208,6 +208,14 @@ class Ranks:
                 evaluate=self.terms.every if self._measures(rank) else None,
             )
         )
+
+    def _members(self) -> tuple[int, ...]:
+        """Who can take part: under MPI not those who were lost in an earlier run of the same processes."""
+        if self.place.transport != "mpi":
+            return tuple(range(self.processes))
+        from offbeat.transports.mpi import lost_ranks
+
+        return tuple(rank for rank in range(self.processes) if rank == self.rank or rank not in lost_ranks())
 
     def _participant(self, rank: int, transport: Transport) -> Participant:
         terms, node = self.terms, self._nodes[rank]
@@ -222,7 +230,7 @@ class Ranks:
             evaluate=self._measure if self._measures(rank) else None,
             induced=Induced.of(terms.cluster, self.workers, rank, self._peers(rank), terms.seed),
             on_journal=self._journalled if rank == 0 else None,
-            lost_for_good=self.place.transport == "mpi",
+            irreplaceable=self._peers(rank) if self.place.transport == "mpi" else (),
             device=self._flat.parameters.device,
         )
         if rank == 0 and isinstance(writer, RankWriter) and terms.checkpoint_seconds is not None:

@@ -32,7 +32,7 @@ from offbeat.flat import FlatModule
 from offbeat.launch import Seat, seat
 from offbeat.pool import Pool
 from offbeat.records.files import RunRecords, read_rank, read_run
-from offbeat.session.ending import heed_end
+from offbeat.session.ending import heed_end, leave_at_once
 from offbeat.session.ranks import LIVE_SECONDS_PER_SAMPLE, Ranks, Terms
 from offbeat.session.sources import source_of
 from offbeat.session.user_code import Evaluation, measure_with, summed
@@ -219,8 +219,10 @@ class Session:
             elif isinstance(error, ASKED_TO_END):
                 self.interrupt()
         finally:
-            self._close(LINGER_SECONDS if error is None or isinstance(error, ASKED_TO_END) else 0.5, error)
             self._heeded()
+            self._close(LINGER_SECONDS if error is None or isinstance(error, ASKED_TO_END) else 0.5, error)
+            if error is not None and self._ranks.place.transport == "mpi":
+                leave_at_once()
         if error is None:
             for participant in self._ranks.participants.values():
                 participant.check()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import socket
 import threading
 import time
@@ -316,22 +317,26 @@ class GlooTransport(Transport):
         self._is_peer = is_peer
         self._next = dict.fromkeys(self.peers, first_incarnation)
         self._calls: set[Call] = set()
+        self._connecting: set[Call] = set()
+        """Calls that are becoming links: a thread is inside gloo for each, which must not outlive the interpreter."""
+        self._connected = threading.Condition(self._lock)
         self._registered: dict[int, tuple[Whereabouts, Call]] = {}
         self._closing = threading.Event()
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._door: Door | None = None
-        atexit.register(self.close, 0.0)
-        if isinstance(desk, Door):
-            self._desk = desk.address
-            self._door = desk
-            desk.serve(self._visit)
-        else:
-            self._desk = desk
-            if any(peer > rank for peer in self.peers):
-                self._start(self._register, "registers")
+        self._door = desk if isinstance(desk, Door) else None
+        self._desk = desk.address if isinstance(desk, Door) else desk
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._door is not None:
+            self._door.serve(self._visit)
+        elif any(peer > self.rank for peer in self.peers):
+            self._start(self._register, "registers")
         for peer in sorted(self.peers):
-            if peer < rank:
+            if peer < self.rank:
                 self._start(self._dial, f"dials {peer}", peer)
 
     def _start(self, work: Callable[..., None], name: str, *arguments: object) -> None:
@@ -395,11 +400,19 @@ class GlooTransport(Transport):
         until = time.monotonic() + 1.0
         for link in links:
             link.ended.wait(max(0.0, until - time.monotonic()))
+        with self._lock:
+            for call in self._connecting:
+                call.cut()
+            self._connected.wait_for(lambda: not self._connecting, _CONNECT_SECONDS + 1.0)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         self._closed = True
         self.wake()
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # a copy of this process has no business with its connections
+            self.close(0.0)
 
     # Links
 
@@ -501,14 +514,29 @@ class GlooTransport(Transport):
             incarnation = max(self._next.get(peer, self._first), ready.incarnation_min)
             self._next[peer] = incarnation + 1
         shared = Shared()
-        with shared.meeting():
-            board = None
-            if ready.board is not None and self._may_share(call):
-                shared.accept(ready.board)
-                board = shared.offer()
-            call.say(Accepted(incarnation, board))
-            channel = self._channel(call, 0)
-        self._welcome(peer, incarnation, channel, shared)
+        with self._becomes_link(call):
+            with shared.meeting():
+                board = None
+                if ready.board is not None and self._may_share(call):
+                    shared.accept(ready.board)
+                    board = shared.offer()
+                call.say(Accepted(incarnation, board))
+                channel = self._channel(call, 0)
+            self._welcome(peer, incarnation, channel, shared)
+
+    @contextmanager
+    def _becomes_link(self, call: Call) -> Iterator[None]:
+        """Who closes this transport waits for the end of it."""
+        with self._lock:
+            if self._closing.is_set():
+                raise NoAnswer("closing")
+            self._connecting.add(call)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connecting.discard(call)
+                self._connected.notify_all()
 
     def _may_share(self, call: Call) -> bool:
         return self._shares and call.same_host
@@ -590,14 +618,15 @@ class GlooTransport(Transport):
         with self._own_call(address) as call:
             self._greet(call, Hello("link", self.rank, self._member), to_desk=peer == 0)
             shared = Shared()
-            with shared.meeting():
-                board = shared.offer() if self._may_share(call) else None
-                call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes, board))
-                accepted = call.hear(Accepted)
-                if accepted.board is not None and board is not None:
-                    shared.accept(accepted.board)
-                channel = self._channel(call, 1)
-            return self._welcome(peer, accepted.incarnation, channel, shared)
+            with self._becomes_link(call):
+                with shared.meeting():
+                    board = shared.offer() if self._may_share(call) else None
+                    call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes, board))
+                    accepted = call.hear(Accepted)
+                    if accepted.board is not None and board is not None:
+                        shared.accept(accepted.board)
+                    channel = self._channel(call, 1)
+                return self._welcome(peer, accepted.incarnation, channel, shared)
 
     def _register(self) -> None:
         """Have a door for the higher ranks, and let the desk know of it; again whenever the desk has gone."""

@@ -316,7 +316,8 @@ class Link:
         with self._changed:
             self._busy = False
             while True:
-                if self._rest is not None and self.why is None:
+                if self._rest is not None and (self.why is None or self.left):  # a goodbye comes after a whole message
+                    self._busy = True
                     return REST
                 if self._outbox and self._may_leave():
                     self._busy = True

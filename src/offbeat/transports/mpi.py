@@ -19,11 +19,13 @@ What MPI does and does not do, and what follows
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -49,7 +51,7 @@ from offbeat.transports.mpi_links import (
     write_word,
 )
 from offbeat.transports.mpi_thread import DIED, Library
-from offbeat.transports.transport import MESSAGE_BYTES_MAX, SILENCE_SECONDS, Arrived, Incoming, Transport
+from offbeat.transports.transport import MESSAGE_BYTES_MAX, SILENCE_SECONDS, Arrived, Incoming, Refused, Transport
 from offbeat.transports.wire import WIRE_VERSION, WireError
 
 _log = logging.getLogger(__name__)
@@ -64,9 +66,28 @@ def mpi_world() -> tuple[int, int]:
     return library.rank, library.size
 
 
+def check_installed() -> None:
+    """Refuse to go on where mpi4py is missing, without beginning MPI."""
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        raise MissingDependency("MPI", "mpi4py", "mpi") from None
+
+
 def survives_losses() -> bool:
     """Whether the others go on when a rank dies: that is so under `mpirun --with-ft ulfm` of Open MPI."""
     return _library().tolerant
+
+
+def lost_ranks() -> frozenset[int]:
+    """Ranks that have died, or were given up, since MPI began: they will not come back."""
+    return frozenset(_library().suspects)
+
+
+def leave_at_once() -> None:
+    """This process ends because something is wrong: it is not to wait for the others at its exit."""
+    for library in _begun:
+        library.hasty = True
 
 
 def _library() -> Library:
@@ -77,10 +98,9 @@ def _library() -> Library:
 
 
 def _load() -> Any:
-    try:
-        import mpi4py
-    except ImportError:
-        raise MissingDependency("MPI", "mpi4py", "mpi") from None
+    check_installed()
+    import mpi4py
+
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
@@ -108,6 +128,12 @@ class MpiTransport(Transport):
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         library = _library()
+        if library.size == 1 < processes:
+            beside = Path(sys.executable).with_name("mpirun")
+            raise ConfigurationError(
+                "this mpirun and the MPI library of mpi4py do not know each other, so every process is alone; use the "
+                f"mpirun of the same MPI, which may be the one beside this Python: {beside}"
+            )
         if (rank, processes) != (library.rank, library.size):
             raise ConfigurationError(
                 f"this is to be rank {rank} of {processes}, but MPI started it as rank {library.rank} of "
@@ -230,8 +256,21 @@ class MpiTransport(Transport):
         return any(link.sending for link in self._links.values())
 
     def died(self, ranks: set[int]) -> None:
+        self._late -= ranks
         for rank in ranks & self._links.keys():
-            self._links[rank].drop(DIED, tell=False)
+            link = self._links[rank]
+            if not link.linked and not link.over:  # who was never there is lost as well: nobody is to wait for it
+                self._awaiting -= 1
+                link.join()
+            link.drop(DIED, tell=False)
+
+    def give_up(self, why: str) -> None:
+        for peer in sorted(self.peers):
+            self._incoming.put(Refused(peer, f"MPI failed: {why}"))
+
+    @property
+    def settled(self) -> bool:
+        return self.retired and not self._late
 
     def make_round(self, since_seconds: float) -> None:
         """Words that say that a link is broken have time, and what came before them is to be looked at first."""
@@ -286,6 +325,7 @@ class MpiTransport(Transport):
 
     def _greet(self) -> None:
         self._greeted = True
+        self.died(self._library.failed)
         for peer in self.peers:
             if peer < self.rank:
                 self.send_word(peer, self._hello())
@@ -317,11 +357,14 @@ class MpiTransport(Transport):
             if link is not None:
                 link.drop(str(error))
             return
-        if isinstance(word, Broken):
+        if isinstance(word, Broken) and link is not None and not link.linked:
+            self.died({source})
+        elif isinstance(word, Broken):
             self._broken[source] = word.why
         elif link is not None and not link.linked and not link.over:
             self._meet(link, word)
         elif source in self._late and source > self.rank:  # for them it is a link that ends as soon as it is there
+            self._late.remove(source)
             self.send_word(source, self._hello())
             self.send_word(source, Broken(CLOSED))
 

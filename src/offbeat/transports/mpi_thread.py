@@ -7,6 +7,7 @@ millisecond at the most, unless somebody wakes it. What to look for, transports 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import subprocess
 import sys
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import ConfigurationError
-from offbeat.transports.mpi_links import Frame, Operation
+from offbeat.transports.mpi_links import Broken, Frame, Operation, write_word
 
 DIED = "its process has ended"
+
+_log = logging.getLogger(__name__)
 
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 """How mpirun tells its processes that it was given `--with-ft ulfm`; MPI itself has no way to ask."""
@@ -52,6 +55,7 @@ _WATCH = (
 )
 """Run by a process that ends this one, unless its standard input is closed in time."""
 
+_EXCUSE_SECONDS = 0.5
 _LEAVE_SECONDS = 30.0
 """How long to wait at exit for the others to get there."""
 
@@ -61,6 +65,10 @@ class Served(Protocol):
 
     retired: bool
     """Whether it has only to be looked after now and then."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is retired, and nobody can come any more who would have to be told."""
 
     def work(self) -> bool:
         """Do what can be done now; whether anything moved."""
@@ -72,6 +80,9 @@ class Served(Protocol):
         """Whether something is leaving."""
 
     def died(self, ranks: set[int]) -> None: ...
+
+    def give_up(self, why: str) -> None:
+        """There is no MPI any more; let whoever receives know."""
 
     def make_round(self, since_seconds: float) -> None:
         """Look for what is rare, so long after the last time."""
@@ -87,9 +98,12 @@ class Library:
         self.rank, self.size = 0, 1
         self.tolerant = False
         """Whether the others go on when a rank dies."""
+        self.hasty = False
+        """Whether not to wait for the others at exit, since they may be waiting for this one."""
         self.suspects: set[int] = set()
         """Ranks that died or fell silent: Finalize might wait for them."""
-        self._failed: set[int] = set()
+        self.failed: set[int] = set()
+        """Ranks that died."""
         self._own = not MPI.Is_initialized()
         if not self._own and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ConfigurationError(
@@ -119,9 +133,12 @@ class Library:
     def new_tags(self) -> tuple[int, int]:
         """Two tags for a transport; the n-th of this process gets the same as the n-th of every other."""
         with self._lock:
-            first = _TAGS_FIRST + 2 * self._transports % _TAGS
+            first = self._next_tag()
             self._transports += 1
             return first, first + 1
+
+    def _next_tag(self) -> int:
+        return _TAGS_FIRST + 2 * self._transports % _TAGS
 
     def serve(self, served: Served) -> None:
         with self._lock:
@@ -153,15 +170,20 @@ class Library:
         moved_at = round_at = time.monotonic()
         while not self._leaving:
             active = [served for served in self._served if not served.retired]
-            moved = False
-            for served in active:
-                moved = served.work() or moved
-            now = time.monotonic()
-            if moved:
-                moved_at = now
-            if now - round_at > _ROUND_SECONDS:
-                self._make_round(now - round_at)
-                round_at = now
+            try:
+                moved = [served.work() for served in active]
+                now = time.monotonic()
+                if any(moved):
+                    moved_at = now
+                if now - round_at > _ROUND_SECONDS:
+                    self._make_round(now - round_at)
+                    round_at = now
+            except Exception as error:  # without this thread everybody would wait for ever
+                _log.exception("MPI is given up because of a mistake")
+                self._failure = error
+                for served in self._served:
+                    served.give_up(f"{type(error).__name__}: {error}")
+                return
             self._rest(now - moved_at, active)
         self._finalize()
 
@@ -192,13 +214,17 @@ class Library:
         self._limbo = [operation for operation in self._limbo if not _over(operation)]
         for served in self._served:
             served.make_round(since_seconds)
+        with self._lock:
+            self._served = [served for served in self._served if not served.settled]
 
     def _finalize(self) -> None:
         """Once everybody has come here; until then words are still answered. Not where somebody might never come.
 
-        Where losses are survived, nobody minds who leaves without it.
+        Where losses are survived, nobody minds who leaves without it. Who has made no transport was in no run.
         """
-        if not self._own or self.tolerant:
+        if self.tolerant or self.hasty:
+            self._excuse()
+        if not self._own or self.tolerant or self.hasty or not self._transports:
             return
         until = time.monotonic() + _LEAVE_SECONDS
         with suppress(ConnectionError), self.errors:
@@ -210,6 +236,16 @@ class Library:
                 self._make_round(0.0)
                 time.sleep(_SLEEP_SECONDS_MAX)
 
+    def _excuse(self) -> None:
+        """Tell those who wait for this process to make another transport that it will not: nobody else tells them."""
+        word, operations = write_word(Broken(DIED)), []
+        for peer in set(range(self.size)) - self.failed - {self.rank}:
+            with suppress(ConnectionError):
+                operations.append(self.send(peer, self._next_tag(), word))
+        until = time.monotonic() + _EXCUSE_SECONDS
+        while not all(map(_over, operations)) and time.monotonic() < until:
+            time.sleep(_SLEEP_SECONDS_MAX)
+
     # What transports ask for
 
     def frames(self, tag: int) -> Iterator[MatchedFrame]:
@@ -219,9 +255,9 @@ class Library:
             try:
                 matched = self.comm.Improbe(MPI.ANY_SOURCE, tag, status)
             except MPI.Exception as error:
-                before = len(self._failed)
+                before = len(self.failed)
                 self.look_for_dead()
-                if len(self._failed) > before:
+                if len(self.failed) > before:
                     continue
                 raise ConnectionError(f"MPI failed: {error.Get_error_string()}") from None
             if matched is None:
@@ -234,11 +270,16 @@ class Library:
             return
         with suppress(ConnectionError), self.errors:
             group = self.comm.Get_failed()
-            if group.Get_size() == len(self._failed):
-                return
-            self.comm.Ack_failed(group.Get_size())
-            died = set(self.MPI.Group.Translate_ranks(group, None, self.comm.Get_group())) - self._failed
-            self._failed |= died
+            try:
+                if group.Get_size() == len(self.failed):
+                    return
+                self.comm.Ack_failed(group.Get_size())
+                everybody = self.comm.Get_group()
+                died = set(self.MPI.Group.Translate_ranks(group, None, everybody)) - self.failed
+                everybody.Free()
+            finally:
+                group.Free()
+            self.failed |= died
             self.suspects |= died
             for served in self._served:
                 served.died(died)
@@ -250,7 +291,7 @@ class Library:
     def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
         """Receive what was matched and throw it away: the other side waits for that. Not from the dead."""
         self._limbo.extend(operations)
-        for frame in frames if peer not in self._failed else ():
+        for frame in frames if peer not in self.failed else ():
             with suppress(ConnectionError):
                 self._limbo.append(frame.receive(torch.empty(frame.nbytes, dtype=torch.uint8)))
 

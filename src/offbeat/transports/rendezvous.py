@@ -248,16 +248,17 @@ class Call:
 
     def hang_up(self) -> None:
         if not self._committed:
-            self._shut()
+            self.cut()
 
-    def _shut(self) -> None:
+    def cut(self) -> None:
+        """Break it off, even if the other side then waits for a connection in vain."""
         if self._handed_over:
             return
         with suppress(OSError):  # the other side was quicker
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._shut()
+        self.cut()
         self._connection.close()
         self._socket.close()
 

@@ -145,6 +145,8 @@ class Shared:
         """Give our files back. What was received stays readable for as long as somebody looks at it."""
         if self._own is not None:
             self._own.close()
+        if self._theirs is not None:
+            self._theirs.forget()
 
 
 def fall_back(why: Exception) -> None:
@@ -273,6 +275,10 @@ class _TheirSlots:
         self._leases[place] = lease
         return torch.from_numpy(view)
 
+    def forget(self) -> None:
+        """Keep no slot but those that somebody still looks at."""
+        self._slots.clear()
+
     def end(self, lease: _Lease) -> None:
         """Only steps that are atomic: this runs in whichever thread let go. A forked copy of us has no say."""
         if lease.process == os.getpid():
@@ -307,11 +313,12 @@ def _create(nbytes: int, mark: bytes) -> tuple[int | None, _Memory]:
 def _adopt(board: Board, file: int, nbytes: int) -> _Memory:
     """Memory of another process; OSError if it is not there, or not what it should be."""
     path = f"/proc/{board.process}/fd/{file}"
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes + _PAGE:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening something else might wait
         raise OSError("the processes do not see each other's files")
     opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if os.fstat(opened).st_size != nbytes + _PAGE:
+            raise OSError("the processes do not see each other's files")
         if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("what is offered could shrink")
         memory = _map(opened, nbytes + _PAGE)
