@@ -31,6 +31,8 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/faults.py
 	$(BIN)/python bench/straggler.py
+	$(BIN)/python bench/transports.py
+	$(BIN)/python bench/prediction.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,5 +4,5 @@
 set -euo pipefail
 
 hosts=${HOSTS:-$(dirname "$0")/hostfile}
-mpirun --hostfile "$hosts" -n "${PROCESSES:-5}" --with-ft ulfm --bind-to none -x OMP_NUM_THREADS=1 \
+exec mpirun --hostfile "$hosts" -n "${PROCESSES:-5}" --with-ft ulfm --bind-to none -x OMP_NUM_THREADS=1 \
     offbeat train digits async-fmb --out "${RUN:-runs/mpi}" "$@"

@@ -1,4 +1,7 @@
-"""The files of examples/cluster, run as they are. What a cluster would bring along, such as srun, is stood in for."""
+"""The files of examples/cluster, run as they are. What a cluster would bring along, such as srun, is stood in for.
+
+Those for mpirun are run where a rank is killed, in test_mpi_live.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ LIMIT_SECONDS = 90.0
 SHORT = ["--until", "3000", "--quiet", "--no-report"]
 SRUN = """#!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=0 ] && shift
-for rank in $(seq 0 $((SLURM_NTASKS - 1))); do SLURM_PROCID=$rank "$@" & tasks+=($!); done
+for rank in $(seq 0 $((SLURM_NTASKS - 1))); do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & tasks+=($!); done
 code=0
 for task in "${tasks[@]}"; do wait "$task" || code=$?; done
 exit $code
@@ -88,19 +91,6 @@ def test_slurm(tmp_path: Path) -> None:
         said, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 2
     assert said.count("has ended already, so there is nothing to resume") == 1, said
-
-
-def test_mpirun_with_a_hostfile(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=2\n")
-    asked = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    with started("mpirun.sh", *SHORT, directory=tmp_path, HOSTS=str(hosts), PROCESSES="2", **asked) as process:
-        printed(process)
-    checked(tmp_path / "runs/mpi/async-fmb-seed0", {1})
-    assert re.findall(r"^(\w+) slots=(\d)$", (CLUSTER / "hostfile").read_text(), re.MULTILINE) == [
-        ("node1", "3"),
-        ("node2", "2"),
-    ]
 
 
 def test_torchrun_on_two_machines(tmp_path: Path) -> None:
