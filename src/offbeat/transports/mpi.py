@@ -164,7 +164,7 @@ class MpiTransport(Transport):
         manner = Manner(silence_seconds, message_bytes_max, checksum)
         self._links = {peer: MpiLink(peer, self, manner, self.pool, self._incoming.put) for peer in self.peers}
         self._library = library
-        self._word_tag, self._frame_tag = library.new_tags()
+        self._word_tag, self.frame_tag = library.new_tags()
         library.serve(self)
 
     # What the contract asks for
@@ -218,7 +218,7 @@ class MpiTransport(Transport):
     # What links ask for, and all that follows, in the thread of the library
 
     def send_frame(self, peer: int, memory: Tensor) -> Operation:
-        return self._library.send(peer, self._frame_tag, memory)
+        return self._library.send(peer, self.frame_tag, memory)
 
     def send_word(self, peer: int, word: Word) -> None:
         with suppress(ConnectionError):
@@ -312,7 +312,7 @@ class MpiTransport(Transport):
 
     def _sort_frames(self) -> bool:
         moved = False
-        for frame in self._library.frames(self._frame_tag):
+        for frame in self._library.frames(self.frame_tag):
             link = self._links.get(frame.source)
             if link is None or link.over:
                 self._library.abandon(frame.source, (), [frame])

@@ -1,7 +1,7 @@
 """The one thread of a process that makes all calls of MPI, from its beginning to its end.
 
 It never waits inside MPI, which would burn a core: it looks what has come, moves what can be moved, and sleeps, a
-millisecond at the most, unless somebody wakes it. What to look for, transports say; it works for all that there are.
+millisecond or two at the most, unless somebody wakes it. What to look for, transports say; it works for all of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ _TAGS_FIRST, _TAGS = 16384, 16384
 """The upper half of the tags that every MPI has: what a user's program sends rarely has one of these."""
 
 _SLEEP_SECONDS_MIN, _SLEEP_SECONDS_MAX = 5e-5, 1e-3
+_SLEEP_SECONDS_IDLE = 2e-3
+_IDLE_SECONDS = 1.0
+"""After so long without anything it looks half as often, and only for frames: each time costs some 40 µs of a core."""
+
 _SPIN_SECONDS = 0.005
 """How long to look without a pause for the rest of what is coming in."""
 
@@ -63,6 +67,7 @@ _LEAVE_SECONDS = 30.0
 class Served(Protocol):
     """What the thread works for: a transport. It calls all of this but `close`."""
 
+    frame_tag: int
     retired: bool
     """Whether it has only to be looked after now and then."""
 
@@ -175,7 +180,7 @@ class Library:
                 now = time.monotonic()
                 if any(moved):
                     moved_at = now
-                if now - round_at > _ROUND_SECONDS:
+                if now - round_at > (_ROUND_SECONDS if now - moved_at < _IDLE_SECONDS else 2 * _ROUND_SECONDS):
                     self._make_round(now - round_at)
                     round_at = now
             except Exception as error:  # without this thread everybody would wait for ever
@@ -184,7 +189,7 @@ class Library:
                 for served in self._served:
                     served.give_up(f"{type(error).__name__}: {error}")
                 return
-            self._rest(now - moved_at, active)
+            self._rest(now - moved_at, active, round_at + _ROUND_SECONDS)
         self._finalize()
 
     def _begin(self) -> None:
@@ -197,9 +202,12 @@ class Library:
         self.comm.Set_errhandler(self.MPI.ERRORS_RETURN)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
 
-    def _rest(self, quiet_seconds: float, active: list[Served]) -> None:
+    def _rest(self, quiet_seconds: float, active: list[Served], round_due: float) -> None:
         """Look again soon where something is under way, and ever later where nothing is; let others have the core."""
         longest = _SLEEP_SECONDS_MAX
+        if quiet_seconds > _IDLE_SECONDS:
+            self._doze([served.frame_tag for served in active], round_due + _ROUND_SECONDS)
+            return
         if quiet_seconds < _BUSY_SECONDS:
             receiving = any(served.receiving() for served in active)
             if receiving and quiet_seconds < _SPIN_SECONDS:
@@ -208,6 +216,15 @@ class Library:
             if receiving or any(served.sending() for served in active):
                 longest = _SLEEP_SECONDS_MIN
         self._bell.acquire(timeout=min(max(quiet_seconds / 8, _SLEEP_SECONDS_MIN), longest))
+
+    def _doze(self, tags: list[int], until: float) -> None:
+        """Sleep until somebody rings, something has come, or it is time for a round. Python's share is kept small."""
+        anybody = self.MPI.ANY_SOURCE
+        with suppress(self.MPI.Exception):  # a death, which is looked for elsewhere
+            while not self._bell.acquire(timeout=_SLEEP_SECONDS_IDLE) and time.monotonic() < until:
+                for tag in tags:
+                    if self.comm.Iprobe(anybody, tag):
+                        return
 
     def _make_round(self, since_seconds: float) -> None:
         self.look_for_dead()
