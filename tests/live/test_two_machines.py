@@ -34,7 +34,7 @@ if why_not() is None:
                     process.kill()
         summary = json.loads(output)["runs"][0]
         assert (run.returncode, codes) == (0, [0, 0])
-        assert summary["accuracy"] >= 0.7  # a gradient that was held up for long costs some of the rest
+        assert summary["accuracy"] >= 0.9
         assert summary["samples"] >= 40_000
         assert summary["bytes_per_second"] > 0
         # What the workers recorded has come over the wire, too: there is no disk between the two hosts.
