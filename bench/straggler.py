@@ -5,14 +5,14 @@
 Two workers train the CNN of `cifar_shaped.py` in micro-batches of 32. *Ceiling*: two processes that do not talk at all,
 and keep the memory they have used, as workers of ours do (`launch/memory.py`: that alone is worth a quarter here).
 *ddp*: torch's DistributedDataParallel over gloo, as it comes, and again with memory kept, to tell the two apart. The
-others are strategies of ours, with a hub in a third process, on whatever cores there are. Healthy, then straggling:
-every micro-batch of one worker takes 150 ms longer. All contestants take turns, several times; a ratio is taken within
-one repeat, and the median over repeats is printed.
+others are strategies of ours, on whatever cores there are: gossip between the two workers alone, the rest with a hub in
+a third process. Healthy, then straggling: every micro-batch of one worker takes 150 ms longer. All contestants take
+turns, several times; a ratio is taken within one repeat, and the median over repeats is printed.
 
-What counts is applied samples: those of optimizer steps (ceiling, ddp), and those that updates of the hub say went into
-them (ours); per second from the first of them to the last, so starting is not timed. `seconds_to_target` is with the
-straggler: from the first micro-batch to when the mean training loss of the last 512 samples fell to 1.2 (the start is
-2.3); null where that happened in fewer than half of the repeats.
+What counts is applied samples: those of optimizer steps (ceiling, ddp), and those that went into updates, of the hub or
+of the peers themselves (ours); per second from the first of them to the last, so starting is not timed.
+`seconds_to_target` is with the straggler: from the first micro-batch to when the mean training loss of the last 512
+samples fell to 1.2 (the start is 2.3); null where that happened in fewer than half of the repeats.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ STRATEGIES: dict[str, ob.Strategy] = {
     "async-timed": ob.AsyncTimed(worker_seconds=0.15, hub_seconds=0.15, microbatch=BATCH),
     "fmb": ob.FixedMinibatch(batch=BATCH, microbatch=BATCH),
     "apam": ob.AsyncAdaptive(batch=BATCH, microbatch=BATCH),
+    "gossip": ob.Gossip(graph=ob.Cycle(), rate=1.0, batch=BATCH, microbatch=BATCH),
+    "gossip-acid": ob.GossipAcid(graph=ob.Cycle(), rate=1.0, batch=BATCH, microbatch=BATCH),
 }
 
 

@@ -31,10 +31,20 @@ from offbeat.cluster import (
 from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
 from offbeat.experiment import Experiment, Plan
-from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer
+from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer, large_batch
 from offbeat.running import Run, compare, simulate
 from offbeat.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp
-from offbeat.session import Session, join
+from offbeat.session import AsyncDataParallel, Session, join
+from offbeat.strategies.gossip import (
+    Acid,
+    FirstAvailable,
+    Gossip,
+    GossipAcid,
+    Matchings,
+    Poisson,
+    Random,
+    Regular,
+)
 from offbeat.strategies.hub import (
     AnytimeMinibatch,
     AsyncAdaptive,
@@ -47,6 +57,7 @@ from offbeat.strategies.hub import (
 )
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Node, Setup, Strategy
 from offbeat.taking_part import Live
+from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Graph, Star, Topology
 from offbeat.training import train
 from offbeat.version import __version__
 from offbeat.workloads import (
@@ -70,36 +81,47 @@ __all__ = [
     "NIAGARA",
     "SGD",
     "AMSGrad",
+    "Acid",
     "Adam",
     "AdamW",
     "AnytimeMinibatch",
     "AsyncAdaptive",
+    "AsyncDataParallel",
     "AsyncFixed",
     "AsyncTimed",
     "BackupWorkers",
     "ByLabel",
     "Cluster",
     "Comparison",
+    "Complete",
     "ConfigurationError",
     "Constant",
     "ContractViolation",
     "Corrupt",
     "Crash",
+    "Cycle",
     "Digits",
     "DigitsCNN",
     "DigitsLogistic",
+    "Edges",
     "EverySeconds",
     "EveryUpdates",
     "Examples",
     "Experiment",
     "Exponential",
+    "ExponentialGraph",
+    "FirstAvailable",
     "FixedMinibatch",
+    "Gossip",
+    "GossipAcid",
+    "Graph",
     "Hub",
     "Linear",
     "LinearRegression",
     "Link",
     "Live",
     "Lognormal",
+    "Matchings",
     "Milestones",
     "MissingDependency",
     "Mixture",
@@ -112,8 +134,11 @@ __all__ = [
     "Partition",
     "Pause",
     "Plan",
+    "Poisson",
     "Quadratic",
     "RMSprop",
+    "Random",
+    "Regular",
     "Run",
     "RunFailed",
     "Samples",
@@ -125,10 +150,12 @@ __all__ = [
     "Shared",
     "ShiftedExponential",
     "Slowdown",
+    "Star",
     "Straggle",
     "Strategy",
     "SyncAdaptive",
     "Target",
+    "Topology",
     "TorchOptimizer",
     "Trace",
     "TwoGaussians",
@@ -139,6 +166,7 @@ __all__ = [
     "calibrate",
     "compare",
     "join",
+    "large_batch",
     "load_cluster",
     "simulate",
     "train",

@@ -6,6 +6,7 @@ Everything here is computed from records alone, so a run that ended years ago an
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
@@ -13,6 +14,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from offbeat.errors import ConfigurationError
+from offbeat.exchanges import exchanges, exchanging
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import AnyRecord, Dropped, Ended, Evaluation, Membership, RunHeader, Update
 from offbeat.records.schema import Round as RoundRecord
@@ -35,6 +37,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     `induced_seconds`, since a delayed machine stands for a slow one, not for an idle one; `idle_share` is
     idle ÷ (idle + compute) over all rounds of all ranks. `bytes_sent` is what was counted by processes that came
     to their end: what one that was killed had sent is not in it.
+
+    `exchanges` are those of two peers that were averaged, and `exchanges_lost` those without an answer. An exchange is
+    an averaging for both peers, so `exchanges_per_gradient` is twice their number ÷ the updates. `consensus_distance`
+    is the mean of ‖x_i − mean of x‖² over peers and the second half of the run; `offbeat.exchanges` tells how it is
+    estimated where nobody has measured it.
     """
 
     strategy: str
@@ -65,6 +72,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     dropped_by_reason: dict[str, int]
     samples_to_target: float | None
     failure: str | None
+    exchanges: int
+    exchanges_per_gradient: float | None
+    exchanges_lost: int
+    round_trip_seconds: float | None
+    consensus_distance: float | None
+    consensus_estimated: bool | None
 
     def __str__(self) -> str:
         """A few lines to read."""
@@ -86,16 +99,32 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         measured += [f"{value:,} {text}" for name, text in counts.items() if (value := getattr(self, name))]
         if measured:
             lines.append("  " + ", ".join(measured))
+        if self.exchanges:
+            lines.append("  " + ", ".join(self._exchanged()))
         if self.failure is not None:
             lines.append(f"  failed: {self.failure}")
         return "\n".join(lines)
+
+    def _exchanged(self) -> list[str]:
+        said = [f"{self.exchanges:,} exchanges"]
+        if self.exchanges_per_gradient is not None:
+            said.append(f"{self.exchanges_per_gradient:.3g} for each gradient of a peer")
+        if self.exchanges_lost:
+            said.append(f"{self.exchanges_lost:,} lost")
+        if self.round_trip_seconds is not None:
+            said.append(f"a round trip of {self.round_trip_seconds:.3g} s")
+        if self.consensus_distance is not None:
+            how = ", estimated from exchanges" if self.consensus_estimated else ""
+            said.append(f"consensus distance {self.consensus_distance:.3g}{how}")
+        return said
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank did, over all its lives. `samples` are those it computed, whether or not they were applied.
 
     `samples_per_second` counts over its own compute and idle time, so that a rank which came late, or was away for
-    a while, shows the pace that it had while it was there. `send_seconds` may go by while it computes.
+    a while, shows the pace that it had while it was there. `send_seconds` may go by while it computes. `exchanges` are
+    the averaged ones that it had a part in, `exchanges_begun` those of them that it began.
     """
 
     rank: int
@@ -107,6 +136,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     induced_seconds: float
     samples_per_second: float | None
     staleness_mean: float | None
+    exchanges: int
+    exchanges_begun: int
 
 
 def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
@@ -202,14 +233,15 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     for record in of_kind(run, Dropped):
         dropped[record.reason] += record.stop - record.first
     ends = list(of_kind(run, Ended))
-    ended = _end(ends)
+    ended = end_of(run)
     bytes_sent = sum(end.bytes_sent for end in ends) if ended else None
     seconds = ended.at if ended else max((record.at for record in run.records), default=0.0)
-    samples = max((update.samples_total for update in updates), default=0)
+    samples = _samples(updates)
     rounds = list(of_kind(run, RoundRecord))
     compute_seconds = math.fsum(record.seconds for record in rounds)
     idle_seconds = math.fsum(record.idle_seconds for record in rounds)
     memberships = list(of_kind(run, Membership))
+    exchanged = exchanging(run, seconds)
     return Summary(
         strategy=header.label,
         workload=header.workload,
@@ -239,6 +271,12 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         dropped_by_reason=dict(sorted(dropped.items())),
         samples_to_target=samples_to_target(curve, target.metric, target.value) if target else None,
         failure=ended.failure if ended else "the records stop before the run's end: it was killed, or it still runs",
+        exchanges=exchanged.averaged,
+        exchanges_per_gradient=_ratio(2 * exchanged.averaged, len(updates)) if exchanged.averaged else None,
+        exchanges_lost=exchanged.lost,
+        round_trip_seconds=exchanged.round_trip_seconds,
+        consensus_distance=exchanged.consensus_distance,
+        consensus_estimated=exchanged.estimated,
     )
 
 
@@ -251,10 +289,18 @@ def per_rank(run: RunRecords) -> list[RankSummary]:
     for update in of_kind(run, Update):
         for contribution in update.contributions:
             stalenesses.setdefault(contribution.rank, []).append(contribution.staleness)
-    return [_rank_summary(rank, rounds[rank], stalenesses.get(rank, [])) for rank in sorted(rounds)]
+    averaged = exchanges(run)
+    begun = Counter(exchange.rank for exchange in averaged)
+    joined = begun + Counter(exchange.peer for exchange in averaged)
+    return [
+        _rank_summary(rank, rounds[rank], stalenesses.get(rank, []), (joined[rank], begun[rank]))
+        for rank in sorted(rounds)
+    ]
 
 
-def _rank_summary(rank: int, rounds: Sequence[RoundRecord], stalenesses: Sequence[int]) -> RankSummary:
+def _rank_summary(
+    rank: int, rounds: Sequence[RoundRecord], stalenesses: Sequence[int], exchanged: tuple[int, int]
+) -> RankSummary:
     samples = sum(record.samples for record in rounds)
     compute_seconds = math.fsum(record.seconds for record in rounds)
     idle_seconds = math.fsum(record.idle_seconds for record in rounds)
@@ -268,12 +314,26 @@ def _rank_summary(rank: int, rounds: Sequence[RoundRecord], stalenesses: Sequenc
         induced_seconds=math.fsum(record.induced_seconds for record in rounds),
         samples_per_second=_ratio(samples, compute_seconds + idle_seconds),
         staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
+        exchanges=exchanged[0],
+        exchanges_begun=exchanged[1],
     )
 
 
-def _end(ends: Sequence[Ended]) -> Ended | None:
-    """How the run ended: as rank 0 did, in its last life. Any other rank may be killed without the run failing."""
-    return next((end for end in reversed(ends) if end.rank == 0), None)
+def end_of(run: RunRecords) -> Ended | None:
+    """How the run ended: as rank 0 did, in its last life. Any other rank may be killed without the run failing.
+
+    Among equals, where others than rank 0 make updates, too, it ended as the lowest did of those that ended well.
+    """
+    last = {end.rank: end for end in of_kind(run, Ended)}
+    if not any(update.rank for update in of_kind(run, Update)):
+        return last.get(0)
+    return min(last.values(), key=lambda end: (end.failure is not None, end.rank), default=None)
+
+
+def _samples(updates: Sequence[Update]) -> int:
+    """How many were applied. A hub counts all; peers count what they know of, and what they applied themselves."""
+    known = max((update.samples_total for update in updates), default=0)
+    return max(known, sum(update.samples for update in updates)) if any(update.rank for update in updates) else known
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -281,15 +341,21 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _lost(memberships: Iterable[Membership]) -> int:
-    """A hub sees every loss. Without one, each peer sees its own neighbours, several of them the same loss."""
-    seen = [(record.rank, record.peer, record.incarnation) for record in memberships if not record.joined]
-    hub = {(peer, incarnation) for rank, peer, incarnation in seen if rank == 0}
-    return len(hub or {(peer, incarnation) for _, peer, incarnation in seen})
+    """A hub sees every loss. Without one, several peers see the same loss, and who was cut off loses all the others."""
+    return sum(_agreed(memberships, lambda before, record: not record.joined))
 
 
 def _rejoined(memberships: Sequence[Membership]) -> int:
-    first: dict[int, int] = {}
+    """Who was started again itself meets everybody anew, and none of them has come back."""
+    return sum(_agreed(memberships, lambda before, record: record.joined and before is False))
+
+
+def _agreed(memberships: Iterable[Membership], counts: Callable[[bool | None, Membership], bool]) -> Iterator[int]:
+    """For each rank how often that was seen of it, as most saw it who had to do with it."""
+    seen: dict[int, Counter[int]] = {}
+    there: dict[tuple[int, int], bool] = {}
     for record in memberships:
-        first[record.peer] = min(record.incarnation, first.get(record.peer, record.incarnation))
-    joined = {(record.peer, record.incarnation) for record in memberships if record.joined}
-    return sum(incarnation > first[peer] for peer, incarnation in joined)
+        before = there.get((record.rank, record.peer))
+        seen.setdefault(record.peer, Counter())[record.rank] += counts(before, record)
+        there[record.rank, record.peer] = record.joined
+    return (statistics.median_high(times.values()) for times in seen.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.analysis import Metric, evaluations, of_kind
+from offbeat.exchanges import consensus_series
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import Round, Update
 
 Array = NDArray[np.float64]
+ROUNDING = 1e-8
+"""A squared distance that is smaller than this share of the largest is one of rounding, in float32."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,16 @@ def samples_curve(run: RunRecords) -> Curve:
     curve = _curve([(0.0, 0.0), *points])
     # Peers without a hub know of each other's samples late, so their totals can seem to fall.
     return Curve(curve.seconds, np.maximum.accumulate(curve.values))
+
+
+def consensus_curve(run: RunRecords) -> Curve:
+    """The consensus distance over time, for a logarithmic axis: where all peers are equal there is no point.
+
+    Nor is there one at the beginning, while they are equal but for how the average that they begin at was rounded.
+    """
+    points = [(at, distance) for at, distance in consensus_series(run).points if distance > 0]
+    rounding = ROUNDING * max((distance for _, distance in points), default=0.0)
+    return _curve(list(itertools.dropwhile(lambda point: point[1] < rounding, points)))
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> Curve:

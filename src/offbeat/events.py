@@ -44,12 +44,15 @@ class GradientReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReady:
-    """The variant for users who step an optimizer of their own: the change of the parameters, not a gradient."""
+    """The variant for users who step an optimizer of their own: the change of the parameters, not a gradient.
+
+    `loss` is None where the user has not told it. Where `finite` is false, `delta` must not be used.
+    """
 
     at: float
     delta: Tensor
     samples: int
-    loss: float
+    loss: float | None
     buffers: Buffers
     version: int
     draws: tuple[int, int]
@@ -113,9 +116,14 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This participant should end in order: its user has left the loop, or pressed Ctrl-C. The others may go on."""
+    """This participant should end in order: its user has left the loop, or pressed Ctrl-C. The others may go on.
+
+    With `stay` its user has come to the end of a loop without a goal that all share: it computes no more, and among
+    equals stays until the others have come to theirs, so that it has a part in the result, and gets it.
+    """
 
     at: float
+    stay: bool = False
 
 
 Event = (

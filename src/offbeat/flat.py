@@ -108,14 +108,19 @@ class FlatModule:
                 home.owner._buffers[home.key] = home.tensor
         return self._buffers
 
-    def bind_gradients(self) -> None:
-        """Make every `.grad` a view of `gradients` again, after something such as `module.zero_grad()` dropped it."""
-        for parameter, gradient, view in self._trained:
+    def check_in_place(self) -> None:
+        """Refuse a module whose parameters have become other tensors than the views that they were made."""
+        for parameter, _, view in self._trained:
             if parameter.data_ptr() != view.data_ptr():
                 raise ConfigurationError(
                     "the module was moved, converted or made flat again after offbeat had taken it over, so its "
                     "parameters are no longer the ones that are trained; call module.to(...) before, not after"
                 )
+
+    def bind_gradients(self) -> None:
+        """Make every `.grad` a view of `gradients` again, after something such as `module.zero_grad()` dropped it."""
+        self.check_in_place()
+        for parameter, gradient, _ in self._trained:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 

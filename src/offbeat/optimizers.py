@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.configuration import Family, option
+from offbeat.errors import ConfigurationError
 from offbeat.flat import Layout
-from offbeat.schedules import Schedule, rate_at
+from offbeat.schedules import Milestones, Schedule, WarmUp, rate_at
 from offbeat.validation import require, require_not_negative, require_positive
 
 Groups = list[dict[str, Any]]
@@ -168,6 +169,62 @@ class TorchOptimizer(Optimizer):
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         return self.make(groups)
+
+
+CIFAR_MILESTONES = (0.5, 0.75)
+"""Shares of the samples after which the learning rate drops, as is usual for CIFAR."""
+IMAGENET_MILESTONES = (0.3, 0.6, 0.8)
+"""The same for ImageNet."""
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def large_batch(
+    optimizer: AnyOptimizer,
+    *,
+    epoch_samples: int,
+    until_samples: int,
+    batch: int,
+    workers: int,
+    warmup_epochs: float = 5.0,
+    milestones: tuple[float, ...] = CIFAR_MILESTONES,
+    factor: float = 0.1,
+    clip_norm: float | None = None,
+) -> AnyOptimizer:
+    """The same optimizer, set for updates of `batch` samples from each of `workers` workers.
+
+    Its learning rate, quoted for 256 samples, rises over the first epochs to rate · batch · workers / 256 and is
+    multiplied by `factor` at each milestone, a share of `until_samples`. Weight decay spares parameters of fewer than
+    two dimensions. `clip_norm`, where given, takes the place of the optimizer's own.
+    """
+    counts = {"epoch_samples": epoch_samples, "until_samples": until_samples, "batch": batch, "workers": workers}
+    for name, count in counts.items():
+        require(count >= 1, f"{name} must be 1 or more, but is {count!r}")
+    require(warmup_epochs > 0, f"warmup_epochs must be greater than 0, but is {warmup_epochs!r}")
+    rise = max(1, round(warmup_epochs * epoch_samples))
+    drops = _drops(optimizer.lr, until_samples, milestones, factor)
+    require(
+        rise <= min(drops.at, default=until_samples),
+        f"the warm-up takes {rise} samples, more than there are before the learning rate first drops or the run ends; "
+        "make warmup_epochs smaller",
+    )
+    rate = WarmUp.for_batch(drops, samples=rise, batch=batch, workers=workers)
+    clip = optimizer.clip_norm if clip_norm is None else clip_norm
+    return replace(optimizer, lr=rate, decay_1d=False, clip_norm=clip)
+
+
+def _drops(base: float | Schedule | None, until: int, shares: tuple[float, ...], factor: float) -> Milestones:
+    if base is None or isinstance(base, Schedule):
+        raise ConfigurationError(
+            f"large_batch makes the schedule, so the optimizer's lr must be a number, the rate for 256 samples, "
+            f"but is {base!r}"
+        )
+    require(
+        all(0 < share < 1 for share in shares),
+        f"milestones are shares of the samples, above 0 and below 1, but are {shares!r}",
+    )
+    return Milestones(base, tuple(round(share * until) for share in shares), factor)
 
 
 class Stepper:

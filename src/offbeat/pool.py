@@ -83,9 +83,13 @@ class Pool:
 
     def copy(self, vector: Tensor) -> Tensor:
         """A copy of a contiguous vector. A small one is not worth the trouble, and a GPU keeps memory of its own."""
+        return self.like(vector).copy_(vector)
+
+    def like(self, vector: Tensor) -> Tensor:
+        """Memory for a vector like this one; it holds anything."""
         if vector.nbytes < COPY_BYTES_MIN or vector.device.type != "cpu":
-            return vector.clone()
-        return self.take(vector.nbytes).view(vector.dtype).copy_(vector)
+            return torch.empty_like(vector)
+        return self.take(vector.nbytes).view(vector.dtype)
 
     def _come_back(self, loan: weakref.ref[Any]) -> None:
         """Runs in whichever thread let go, even in the middle of `take`: no lock, only steps that are atomic."""

@@ -66,7 +66,14 @@ def read_live(directory: Path) -> Live:
 
 
 def local_ranks(strategy: Strategy, processes: int, local_workers: int | None) -> list[int]:
-    """The ranks that are started here: those that do not compute, and as many workers as are wanted."""
+    """The ranks that are started here: those that do not compute, and as many workers as are wanted.
+
+    Rank 0 is always here, since the others find each other through it.
+    """
+    require(
+        local_workers != 0 or not strategy.computes(0),
+        "among peers rank 0 computes, and it is started here, so --local-workers must be 1 or more",
+    )
     computing = [rank for rank in range(processes) if strategy.computes(rank)]
     started = computing if local_workers is None else computing[:local_workers]
     return [rank for rank in range(processes) if rank in started or not strategy.computes(rank)]
@@ -157,12 +164,13 @@ def be_rank(
                 key = ((experiment.seed, session.rank), session.draw)
                 torch.default_generator.manual_seed(zlib.crc32(repr(key).encode()))
             session.backward(workload.losses(model, on_device(batch, device)))
-    if session.rank == 0 and place.directory is not None and session.finish is not None:
-        _save_result(place.directory, session.finish)
+    if session.is_main and place.directory is not None and session.finish is not None:
+        save_result(place.directory, session.finish)
     return session
 
 
-def _save_result(directory: Path, finish: Finish) -> None:
+def save_result(directory: Path, finish: Finish) -> None:
+    """Keep what a live run ended with."""
     save(
         directory / RESULT,
         {"parameters": finish.parameters, "buffers": list(finish.buffers), "version": finish.version},

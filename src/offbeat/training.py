@@ -6,8 +6,10 @@ is one of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import socket
 import sys
 import tempfile
 import threading
@@ -19,10 +21,12 @@ from typing import Any
 import msgspec
 import torch
 
-from offbeat.actions import Budget
+from offbeat.actions import Budget, Finish
+from offbeat.analysis import end_of
 from offbeat.checkpoints import checkpoint_path
 from offbeat.cluster import Cluster
-from offbeat.errors import RunFailed
+from offbeat.engines.checkpointing import read_checkpoint
+from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.experiment import Experiment
 from offbeat.launch import (
     Child,
@@ -40,12 +44,23 @@ from offbeat.launch import (
     start_forked,
 )
 from offbeat.launch.memory import keep_memory
-from offbeat.records.files import HEADER, LIVE, RunRecords, check_idle, read_header, read_run, write_header
-from offbeat.records.schema import AnyRecord, Ended, RunHeader
+from offbeat.launch.naming import names_of
+from offbeat.records.files import (
+    HEADER,
+    LIVE,
+    RankWriter,
+    RunRecords,
+    check_idle,
+    rank_files,
+    read_header,
+    read_run,
+    write_header,
+)
+from offbeat.records.schema import AnyRecord, RunHeader
 from offbeat.running import Run, header_of
 from offbeat.session import LIVE_SECONDS_PER_SAMPLE
 from offbeat.strategies.strategy import Cadence, EverySeconds, Strategy
-from offbeat.taking_part import Live, be_rank, local_ranks, read_live, read_result
+from offbeat.taking_part import Live, be_rank, local_ranks, read_live, read_result, save_result
 from offbeat.validation import require
 from offbeat.workloads import NamedWorkload, Workload
 
@@ -107,7 +122,8 @@ def train_experiment(
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
     processes = experiment.strategy.processes(experiment.workers)
     experiment.cluster.check(processes, experiment.workers)
-    check_faults(experiment.cluster.faults, local_ranks(experiment.strategy, processes, live.local_workers))
+    local = local_ranks(experiment.strategy, processes, live.local_workers)
+    check_faults(experiment.cluster.faults, local, experiment.strategy.essential)
     with _place_for(out) as directory:
         if resume:
             experiment = _to_resume(directory, experiment)
@@ -129,24 +145,12 @@ def train_in_seat(
 ) -> Run:
     """Be one of the processes that a launcher has started for an experiment. Only rank 0 writes, and knows it all.
 
-    `out` is where; elsewhere it matters only for a run that is resumed, which then may turn out to have ended.
+    `out` is where; elsewhere it matters for a run that is resumed, which then may turn out to have ended, and for one
+    that goes on without rank 0.
     """
-    for name in ("listen", "token_file", "local_workers"):
-        require(
-            getattr(live, name) is None,
-            f"{place.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use here; "
-            "leave it out",
-        )
-    keep_memory()
-    experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
-    experiment.cluster.check(place.processes, experiment.workers)
-    check_faults(experiment.cluster.faults, ())
     if place.rank != 0:
-        if resume and out is not None:
-            _check_unfinished(out)
-        header = _header(experiment, workload)
-        session = be_rank(experiment, workload, header, live, place, journal=True)
-        return Run(session.records, session.finish, workload, experiment.seed)
+        return accompany(experiment, out, place, live, resume)[0]
+    experiment, workload = _seated(experiment, place, live)
     with _place_for(out) as directory:
         if resume:
             experiment = _to_resume(directory, experiment)
@@ -158,9 +162,54 @@ def train_in_seat(
         return _ended(directory, out, experiment, workload)
 
 
+def accompany(
+    experiment: Experiment, out: Path | None, place: Seat, live: Live, resume: bool = False
+) -> tuple[Run, bool]:
+    """Be another process than rank 0: what is known here of the run, and whether nobody else is left to tell of it."""
+    experiment, workload = _seated(experiment, place, live)
+    if resume and out is not None:
+        _check_unfinished(out)
+    session = be_rank(experiment, workload, _header(experiment, workload), live, place, journal=True)
+    records, leads = session.records, session.is_main
+    if leads and session.finish is not None and out is not None and (out / HEADER).exists():
+        records = _taken_over(out, records, session.finish)
+    return Run(records, session.finish, workload, experiment.seed), leads
+
+
+def _taken_over(out: Path, records: RunRecords, finish: Finish) -> RunRecords:
+    """Rank 0 is lost, but its directory can be seen from here: what those knew who were left goes there."""
+    written: dict[int, RankWriter] = {}
+    with contextlib.ExitStack() as stack:
+        for record in records.records:
+            rank = getattr(record, "rank", 0)
+            if rank not in written:
+                written[rank] = stack.enter_context(RankWriter(out, rank))
+                written[rank].truncate(0)  # rank 0 had a part of it
+            written[rank].write(record)
+    save_result(out, finish)
+    return read_run(out)
+
+
+def _seated(experiment: Experiment, place: Seat, live: Live) -> tuple[Experiment, Workload]:
+    """The experiment with everything filled in, if the processes of a launcher can do it."""
+    for name in ("listen", "token_file", "local_workers"):
+        require(
+            getattr(live, name) is None,
+            f"{place.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use here; "
+            "leave it out",
+        )
+    keep_memory()
+    experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
+    experiment.cluster.check(place.processes, experiment.workers)
+    check_faults(experiment.cluster.faults, ())
+    return experiment, workload
+
+
 def workers_in(strategy: Strategy, processes: int) -> int:
     """How many workers so many processes make."""
-    found = [workers for workers in range(1, processes + 1) if strategy.processes(workers) == processes]
+    found = [workers for workers in range(1, processes + 1) if _needed(strategy, workers) == processes]
+    if not found:
+        strategy.processes(processes)  # who refuses that number among peers says which ones are allowed
     least = strategy.processes(1)
     require(
         bool(found),
@@ -168,6 +217,14 @@ def workers_in(strategy: Strategy, processes: int) -> int:
         f"which needs {least} or more; start more of them",
     )
     return found[0]
+
+
+def _needed(strategy: Strategy, workers: int) -> int | None:
+    """How many processes so many workers need; None where there cannot be so many."""
+    try:
+        return strategy.processes(workers)
+    except ConfigurationError:
+        return None
 
 
 @contextmanager
@@ -203,7 +260,29 @@ def _to_resume(directory: Path, experiment: Experiment) -> Experiment:
     """What to go on with. Faults are left out: they have struck already."""
     check_idle(directory)
     _check_unfinished(directory)
+    if not any(map(experiment.strategy.essential, range(experiment.strategy.processes(experiment.workers)))):
+        _cut_back(directory, read_checkpoint(directory).elapsed_seconds)
     return dataclasses.replace(experiment, cluster=dataclasses.replace(experiment.cluster, faults=()))
+
+
+class _Dated(msgspec.Struct):
+    """A record of whatever kind."""
+
+    at: float
+
+
+def _cut_back(directory: Path, elapsed_seconds: float) -> None:
+    """Forget what peers have done since the checkpoint of rank 0: they go on from there, too, and do it again."""
+    for rank, path in rank_files(directory):
+        if rank == 0:  # cuts its own back, to where the checkpoint says
+            continue
+        position = 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_Dated).at > elapsed_seconds:
+                break
+            position += len(line)
+        with RankWriter(directory, rank) as writer:
+            writer.truncate(position)
 
 
 def _ended(directory: Path, out: Path | None, experiment: Experiment, workload: Workload) -> Run:
@@ -233,9 +312,9 @@ def _header(experiment: Experiment, workload: Workload) -> RunHeader:
 
 
 def _check_unfinished(directory: Path) -> None:
-    ends = [record for record in read_run(directory).records if isinstance(record, Ended) and record.rank == 0]
+    end = end_of(read_run(directory))
     require(
-        not ends or ends[-1].failure is not None,
+        end is None or end.failure is not None,
         f"the run in {directory} has ended already, so there is nothing to resume; start a new one for more",
     )
 
@@ -251,37 +330,43 @@ def _supervise(
     local = local_ranks(strategy, processes, live.local_workers)
     token = None if live.token_file is None else read_token(live.token_file)
     door, address, token = open_door(live.listen, token)
-    doors = [door]
     if live.listen is not None:
         watcher.say(f"workers may join: offbeat work {invited(live.listen, address)}")
     forks = _may_fork(experiment)
     if forks:  # torch loads a good part of itself when the first optimizer is made: once, before it is copied
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
+    watch = Watch(directory, watcher)
+
     def start(rank: int, life: int) -> Child:
-        place = Seat(rank, processes, address, token, None, directory, resume and rank == 0, "offbeat")
+        resumes, began = (resume and life == 0, watch.began if life else None) if rank == 0 else (False, None)
+        place = Seat(rank, processes, address, token, None, directory, resumes, "offbeat", life=life, began=began)
         common: dict[str, Any] = {
             "rank": rank,
             "life": life,
             "environment": environment_of(place),
             "on_line": watcher.line,
-            "door": doors.pop() if rank == 0 else None,
+            "door": door.dup() if rank == 0 else None,
         }
         if forks:
-            return start_forked(functools.partial(_forked, directory, experiment, workload), **common)
+            return start_forked(functools.partial(_forked, directory, experiment, workload, door), **common)
         return start_command([sys.executable, "-P", "-m", "offbeat.cli.member", str(directory)], **common)
 
-    watch = Watch(directory, watcher)
-    supervisor = Supervisor(
-        start,
-        local,
-        restarts_max=live.restarts,
-        say=watcher.say,
-        has_joined=watch.joined.__contains__,
-        faults=experiment.cluster.faults,
-        others=live.listen is not None,
-    )
-    return supervisor.run(watch)
+    with door:
+        supervisor = Supervisor(
+            start,
+            local,
+            restarts_max=live.restarts,
+            say=watcher.say,
+            has_joined=watch.has_joined,
+            rounds=watch.rounds.__getitem__,
+            essential=strategy.essential,
+            faults=experiment.cluster.faults,
+            name=names_of(strategy),
+            others=live.listen is not None,
+            on_gone=lambda rank: None if rank else door.close(),
+        )
+        return supervisor.run(watch)
 
 
 def _may_fork(experiment: Experiment) -> bool:
@@ -296,6 +381,7 @@ def _may_fork(experiment: Experiment) -> bool:
     return False
 
 
-def _forked(directory: Path, experiment: Experiment, workload: Workload) -> int:
+def _forked(directory: Path, experiment: Experiment, workload: Workload, door: socket.socket) -> int:
+    door.close()  # kept for rank 0, which has a copy, and not for this one
     be_rank(experiment, workload, read_header(directory), read_live(directory), seat())
     return 0

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from accounts import check_accounts
 
-from offbeat.analysis import summarize
+from offbeat.analysis import of_kind, summarize
 from offbeat.launch import mpirun_command
 from offbeat.records.files import read_run
+from offbeat.records.schema import Exchange, Update
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples/train_digits.py"
@@ -138,6 +139,50 @@ def free_port(first: int, stop: int) -> int:
             if trial.connect_ex(("127.0.0.1", port)) != 0:
                 return port
     raise AssertionError("all ports are taken")
+
+
+# From DDP, and back
+
+FROM_DDP = "examples/from_ddp.py"
+PAGE = (ROOT / "docs/from_ddp.md").read_text(encoding="utf-8")
+FROM_DDP_LINES = {
+    line.split()[0]: line for line in re.findall(rf"^(?:python|offbeat|torchrun)\b.*\b{FROM_DDP}$", PAGE, re.MULTILINE)
+}
+
+
+def check_accuracy(printed: str) -> None:
+    """One rank has said how well the model does."""
+    found = re.findall(r"^accuracy (\d\.\d{3})$", printed, re.MULTILINE)
+    assert len(found) == 1, printed
+    assert float(found[0]) >= 0.9
+
+
+@pytest.mark.parametrize("program", ["python", "offbeat", "torchrun"])
+def test_the_script_that_came_from_ddp(program: str, tmp_path: Path) -> None:
+    check_accuracy(typed(FROM_DDP_LINES[program], tmp_path))
+    if program == "offbeat":
+        run = read_run(tmp_path / "runs/from_ddp-001")
+        assert summarize(run).failure is None
+        assert {record.rank for record in of_kind(run, Update)} == {0, 1}
+        assert any(record.outcome == "averaged" for record in of_kind(run, Exchange))
+
+
+def as_it_was(script: str) -> str:
+    """The script before it was changed: what stands behind `# DDP: ` in the place of what stands before it."""
+    lines = []
+    for line in script.splitlines(keepends=True):
+        now, _, before = line.partition("# DDP: ")
+        indent = now[: len(now) - len(now.lstrip())]
+        lines += [line] if not before else [] if before.startswith("nothing") else [indent + before]
+    return "".join(lines)
+
+
+def test_the_script_as_it_was_runs_under_ddp(tmp_path: Path) -> None:
+    before = as_it_was((ROOT / FROM_DDP).read_text(encoding="utf-8"))
+    assert "offbeat as ob" not in before
+    assert "peer" not in before.partition("def main")[2]
+    (tmp_path / "before.py").write_text(before, encoding="utf-8")
+    check_accuracy(typed("torchrun --nproc-per-node 2 before.py", tmp_path))
 
 
 # In this process, which has paid for importing torch already

@@ -10,12 +10,15 @@ from typing import Any
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import (
     AnyRecord,
+    Consensus,
     Contribution,
     Dropped,
     Ended,
     Evaluation,
+    Exchange,
     Membership,
     Notice,
+    Outcome,
     Round,
     RunHeader,
     Update,
@@ -172,3 +175,62 @@ def a_toy(label: str, seed: int, workers: int = 10, seconds: float = 60.0) -> Ru
         records.append(Notice(at=3.0, rank=0, text="3 gradients were older than staleness_max and were dropped"))
     records.append(Ended(at=clock, bytes_sent=version * 19240, messages_sent=version, failure=None))
     return run(records, label=label, seed=seed, workers=workers)
+
+
+def an_exchange(
+    at: float,
+    rank: int,
+    peer: int,
+    distance: float | None = 1.0,
+    *,
+    seconds: float = 0.1,
+    outcome: Outcome = "averaged",
+) -> Exchange:
+    return Exchange(at=at, rank=rank, peer=peer, seconds=seconds, distance=distance, outcome=outcome)
+
+
+def a_gossip(
+    label: str = "gossip", seed: int = 1, peers: int = 8, seconds: float = 60.0, *, live: bool = False
+) -> RunRecords:
+    """Something that looks like peers on a cycle: each computes at its own pace, and averages with a neighbour.
+
+    Simulated, it has consensus distances; live it has none, and they must be read off its exchanges.
+    """
+    dice = random.Random(f"{label} {seed} {live}")
+    near = 0.25 if label.endswith("acid") else 1.0
+    records: list[AnyRecord] = []
+    free, draws, total = [0.0] * peers, [0] * peers, 0
+    while (clock := min(free)) < seconds:
+        rank = free.index(clock)
+        length = 0.8 + 0.4 * dice.random()
+        free[rank], total = clock + length, total + 64
+        distance = near * (0.1 + 2.7 ** (-clock / 8)) * dice.uniform(0.7, 1.3)
+        records.append(a_round(rank, clock, length))
+        records.append(an_update(clock + length, total, (rank, draws[rank], draws[rank] + 64, 0), rank=rank))
+        draws[rank] += 64
+        if dice.random() < 0.5:
+            peer = (rank + dice.choice((1, -1))) % peers
+            outcome: Outcome = "averaged" if dice.random() < 0.98 else "lost"
+            apart = 2 * peers / (peers - 1) * distance if outcome == "averaged" else None
+            records.append(
+                an_exchange(clock + length, rank, peer, apart, seconds=dice.expovariate(20), outcome=outcome)
+            )
+        if rank == 0:
+            accuracy = 1 - 0.9 * 2.7 ** (-clock / 12)
+            records.append(
+                Evaluation(
+                    at=clock + length,
+                    rank=0,
+                    version=draws[0],
+                    samples_total=total,
+                    loss=2.3 * (1.02 - accuracy),
+                    accuracy=accuracy,
+                )
+            )
+            if not live:
+                records.append(Consensus(at=clock + length, peers=peers, distance=distance))
+    if not live:
+        records.append(Consensus(at=max(free), peers=peers, distance=0.0))
+    records.append(Ended(at=max(free), bytes_sent=total, messages_sent=total // 64, failure=None))
+    records.sort(key=lambda record: record.at)
+    return run(records, label=label, seed=seed, workers=peers, engine="live" if live else "simulated")

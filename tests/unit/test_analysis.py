@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from made_records import a_round, a_small_run, accuracies, an_update, losses, run, timed
 
@@ -13,7 +14,7 @@ from offbeat.analysis import RankSummary, Target, per_rank, samples_to_target, s
 from offbeat.comparison import Comparison, interval, speedup
 from offbeat.curves import band, evaluation_curve, hub_updates, samples_curve, segments, staleness_counts
 from offbeat.errors import ConfigurationError
-from offbeat.records.schema import Ended, Evaluation, Membership
+from offbeat.records.schema import AnyRecord, Ended, Evaluation, Membership
 
 KEYS = [
     "strategy",
@@ -44,6 +45,12 @@ KEYS = [
     "dropped_by_reason",
     "samples_to_target",
     "failure",
+    "exchanges",
+    "exchanges_per_gradient",
+    "exchanges_lost",
+    "round_trip_seconds",
+    "consensus_distance",
+    "consensus_estimated",
 ]
 
 
@@ -99,6 +106,28 @@ def test_a_live_run_fails_where_rank_0_was_killed_and_only_there() -> None:
     assert (killed.seconds, killed.bytes_sent) == (2.0, None)
 
 
+def among_equals(*ends: Ended) -> list[AnyRecord]:
+    """Rank 1 knows of 30 samples when it makes its update; both together have made 40."""
+    update = an_update(1.0, 30, (1, 0, 20, 0))
+    return [*(msgspec.structs.replace(update, rank=rank) for rank in (0, 1)), *ends]
+
+
+def test_among_equals_a_run_ends_as_the_lowest_did_that_ended_well() -> None:
+    without_rank_0 = summarize(run(among_equals(an_end(8.0, 2, 1), an_end(9.0, 1, 10)), engine="live"))
+    assert (without_rank_0.failure, without_rank_0.seconds, without_rank_0.bytes_sent) == (None, 9.0, 11)
+    failed = an_end(3.0, 0, 1, "it was interrupted")
+    assert summarize(run(among_equals(failed, an_end(9.0, 1, 1)), engine="live")).failure is None
+    assert summarize(run(among_equals(failed, an_end(9.0, 1, 1, "other")), engine="live")).failure == failed.failure
+    assert "stop before" in (summarize(run(among_equals(), engine="live")).failure or "")
+
+
+def test_among_equals_samples_are_added_up_unless_somebody_knows_of_more() -> None:
+    assert summarize(run(among_equals())).samples == 40
+    known = [msgspec.structs.replace(record, samples_total=50) for record in among_equals()]
+    assert summarize(run(known)).samples == 50
+    assert summarize(run([an_update(1.0, 30, (1, 0, 20, 0))])).samples == 30  # a hub that was resumed
+
+
 def test_each_rank_is_summed_up_for_itself() -> None:
     first, second = per_rank(a_small_run())
     assert first == RankSummary(
@@ -111,6 +140,8 @@ def test_each_rank_is_summed_up_for_itself() -> None:
         induced_seconds=0.0,
         samples_per_second=5.0,
         staleness_mean=0.0,
+        exchanges=0,
+        exchanges_begun=0,
     )
     assert (second.rank, second.samples, second.compute_seconds, second.idle_seconds) == (2, 20, 2.0, 2.0)
     assert (second.induced_seconds, second.samples_per_second, second.staleness_mean) == (0.5, 5.0, 3.0)
@@ -122,6 +153,25 @@ def test_each_rank_is_summed_up_for_itself() -> None:
 def test_a_loss_that_several_peers_see_is_one_loss() -> None:
     seen = [Membership(at=1.0, rank=rank, peer=3, incarnation=0, joined=False) for rank in (1, 2)]
     assert summarize(run(seen)).lost_peers == 1
+
+
+def test_who_comes_back_meets_everybody_and_is_the_only_one_that_has_come_back() -> None:
+    def met(rank: int, peer: int, incarnation: int, joined: bool = True) -> Membership:
+        return Membership(at=1.0, rank=rank, peer=peer, incarnation=incarnation, joined=joined)
+
+    ranks = range(4)
+    began = [met(rank, peer, 0) for rank in ranks for peer in ranks if rank != peer]
+    lost = [met(rank, 2, 0, joined=False) for rank in (0, 1, 3)]
+    again = [met(*pair, 1) for rank in (0, 1, 3) for pair in ((rank, 2), (2, rank))]
+    summary = summarize(run([*began, *lost, *again]))
+    assert (summary.lost_peers, summary.rejoined_peers) == (1, 1)
+
+
+def test_who_was_cut_off_has_lost_all_the_others_and_they_only_one() -> None:
+    pairs = [(2, peer) for peer in (0, 1, 3)] + [(rank, 2) for rank in (0, 1, 3)]
+    met = [Membership(at=1.0, rank=a, peer=b, incarnation=0, joined=True) for a in range(4) for b in range(4) if a != b]
+    lost = [Membership(at=2.0, rank=a, peer=b, incarnation=0, joined=False) for a, b in pairs]
+    assert summarize(run([*met, *lost])).lost_peers == 1
 
 
 def test_the_time_to_target_is_interpolated_between_evaluations() -> None:

@@ -35,14 +35,15 @@ from offbeat.workloads import NamedWorkload, Quadratic
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
 
 SIMULATE = """
-    --baseline --batch --cluster --condition --crash-seen-seconds --damping --dimension --evaluate --examples --factors
-    --faults --hidden --hub-seconds --in-flight-max --json --k --link.bytes-per-second --link.delay-std-seconds
-    --link.latency-seconds --lr --messages --microbatch --no-report --noise --nonfinite-max --optimizer
-    --optimizer.alpha --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm --optimizer.decay-1d
-    --optimizer.epsilon --optimizer.lr --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d
-    --optimizer.no-nesterov --optimizer.weight-decay --out --overwrite --patience-seconds --quiet --samples-max
-    --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds
-    --silence-seconds --split --spread --staleness-max --straggle --target --until --width --worker-seconds --workers
+    --acid --baseline --batch --clock --cluster --condition --crash-seen-seconds --damping --dimension --evaluate
+    --examples --factors --faults --graph --hidden --hub-seconds --in-flight-max --json --k --link.bytes-per-second
+    --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --momentum --no-acid --no-report
+    --noise --nonfinite-max --optimizer --optimizer.alpha --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm
+    --optimizer.decay-1d --optimizer.epsilon --optimizer.lr --optimizer.momentum --optimizer.nesterov
+    --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --overwrite --partner
+    --patience-seconds --quiet --rate --samples-max --seconds --seconds-per-call --seconds-per-round
+    --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --split --spread --staleness-max
+    --straggle --target --until --width --worker-seconds --workers
 """
 COMPARE = """
     --baseline --cluster --crash-seen-seconds --evaluate --factors --faults --json --link.bytes-per-second
@@ -78,6 +79,7 @@ COMMANDS = {
     "launch": "--listen --out --overwrite --processes --quiet --restarts --resume --token-file --transport",
     "work": "--threads --token-file --wait",
     "network": NETWORK,
+    "topology": "--json --peers --plot --rate",
     "report": "--baseline --out",
     "replay": "--no-faults --seed --trace",
     "strategies": "--json",

@@ -46,13 +46,18 @@ RING = ROOT / "examples/token_ring.py"
 GUIDE = "docs/writing_a_strategy.md"
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LIVE = "docs/live.md"
+FROM_DDP = "docs/from_ddp.md"
+STARTED = {"examples/train_digits.py", "examples/from_ddp.py"}
 NETWORK = "docs/network.md"
 WITH_COMMANDS = [
     "docs/calibration.md",
     "docs/cluster.md",
     "docs/command_line.md",
+    FROM_DDP,
     LIVE,
     NETWORK,
+    "docs/gossip.md",
+    "docs/topology.md",
     GUIDE,
     "CONTRIBUTING.md",
 ]
@@ -208,7 +213,7 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     program, *words = shlex.split(command)
     if program == "make":
         assert f"\n{words[0]}: " in read("Makefile")
-    elif "examples/train_digits.py" in words:
+    elif STARTED & set(words):
         assert line in ways_to_start()
     elif comment == "Ctrl-C":
         interrupt(words)
@@ -222,8 +227,9 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def ways_to_start() -> list[str]:
-    """The commands of the guide to live runs that tests/live/test_examples.py runs, each in a test of its own."""
-    return [line for _, text in blocks(LIVE, "sh") for line in text.splitlines() if "examples/train_digits.py" in line]
+    """The commands that tests/live/test_examples.py runs, each in a test of its own."""
+    shown = [*blocks(LIVE, "sh"), *blocks(FROM_DDP, "sh")]
+    return [line for _, text in shown for line in text.splitlines() if STARTED & set(line.split())]
 
 
 def process(words: list[str], **options: Any) -> subprocess.Popen[str]:

@@ -7,13 +7,23 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from made_records import a_round
 
+import offbeat as ob
 from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _with_script_apart, application, main
+from offbeat.engines.clock import Clock
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.launch import Child, start_command, start_forked
+from offbeat.launch import Child, Watch, start_command, start_forked
+from offbeat.records.files import RankWriter, rank_file, read_rank
+from offbeat.records.schema import Notice
+from offbeat.session.desk import Desk
+from offbeat.taking_part import local_ranks
+from offbeat.training import _cut_back, workers_in
+from offbeat.transports.rendezvous import Hello, Terms
 
 Lines = list[tuple[int, str]]
 
@@ -130,6 +140,78 @@ def test_a_function_that_fails_says_so_as_a_program_does(error: BaseException, c
 
     child = forked(function, [])
     assert (child.wait(), child.last_words()) == (code, words)
+
+
+# Ranks, among equals and around a hub
+
+
+def test_rank_0_is_always_started_here() -> None:
+    assert local_ranks(ob.FixedMinibatch(), 4, 0) == [0]
+    assert local_ranks(ob.FixedMinibatch(), 4, 2) == [0, 1, 2]
+    assert local_ranks(ob.Gossip(), 4, 2) == [0, 1]
+    assert local_ranks(ob.Gossip(), 4, None) == [0, 1, 2, 3]
+    with pytest.raises(ConfigurationError, match="--local-workers must be 1 or more"):
+        local_ranks(ob.Gossip(), 4, 0)
+
+
+def test_among_peers_there_are_as_many_workers_as_processes() -> None:
+    assert (workers_in(ob.FixedMinibatch(), 4), workers_in(ob.Gossip(), 4)) == (3, 4)
+    powers = ob.Gossip(graph=ob.ExponentialGraph())
+    assert [workers_in(powers, processes) for processes in (1, 2, 8)] == [1, 2, 8]
+    with pytest.raises(ConfigurationError, match="take 4 or 8 of them"):
+        workers_in(powers, 6)
+
+
+def desk(may_grow: bool) -> Desk:
+    return Desk(3, (0, 1, 2), frozenset({1}), Clock(), None, may_grow, "all of them are there")
+
+
+def test_rank_0_is_taken_by_who_gives_out_ranks() -> None:
+    hello = Hello("terms", None, "somebody")
+    told = desk(may_grow=False)(hello)
+    assert isinstance(told, Terms)
+    assert told.rank == 2
+
+
+def test_where_everybody_is_there_nobody_else_may_come_unless_the_run_may_grow() -> None:
+    full, open_to_all = desk(may_grow=False), desk(may_grow=True)
+    for each in (full, open_to_all):
+        each.linked = lambda: frozenset({1, 2})
+    assert full(Hello("terms", None, "somebody")) == "all of them are there"
+    told = open_to_all(Hello("terms", None, "somebody"))
+    assert isinstance(told, Terms)
+    assert told.rank == 3
+
+
+def test_peers_that_go_on_from_a_checkpoint_forget_what_they_did_since(tmp_path: Path) -> None:
+    for rank in range(2):
+        with RankWriter(tmp_path, rank) as writer:
+            for at in (1.0, 2.0, 3.0):
+                writer.write(Notice(at, rank, "done"))
+    with rank_file(tmp_path, 1).open("ab") as file:
+        file.write(b'{"record":"notice","at":1.5')  # its process was killed
+    _cut_back(tmp_path, 2.5)
+    assert [[record.at for record in read_rank(tmp_path, rank)] for rank in range(2)] == [[1.0, 2.0, 3.0], [1.0, 2.0]]
+
+
+def test_a_watch_knows_when_the_run_began_and_who_has_computed(tmp_path: Path) -> None:
+    class Nobody:
+        def records(self, records: object) -> None: ...
+        def say(self, sentence: str) -> None: ...
+        def line(self, rank: int, text: str) -> None: ...
+
+    watch = Watch(tmp_path, Nobody())
+    watch()
+    assert watch.began is None
+    now = time.monotonic()
+    with RankWriter(tmp_path, 0) as writer:
+        for at in (5.0, 3.0):  # the later one has been on its way for longer
+            writer.write(a_round(0, at - 1.0, 1.0))
+            watch()
+    assert watch.began is not None
+    assert now - 5.0 <= watch.began <= time.monotonic() - 5.0
+    assert [watch.has_joined(rank) for rank in range(2)] == [True, False]
+    assert watch.rounds == {0: 2}
 
 
 # `offbeat launch` and `offbeat work`

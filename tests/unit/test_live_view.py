@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from made_records import a_round, a_small_run, an_update
 from rich.console import Console
 
 from offbeat.cli.live_board import RECENT_SECONDS, Board
-from offbeat.cli.live_view import LINE_SECONDS, Lines, Quiet, namer, view, watching, worker_line
+from offbeat.cli.live_view import LINE_SECONDS, Lines, Quiet, view, watching, worker_line
 from offbeat.experiment import Experiment
+from offbeat.launch.naming import hub_and_workers, names_of
 from offbeat.records.schema import Evaluation, Membership, Notice
 from offbeat.strategies.hub import FixedMinibatch
 from offbeat.workloads import Quadratic
 
-HUB = namer(peers=False)
+HUB = hub_and_workers
 
 
 def board() -> Board:
@@ -110,8 +113,8 @@ def test_the_table_has_a_row_for_each_worker() -> None:
     assert "8 s · version 1 · 40 samples" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith("worker")]
     assert rows == [
-        ["worker", "1", "computing", "2", "0.0", "0%", "4.0", "0.0", "0.0", "1"],
-        ["worker", "2", "waiting", "2", "3.0", "50%", "2.0", "2.0", "0.0", "2"],
+        ["worker", "1", "computing", "20", "2", "0.0", "0%", "4.0", "0.0", "0.0", "1"],
+        ["worker", "2", "waiting", "20", "2", "3.0", "50%", "2.0", "2.0", "0.0", "2"],
     ]
 
 
@@ -160,7 +163,30 @@ def test_where_quiet_is_wanted_only_trouble_is_told(capsys: pytest.CaptureFixtur
 
 
 def test_where_everybody_computes_they_are_peers() -> None:
-    assert [namer(peers=True)(rank) for rank in range(2)] == ["peer 0", "peer 1"]
+    @dataclass(frozen=True)
+    class Peers(FixedMinibatch):
+        def computes(self, rank: int) -> bool:
+            return True
+
+    assert [names_of(Peers())(rank) for rank in range(2)] == ["peer 0", "peer 1"]
+    assert [names_of(FixedMinibatch())(rank) for rank in range(2)] == ["hub", "worker 1"]
+
+
+def test_peers_have_no_version_in_common_and_their_samples_are_added_up() -> None:
+    made = Board([0, 1])
+    update = an_update(1.0, 10, (0, 0, 10, 0))
+    assert made.facts()[1] == "version 0"
+    made.add([update, msgspec.structs.replace(update, rank=1, samples_total=12)])
+    assert made.facts()[1:3] == ["2 updates", "20 samples"]
+
+
+def test_who_is_started_again_meets_everybody_and_only_its_own_life_is_counted() -> None:
+    made = Board([0, 1, 2])
+    made.add([joined(0.0, 1, rank=rank) for rank in (0, 2)])
+    made.add([joined(1.0, 1, there=False, rank=rank) for rank in (0, 2)])
+    made.add([joined(2.0, 1, 1, rank=rank) for rank in (0, 2)])
+    made.add([joined(2.0, peer, 1, rank=1) for peer in (0, 2)])
+    assert [worker.lives for _, worker in sorted(made.workers.items())] == [1, 2, 1]
 
 
 EXPERIMENT = Experiment(Quadratic(), FixedMinibatch(), workers=2)

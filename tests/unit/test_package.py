@@ -12,13 +12,15 @@ import offbeat as ob
 SOURCE = Path(ob.__file__).parent
 
 EXPORTED = """
-    AMSGrad Adam AdamW AnytimeMinibatch AsyncAdaptive AsyncFixed AsyncTimed BackupWorkers ByLabel CEDAR Cluster
-    Comparison ConfigurationError Constant ContractViolation Corrupt Crash Digits DigitsCNN DigitsLogistic
-    EverySeconds EveryUpdates Examples Experiment Exponential FixedMinibatch Hub Linear LinearRegression Link Live
-    Lognormal Milestones MissingDependency Mixture NIAGARA NamedWorkload NoStraggle Node OffbeatError Optimizer
-    Pareto Partition Pause Plan Quadratic RMSprop Run RunFailed SGD Samples Schedule Seconds Session Setup Sharded
-    Shared ShiftedExponential Slowdown Straggle Strategy SyncAdaptive Target TorchOptimizer Trace TwoGaussians WarmUp
-    WorkerOverride Workload __version__ calibrate compare join load_cluster simulate train
+    AMSGrad Acid Adam AdamW AnytimeMinibatch AsyncAdaptive AsyncDataParallel AsyncFixed AsyncTimed BackupWorkers
+    ByLabel CEDAR Cluster Comparison Complete ConfigurationError Constant ContractViolation Corrupt Crash Cycle
+    Digits DigitsCNN DigitsLogistic Edges EverySeconds EveryUpdates Examples Experiment Exponential ExponentialGraph
+    FirstAvailable FixedMinibatch Gossip GossipAcid Graph Hub Linear LinearRegression Link Live Lognormal Matchings
+    Milestones MissingDependency Mixture NIAGARA NamedWorkload NoStraggle Node OffbeatError Optimizer Pareto
+    Partition Pause Plan Poisson Quadratic RMSprop Random Regular Run RunFailed SGD Samples Schedule Seconds Session
+    Setup Sharded Shared ShiftedExponential Slowdown Star Straggle Strategy SyncAdaptive Target Topology
+    TorchOptimizer Trace TwoGaussians WarmUp WorkerOverride Workload __version__ calibrate compare join large_batch
+    load_cluster simulate train
 """
 
 

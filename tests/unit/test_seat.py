@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def test_without_a_launcher_a_process_is_alone() -> None:
 def test_a_seat_survives_the_way_through_the_environment(host: str, tmp_path: Path) -> None:
     given = Seat(2, 4, Address(host, 7700), b"\x00\xffsecret", None, tmp_path, True, "offbeat", "me")
     assert seat(environment_of(given)) == given
+    again = dataclasses.replace(given, rank=0, life=2, began=12345.678901234567)
+    assert seat(environment_of(again)) == again
 
 
 def test_ours_comes_before_torchrun_and_torchrun_before_slurm() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from offbeat.cluster.faults import Fault
 from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child, start_command
 from offbeat.launch.faults import check_faults
+from offbeat.launch.naming import peers
 from offbeat.launch.supervisor import Supervisor, backoff_seconds
 
 KILL_YOURSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -198,6 +200,159 @@ def test_a_worker_whose_command_was_wrong_fails_the_run_even_after_it_had_joined
     assert Company(tmp_path, [wrong]).run(never) == "worker 1: the model is another one"
 
 
+# Among equals
+
+
+class Peers(Company):
+    """Everybody is a peer and has a pipe; `tell` lets one do something, when it listens."""
+
+    def __init__(self, place: Path, count: int, joined: bool = True) -> None:
+        super().__init__(place, joined=joined)
+        self.pipes = [place / f"pipe {rank}" for rank in range(count)]
+        for pipe in self.pipes:
+            os.mkfifo(pipe)
+        self.lives = [[HUB.format(str(pipe))] for pipe in self.pipes]
+        self.rounds: dict[int, int] = {}
+        self.gone: list[int] = []
+
+    def play(self, *steps: Callable[[], bool], **options: Any) -> str | None:
+        """One step after the other, each as often as it takes until it is true; until the run is over."""
+        left = list(steps)
+
+        def tick() -> None:
+            while left and left[0]():
+                left.pop(0)
+
+        failure = Supervisor(
+            self._start,
+            range(len(self.lives)),
+            say=self.said.append,
+            has_joined=lambda rank: self.joined,
+            rounds=lambda rank: self.rounds.get(rank, 0),
+            essential=lambda rank: False,
+            name=peers,
+            on_gone=self.gone.append,
+            grace_seconds=0.05,
+            **options,
+        ).run(tick)
+        assert not left
+        return failure
+
+    def tell(self, rank: int, script: str) -> Callable[[], bool]:
+        def told() -> bool:
+            self.pipe = self.pipes[rank]
+            return self._tell(script)
+
+        return told
+
+    def ended(self, rank: int, life: int = 0) -> Callable[[], bool]:
+        return lambda: self.children[rank, life].poll() is not None
+
+
+def test_among_equals_the_run_is_over_when_all_have_ended(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 3)
+    steps = [step for rank in (0, 2, 1) for step in (company.tell(rank, QUIT), company.ended(rank))]
+    assert company.play(*steps) is None
+    assert company.said == []
+    assert [child.poll() for child in company.children.values()] == [0, 0, 0]
+    assert company.gone == [0, 2, 1]
+
+
+def test_any_of_equals_is_started_again_rank_0_too(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 3)
+    again = [company.tell(0, KILL_YOURSELF), company.has(0, 1), company.tell(2, KILL_YOURSELF), company.has(2, 1)]
+    assert company.play(*again, *(company.tell(rank, QUIT) for rank in range(3))) is None
+    assert company.said == [
+        "peer 0 was killed by SIGKILL; it is started again (1 of 3)",
+        "peer 2 was killed by SIGKILL; it is started again (1 of 3)",
+    ]
+    assert [company.lives_of(rank) for rank in range(3)] == [2, 1, 2]
+
+
+def test_without_rank_0_the_others_go_on_but_nobody_comes_back(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 3)
+    losses = [company.tell(0, KILL_YOURSELF), lambda: company.gone == [0], company.tell(2, KILL_YOURSELF)]
+    assert company.play(*losses, lambda: company.gone == [0, 2], company.tell(1, QUIT), restarts_max=0) is None
+    assert company.said == [
+        "peer 0 was killed by SIGKILL, and it is not started again",
+        "peer 2 was killed by SIGKILL, and it is not started again: rank 0, where it would find the others, is gone",
+    ]
+    assert [company.lives_of(rank) for rank in range(3)] == [1, 1, 1]
+
+
+def test_who_dies_when_others_have_ended_is_not_started_again(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 3)
+    first = [company.tell(1, QUIT), lambda: company.gone == [1], company.tell(2, RAISE), company.ended(2)]
+    assert company.play(*first, company.tell(0, QUIT)) is None
+    assert company.said == ["peer 2: ValueError: there is no x (when the run was ending)"]
+
+
+def test_who_came_back_too_late_is_ended(tmp_path: Path) -> None:
+    """Peer 1 has come back and waits to learn from somebody; nobody is left."""
+    company = Peers(tmp_path, 2)
+    steps = [company.tell(1, KILL_YOURSELF), company.has(1, 1), company.tell(0, QUIT), company.ended(1, 1)]
+    assert company.play(*steps) is None
+    assert company.said[1:] == ["peer 1 had come back when the others were ending, and was ended"]
+    assert company.children[1, 1].poll() == -signal.SIGKILL
+
+
+def test_who_came_back_and_has_computed_since_may_come_to_its_end(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 2)
+
+    def computes() -> bool:
+        company.rounds[1] = 1
+        return True
+
+    steps = [company.tell(1, KILL_YOURSELF), company.has(1, 1), computes, company.tell(0, QUIT), company.ended(0)]
+    looks = iter(range(3))  # grace is shorter than the time between two looks
+    assert company.play(*steps, lambda: next(looks) == 2, company.tell(1, QUIT)) is None
+    assert company.children[1, 1].poll() == 0
+
+
+def test_when_all_of_equals_die_nobody_begins_anew(tmp_path: Path) -> None:
+    """Peer 1 has come back, but has not learnt yet how far the others are when the last of them dies."""
+    company = Peers(tmp_path, 2)
+    failure = company.play(company.tell(1, KILL_YOURSELF), company.has(1, 1), company.tell(0, KILL_YOURSELF))
+    assert failure == "nobody is left who knows how far the training was: peer 0 was killed by SIGKILL"
+    assert company.children[1, 1].poll() == -signal.SIGKILL
+
+
+def test_a_peer_that_fails_before_it_ever_joined_fails_the_run_and_is_named(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 2, joined=False)
+    wrong = "import sys; print('offbeat: the model is another one', file=sys.stderr); sys.exit(1)"
+    assert company.play(company.tell(0, wrong)) == "peer 0: the model is another one"
+
+
+def test_a_crash_of_rank_0_may_be_followed_by_its_return_where_it_is_a_peer(tmp_path: Path) -> None:
+    company = Peers(tmp_path, 2)
+    steps = [company.has(0, 1), company.tell(0, QUIT), company.tell(1, QUIT)]
+    assert company.play(*steps, faults=(Crash(0, 0.0, back_after_seconds=0.0),)) is None
+    assert company.said == ["peer 0 was killed, as was asked for"]
+
+
+def test_who_turns_out_to_be_a_peer_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    """Of a script it is not known what its rank 0 is, until it computes."""
+    company = Peers(tmp_path, 2)
+    supervisor = Supervisor(
+        company._start,
+        range(2),
+        restarts_max=0,
+        say=company.said.append,
+        has_joined=lambda rank: True,
+        essential=lambda rank: rank == 0 and not company.rounds.get(0),
+        grace_seconds=0.05,
+    )
+    steps = [company.tell(0, KILL_YOURSELF), company.ended(0), company.tell(1, QUIT)]
+
+    def tick() -> None:
+        company.rounds[0] = 1
+        while steps and steps[0]():
+            steps.pop(0)
+
+    assert supervisor.run(tick) is None
+    assert company.children[1, 0].poll() == 0
+
+
 # What they say
 
 
@@ -271,7 +426,7 @@ from offbeat.launch.children import start_command
 from offbeat.launch.supervisor import Supervisor
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-scripts = sys.argv[1:]
+equals, *scripts = sys.argv[1:]
 
 def show(rank, text):
     print(f"[{rank}] {text}", flush=True)
@@ -280,7 +435,8 @@ def start(rank, life):
     return start_command([sys.executable, "-I", "-S", "-c", scripts[rank]], rank=rank, life=life, environment={},
                          on_line=show)
 
-supervisor = Supervisor(start, range(len(scripts)), say=print, has_joined=lambda rank: True, grace_seconds=60)
+supervisor = Supervisor(start, range(len(scripts)), say=print, has_joined=lambda rank: True, grace_seconds=60,
+                        essential=lambda rank: rank == 0 and not equals)
 try:
     print("failure:", supervisor.run(lambda: None))
 except KeyboardInterrupt:
@@ -311,8 +467,8 @@ def supervised() -> Iterator[Supervised]:
     """Starts a supervisor in a process of its own: that, and the numbers of its children, all of them ready."""
     with contextlib.ExitStack() as stack:
 
-        def start(*scripts: str) -> tuple[subprocess.Popen[str], list[int]]:
-            argv = [sys.executable, "-c", SUPERVISED, *scripts]
+        def start(*scripts: str, equals: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
+            argv = [sys.executable, "-c", SUPERVISED, "equals" if equals else "", *scripts]
             process = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -350,6 +506,13 @@ def test_an_interrupt_goes_to_rank_0_alone_which_ends_the_run(number: signal.Sig
     process, pids = supervised(ORDERLY, leaves)
     process.send_signal(number)
     assert rest_of(process) == ["[0] ends", "[1] ends", "interrupted in order"]
+    assert not any(map(is_there, pids))
+
+
+def test_an_interrupt_goes_to_all_of_equals(supervised: Supervised) -> None:
+    process, pids = supervised(ORDERLY, ORDERLY, equals=True)
+    process.send_signal(signal.SIGINT)
+    assert sorted(rest_of(process)) == ["[0] ends", "[1] ends", "interrupted in order"]
     assert not any(map(is_there, pids))
 
 

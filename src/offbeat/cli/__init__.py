@@ -68,6 +68,12 @@ COMMANDS = {
         out -n.""",
         "network:network",
     ),
+    "topology": (
+        """What follows from the shape of a graph that peers gossip on: the constants of acceleration, and a drawing.
+
+        GRAPH is complete, cycle, exponential or star, or a text file with one pair of ranks a line.""",
+        "topology:topology",
+    ),
     "report": ("Draw the page about runs: table, curves, who computed and who waited.", "report:report"),
     "replay": (
         """Run a recorded run again and see whether it is the same; or repeat a test from its seed.
@@ -169,6 +175,7 @@ USAGES = {
     "launch": "offbeat launch -n N [OPTIONS] SCRIPT.py [ARGUMENTS...]",
     "work": "offbeat work HOST:PORT --token-file FILE [OPTIONS] [SCRIPT.py ARGUMENTS...]",
     "network": "offbeat network -n N [OPTIONS]  |  offbeat network HOST:PORT --token-file FILE",
+    "topology": "offbeat topology GRAPH [-n PEERS] [--rate RATE] [--plot FILE.png] [--json]",
     "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL]",
     "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
     "strategies": "offbeat strategies [NAME] [--json]",

@@ -20,13 +20,14 @@ from rich.table import Table
 from offbeat.calibration import MICROBATCH, SECONDS, Calibration, MeasuredWorker
 from offbeat.calibration import calibrate as measure
 from offbeat.cli.flags import GROUPS, LIVE, OUTPUT, RUN, WORKLOAD, Flag, derived, given, live_flags, takes, workloads
-from offbeat.cli.live_view import Quiet, namer
+from offbeat.cli.live_view import Quiet
 from offbeat.cli.output import console, print_json, say
 from offbeat.cli.resolve import live_of, workload_of
 from offbeat.cluster import Straggle
 from offbeat.configuration import from_plain, to_plain
 from offbeat.errors import ConfigurationError
 from offbeat.launch import seat
+from offbeat.launch.naming import hub_and_workers
 from offbeat.training import DEFAULT_WORKERS
 from offbeat.validation import require
 
@@ -100,7 +101,7 @@ class _Watcher(Quiet):
     """Says once what every probe would say again, such as where workers may join."""
 
     def __init__(self) -> None:
-        super().__init__(namer(peers=False))
+        super().__init__(hub_and_workers)
         self._said: set[str] = set()
 
     def say(self, sentence: str) -> None:

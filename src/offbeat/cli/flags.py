@@ -51,6 +51,8 @@ METAVARS = {
     "token_file": "FILE",
     "transport": "NAME",
 }
+SHORTCUTS = {"acid": ("momentum", "acid")}
+"""Flags without a value that stand for a field and one of its values; with `no` in front, for none."""
 TOML_ONLY = ("workers", "measured")
 """Fields of a cluster that are too long for a command line, or that only `offbeat calibrate` can know."""
 SIMULATED_ONLY = (
@@ -172,9 +174,11 @@ def all_flags() -> tuple[Flag, ...]:
     chosen = [flag for flag in derived(STRATEGY, strategies()) if flag.path != "optimizer"]
     names = ", ".join(Optimizer.members)
     optimizer = f"how parameters are updated: {names}, or with a rate: sgd:0.1 [as suits the workload]"
+    short = [Flag(STRATEGY, name, bool, f"the same as --{path} {value}") for name, (path, value) in SHORTCUTS.items()]
     return (
         *run_flags(),
         *chosen,
+        *short,
         Flag(OPTIMIZER, "optimizer", Optimizer, optimizer),
         *derived(OPTIMIZER, Optimizer.members, "optimizer."),
         *derived(WORKLOAD, workloads()),
@@ -292,6 +296,9 @@ def given(values: Any, flags: Iterable[Flag]) -> Given:
     found: Given = {section: {} for section in GROUPS}
     for flag in flags:
         value = getattr(values, flag.attribute)
-        if value is not None:
+        if value is not None and flag.path in SHORTCUTS:
+            path, meant = SHORTCUTS[flag.path]
+            found[flag.section].setdefault(path, meant if value else "none")
+        elif value is not None:
             found[flag.section][flag.path] = value
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -120,16 +121,19 @@ def _supervise(
         there = invited(listen, place.address)
         watcher.say(f"others join with: offbeat work {there} --token-file FILE {' '.join(script)}")
     supervisor = Supervisor(
-        _starter(script, place, door, watcher.line),
+        _starter(script, place, door, watch, watcher.line),
         range(place.processes),
         restarts_max=restarts,
         say=watcher.say,
-        has_joined=watch.joined.__contains__,
+        has_joined=watch.has_joined,
+        rounds=watch.rounds.__getitem__,
+        essential=lambda rank: rank == 0 and not watch.rounds[0],  # a hub does not compute
         name=_name,
         others=listen is not None,
+        on_gone=lambda rank: None if rank else door.close(),
     )
     failure = supervisor.run(watch)
-    if watch.joined:
+    if watch.joined or watch.rounds:
         watcher.ended()
     if failure is not None:
         raise RunFailed(failure)
@@ -137,17 +141,18 @@ def _supervise(
 
 
 def _starter(
-    script: Sequence[str], place: Seat, door: socket.socket, on_line: Callable[[int, str], None]
+    script: Sequence[str], place: Seat, door: socket.socket, watch: Watch, on_line: Callable[[int, str], None]
 ) -> Callable[[int, int], Child]:
     def start(rank: int, life: int) -> Child:
-        seat = Seat(rank, place.processes, place.address, place.token, None, place.directory, place.resume, "offbeat")
+        began = watch.began if life and rank == 0 else None
+        seat = dataclasses.replace(place, rank=rank, resume=place.resume and life == 0, life=life, began=began)
         return start_command(
             [sys.executable, *script],
             rank=rank,
             life=life,
             environment=environment_of(seat),
             on_line=on_line,
-            door=door if rank == 0 else None,
+            door=door.dup() if rank == 0 else None,
             own_stdout=True,
         )
 

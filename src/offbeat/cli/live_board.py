@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +23,10 @@ class Worker:
     rank: int
     there: bool | None = None
     """Whether it is in the run; None until somebody has seen it."""
-    incarnations: set[int] = field(default_factory=set)
+    losses: set[int] = field(default_factory=set)
+    """Who has lost it, and not seen it again."""
+    returns: Counter[int] = field(default_factory=Counter)
+    """Who has seen it come back, and how often."""
     rounds: int = 0
     samples: int = 0
     compute_seconds: float = 0.0
@@ -40,6 +43,15 @@ class Worker:
         self.idle_seconds += record.idle_seconds
         self.send_seconds += record.send_seconds
         self.recent.append(record)
+
+    def met(self, record: Membership) -> None:
+        """Somebody has seen it join, or leave. Who was started again itself meets everybody anew, and nobody again."""
+        self.there = record.joined
+        if not record.joined:
+            self.losses.add(record.rank)
+        elif record.rank in self.losses:
+            self.losses.remove(record.rank)
+            self.returns[record.rank] += 1
 
     def forget(self, before: float) -> None:
         while self.recent and self.recent[0].at < before:
@@ -67,7 +79,7 @@ class Worker:
 
     @property
     def lives(self) -> int:
-        return max(1, len(self.incarnations))
+        return 1 + max(self.returns.values(), default=0)
 
 
 def _share(rounds: deque[Round]) -> float | None:
@@ -86,7 +98,11 @@ class Board:
         self.workers = {rank: Worker(rank) for rank in computing}
         self.elapsed = 0.0
         self.version = 0
+        self.updates = 0
         self.samples = 0
+        self.among_equals = False
+        """Whether others than rank 0 make updates, too: then there is no version that all of them have."""
+        self._applied = 0
         self.evaluation: Evaluation | None = None
         self._updates: deque[Update] = deque()
 
@@ -111,7 +127,10 @@ class Board:
         return self.workers.setdefault(rank, Worker(rank))
 
     def _updated(self, record: Update) -> None:
-        self.version, self.samples = max(self.version, record.version), max(self.samples, record.samples_total)
+        self.version, self.updates = max(self.version, record.version), self.updates + 1
+        self.among_equals = self.among_equals or record.rank != 0
+        self._applied += record.samples
+        self.samples = max(self.samples, record.samples_total, self._applied if self.among_equals else 0)
         self._updates.append(record)
         for part in record.contributions:
             self._worker(part.rank).staleness.append(part.staleness)
@@ -119,10 +138,7 @@ class Board:
     def _met(self, record: Membership) -> None:
         if record.peer not in self.workers and record.rank != 0:
             return  # a worker that meets the hub
-        worker = self._worker(record.peer)
-        worker.there = record.joined
-        if record.joined:
-            worker.incarnations.add(record.incarnation)
+        self._worker(record.peer).met(record)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -143,7 +159,7 @@ class Board:
         test = self.evaluation
         found = [
             f"{self.elapsed:.0f} s",
-            f"version {self.version:,}",
+            f"{self.updates:,} updates" if self.among_equals else f"version {self.version:,}",
             f"{self.samples:,} samples",
             f"{number(self.samples_per_second)} a second" if self.samples_per_second is not None else None,
             f"train loss {number(self.train_loss)}" if self.train_loss is not None else None,

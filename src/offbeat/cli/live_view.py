@@ -18,6 +18,7 @@ from rich.text import Text
 
 from offbeat.cli.live_board import Board, Worker
 from offbeat.cli.output import say as say_line
+from offbeat.launch.naming import names_of
 from offbeat.records.schema import AnyRecord, Ended, Notice
 from offbeat.report.numbers import NONE, fixed, number, percent
 
@@ -67,7 +68,7 @@ class Lines(Quiet):
         for record in records:
             if isinstance(record, Notice):
                 self.say(f"{self._title}: {record.text}")
-        over = any(isinstance(record, Ended) and record.rank == 0 for record in records)
+        over = any(isinstance(record, Ended) for record in records)
         if self._board.elapsed >= self._next and not over:
             self._next = (self._board.elapsed // LINE_SECONDS + 1) * LINE_SECONDS
             self._show(f"{self._title}: {', '.join(self._board.facts())}")
@@ -122,7 +123,7 @@ def view(title: str, target: str | None, name: Name, board: Board) -> Group:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     table.add_column("")
     table.add_column("state")
-    for column in ("samples/s", "staleness", "idle", "compute s", "idle s", "send s", "lives"):
+    for column in ("samples", "samples/s", "staleness", "idle", "compute s", "idle s", "send s", "lives"):
         table.add_column(column, justify="right")
     for rank, worker in sorted(board.workers.items()):
         table.add_row(name(rank), Text(worker.state, style=_STYLES[worker.state]), *_cells(board, worker))
@@ -135,6 +136,7 @@ _STYLES = {"computing": "green", "waiting": "yellow", "joined": "green", "lost":
 def _cells(board: Board, worker: Worker) -> list[str]:
     rate = board.computed_per_second(worker)
     return [
+        f"{worker.samples:,}",
         number(rate) if worker.rounds else NONE,
         fixed(worker.staleness_mean, 1),
         percent(worker.idle_share),
@@ -151,7 +153,7 @@ def watching(experiment: Experiment, quiet: bool, position: str = "") -> Iterato
     strategy = experiment.strategy
     ranks = range(strategy.processes(experiment.workers))
     computing = [rank for rank in ranks if strategy.computes(rank)]
-    name = namer(0 in computing)
+    name = names_of(strategy)
     title = " ".join(filter(None, [position, f"{experiment.name}, seed {experiment.seed}"]))
     board = Board(computing)
     if quiet:
@@ -167,10 +169,3 @@ def watching(experiment: Experiment, quiet: bool, position: str = "") -> Iterato
         whole = f"{title}, on {workload.label}"
         with Screen(view(whole, goal, name, board), console=Console(stderr=True), transient=True) as screen:
             yield Terminal(whole, goal, name, board, screen)
-
-
-def namer(peers: bool) -> Name:
-    """What ranks are called: the hub and its workers, or peers where everybody computes."""
-    if peers:
-        return lambda rank: f"peer {rank}"
-    return lambda rank: "hub" if rank == 0 else f"worker {rank}"

@@ -36,7 +36,7 @@ def carry_out(plan: Plan, output: Output, run: Run | None = None, command: str =
 
     `run` shows its progress itself; without one, experiments are simulated. `command` repeats what was run.
     """
-    places = _places(plan)
+    places = places_of(plan)
     # Whatever the workload lacks, such as a package, is said before a directory is made.
     next(iter(places)).resolved()
     label = file_name(plan.workload.name.rpartition(":")[2])
@@ -58,7 +58,7 @@ def present(runs: list[RunRecords], output: Output, directory: Path, baseline: s
     return _failures(comparison.summaries)
 
 
-def _places(plan: Plan) -> dict[Experiment, str]:
+def places_of(plan: Plan) -> dict[Experiment, str]:
     """Each experiment and the name of its directory, no two the same."""
     places = {e: f"{file_name(e.name)}-seed{e.seed}" for e in plan.experiments()}
     owners: dict[str, str] = {}

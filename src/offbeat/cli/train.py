@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from offbeat.actions import Budget
@@ -32,15 +33,16 @@ from offbeat.cli.live_view import watching
 from offbeat.cli.member import prepare
 from offbeat.cli.mpi import become_mpirun, check_mpi, complain, seat_for
 from offbeat.cli.resolve import checked, live_of, plan_from_file, plan_of
-from offbeat.cli.running import carry_out, present
+from offbeat.cli.running import carry_out, places_of, present
 from offbeat.configuration import from_plain
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.experiment import Experiment, Plan
 from offbeat.launch import Seat, Watcher, check_faults
 from offbeat.records.files import HEADER, RunRecords, find_runs, read_header, read_run
 from offbeat.records.schema import Ended
+from offbeat.running import Run
 from offbeat.taking_part import Live, local_ranks, read_live
-from offbeat.training import train_experiment, train_in_seat, workers_in
+from offbeat.training import accompany, train_experiment, train_in_seat, workers_in
 from offbeat.validation import require
 
 
@@ -74,7 +76,7 @@ def train(
         "--restarts is for processes that are started and looked after here; leave it out",
     )
     if place.rank > 0:
-        return _accompany(words, told, live, place, resume)
+        return _accompany(words, told, live, place, resume, output)
     if resume is not None:
         return _resume(Path(resume), words, told, output, place)
     plan = _plan(words, told, place)
@@ -84,7 +86,7 @@ def train(
         become_mpirun(_processes(plan))
     for strategy in plan.strategies:
         local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if place.alone else ()
-        check_faults(plan.cluster.faults, local)
+        check_faults(plan.cluster.faults, local, strategy.essential)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
         with watching(experiment, output.quiet, position) as watcher:
@@ -97,7 +99,7 @@ def _plan(words: Sequence[str], told: Given, place: Seat) -> Plan:
     """What the words describe. Where a launcher has started the processes, they say how many workers there are."""
     if place.alone:
         return _described(words, told, live_defaults())
-    plan = _described(words, told, {**live_defaults(), "workers": max(1, place.processes - 1)})
+    plan = _described(words, told, {**live_defaults(), "workers": place.processes})  # at the most; see below
     found = [workers_in(strategy, place.processes) for strategy in plan.strategies]
     require(
         "workers" not in told[RUN] or {plan.workers} == set(found),
@@ -174,7 +176,8 @@ def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
     at = max((record.at for record in run.records), default=0.0)
     end = Ended(at=at, bytes_sent=0, messages_sent=0, failure=sentence)
     others = [record for record in run.records if not (isinstance(record, Ended) and record.rank == 0)]
-    return dataclasses.replace(run, records=(*others, end))
+    known = [msgspec.structs.replace(each, failure=sentence) if isinstance(each, Ended) else each for each in others]
+    return dataclasses.replace(run, records=(*known, end))
 
 
 def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, place: Seat) -> int:
@@ -190,26 +193,41 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
     return present([run], output, directory, None)
 
 
-def _accompany(words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None) -> int:
-    """Be another process than rank 0 of what a launcher has started, run for run as rank 0 is."""
+def _accompany(words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None, output: Output) -> int:
+    """Be another process than rank 0 of what a launcher has started, run for run as rank 0 is.
+
+    Where rank 0 is lost and the others can do without it, the lowest that is left says how it went.
+    """
+    led: list[RunRecords] = []
     try:
-        if resume is not None:
-            directory, experiment = _to_go_on_with(Path(resume), words, told, place)
-            live = dataclasses.replace(read_live(directory), **_changed(told))
-            runs = [functools.partial(train_in_seat, experiment, directory, place, live, resume=True)]
-        else:
-            experiments = _plan(words, told, place).experiments()
-            runs = [functools.partial(train_in_seat, each, None, place, live) for each in experiments]
-        for run in runs:
+        for run in _runs(words, told, live, place, resume, output):
             try:
-                run()
+                ended, leads = run()
+                led += [ended.records] if leads else []
             except RunFailed as failed:
                 complain(place, failed)
+        if led:
+            complain(place, RunFailed("rank 0 was lost; this is what is known here of how it went on without it"))
+            there = all(run.directory is not None for run in led)
+            directory = Path(resume or output.out or "") if there else Path()
+            return present(led, dataclasses.replace(output, no_report=output.no_report or not there), directory, None)
     except ConfigurationError as error:
         if place.first_here:  # on the machine of rank 0 it says the same; elsewhere a file may be missing
             complain(place, error)
         return 2
     return 0
+
+
+def _runs(
+    words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None, output: Output
+) -> list[Callable[[], tuple[Run, bool]]]:
+    if resume is not None:
+        directory, experiment = _to_go_on_with(Path(resume), words, told, place)
+        live = dataclasses.replace(read_live(directory), **_changed(told))
+        return [functools.partial(accompany, experiment, directory, place, live, resume=True)]
+    places = places_of(_plan(words, told, place))
+    out = None if output.out is None else Path(output.out)
+    return [functools.partial(accompany, each, out and out / name, place, live) for each, name in places.items()]
 
 
 def _to_go_on_with(directory: Path, words: Sequence[str], told: Given, place: Seat) -> tuple[Path, Experiment]:

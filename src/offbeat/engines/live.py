@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from offbeat.actions import (
     Compute,
     Evaluate,
     Finish,
+    Record,
     Report,
     Send,
     SetTimer,
@@ -41,6 +43,7 @@ from offbeat.events import (
     PeerLost,
     Sent,
     Started,
+    StepReady,
     TimerFired,
 )
 from offbeat.messages import Buffers, Stopped
@@ -54,6 +57,9 @@ from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lo
 LEAVE_SECONDS = 10.0
 """How long a node that was asked to leave may take before it is left behind."""
 
+Ready = Callable[..., GradientReady | StepReady]
+"""Makes the event by which a computation ends: one of the two, which have the same fields in the same order."""
+
 JOURNAL = "journal "
 """How the keys of journals begin: the node has not sent them, and is not told that they have left."""
 JOURNAL_SECONDS = 1.0
@@ -61,6 +67,9 @@ JOURNAL_SECONDS = 1.0
 
 class Participant:
     """One node with everything that makes its actions happen."""
+
+    linked_at_end: frozenset[int] = frozenset()
+    """The peers that were there when the node finished."""
 
     def __init__(
         self,
@@ -76,10 +85,12 @@ class Participant:
         on_journal: Callable[[int, Journal], None] | None = None,
         device: torch.device | None = None,
         irreplaceable: Iterable[int] = (),
+        returned: bool = False,
     ) -> None:
         """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute.
 
         Peers that are `irreplaceable` do not come back once they are lost. A rank that has lost all of them gives up.
+        So does one that has `returned` to a run, when all are gone before it has learnt from them how far that was.
         """
         self.rank = rank
         self.clock = clock
@@ -93,6 +104,7 @@ class Participant:
         self._induced = induced or Induced()
         self._on_journal = on_journal
         self._irreplaceable = set(irreplaceable)
+        self._knows_nothing = returned
         self._device = device if device is not None and device.type != "cpu" else None
         self._monitor = threading.Condition()
         self._error: BaseException | None = None
@@ -107,6 +119,9 @@ class Participant:
         self._send_seconds = 0.0
         self._flushed_at = 0.0
         self._clock_set = False
+        self._undated: list[Record] = []
+        """Records from before the clock was set; see `_date`."""
+        self._dated = False
         self._due: list[tuple[float, int, str | Arrived | Lost]] = []
         """A heap of what becomes due when: names of timers, messages that are held up, and losses behind them."""
         self._timers: dict[str, int] = {}
@@ -137,8 +152,13 @@ class Participant:
                 self._monitor.wait()
             return None if self.ended else self._round
 
-    def complete(self, gradient: Tensor, loss: float, buffers: Buffers, finite: bool) -> None:
-        """The outstanding round has ended with this sum over its samples. The gradient is the engine's from here."""
+    def complete(
+        self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, ready: Ready = GradientReady
+    ) -> None:
+        """The outstanding round has ended with this sum of gradients over its samples, or with this step.
+
+        `loss` is a sum over the samples as well; None where a step does not say. The tensor is the engine's from here.
+        """
         with self._monitor:
             done, self._round = self._round, None
             if done is None or self.ended:
@@ -146,9 +166,9 @@ class Participant:
             now, action = self.clock.now(), done.action
             seconds = now - done.start
             draws = (action.draw, action.draw + done.samples)
-            ready = GradientReady(
+            event = ready(
                 now,
-                gradient,
+                result,
                 done.samples,
                 loss,
                 buffers,
@@ -177,7 +197,7 @@ class Participant:
             def hand_in() -> None:
                 if done.samples:
                     self._writer.write(record)
-                self._handle(ready)
+                self._handle(event)
                 if now - self._flushed_at >= JOURNAL_SECONDS:
                     self._flush_journal()
 
@@ -188,19 +208,22 @@ class Participant:
         with self._monitor:
             return self._monitor.wait_for(lambda: self.ended, timeout)
 
-    def leave(self, gradient: Tensor | None = None, buffers: Buffers = ()) -> None:
-        """Ask the node to end in order. A computation that is outstanding ends with no samples."""
+    def leave(self, give_up: Callable[[], None] | None = None, *, stay: bool = False) -> None:
+        """Ask the node to end in order. `give_up` completes a computation that is outstanding, and has no samples then.
+
+        With `stay` the node goes on serving its peers until they have come to their ends, however long that takes.
+        """
         with self._monitor:
             self._leaving = True
             if not self.ended:
-                self._guarded(lambda: self._handle(Leave(self.clock.now())))
+                self._guarded(lambda: self._handle(Leave(self.clock.now(), stay)))
             waiting = self._round is not None and not self._round.cancelled.is_set()
             if waiting:  # a node that does not know of leaving goes on, and is left behind
                 return
-            if self._round is not None and gradient is not None and not self.ended:
+            if self._round is not None and give_up is not None and not self.ended:
                 self._round.samples = 0
-                self.complete(gradient, 0.0, buffers, finite=True)
-        self.wait(LEAVE_SECONDS)
+                give_up()
+        self.wait(None if stay else LEAVE_SECONDS)
 
     def inspect(self, look: Callable[[Node], None]) -> None:
         """Look at the node while nothing happens to it: a checkpoint does."""
@@ -239,6 +262,7 @@ class Participant:
     def write_last(self, record: Ended) -> None:
         """Write the last record. Where not even that can be written, that is the failure."""
         with self._monitor:
+            self._guarded(self._date)
             self._guarded(lambda: self._writer.write(record))
 
     # The background thread
@@ -312,6 +336,8 @@ class Participant:
                     heapq.heappush(self._due, (last, next(self._numbers), incoming))
                 elif self._known.get(peer) == incarnation:
                     del self._known[peer]
+                    if self._knows_nothing and not self._known and not self.ended:
+                        raise RunFailed(f"rank {self.rank} came back when the others were ending, or were lost as well")
                     self._handle(PeerLost(now, peer, incarnation))
                     if peer in self._irreplaceable:
                         self._miss(peer, incoming.why)
@@ -326,13 +352,26 @@ class Participant:
     def _set_clock(self, peer: int) -> None:
         """Take the time from rank 0, once, so that the records of all ranks can be laid side by side."""
         told = self._transport.elapsed_at_join
-        if peer == 0 and told is not None and not self._clock_set:
+        if told is not None and not self._clock_set:
             self._clock_set = True
             before = self.clock.now()
             self.clock.set(*told)
             shift = self.clock.now() - before
             self._due = [(due + shift, number, entry) for due, number, entry in self._due]
             self._free_since += shift
+            self._date(shift)
+
+    def _record(self, record: Record) -> None:
+        if self._clock_set or self._dated or self.rank == 0:
+            self._writer.write(record)
+        else:
+            self._undated.append(record)
+
+    def _date(self, shift: float = 0.0) -> None:
+        """Write what was recorded by a clock that had not been set: now it is, or there is no more time to wait."""
+        self._dated, undated, self._undated = True, self._undated, []
+        for record in undated:
+            self._writer.write(msgspec.structs.replace(record, at=record.at + shift))
 
     def _arrived(self, arrived: Arrived) -> None:
         message = arrived.message
@@ -378,7 +417,7 @@ class Participant:
     def _do(self, action: Action) -> None:
         match action:
             case Report(record=record):
-                self._writer.write(record)
+                self._record(record)
             case Send():
                 self._send(action)
             case Compute():
@@ -398,7 +437,7 @@ class Participant:
                     )
                 self._evaluator.put(action)
             case Finish():
-                self.finish = action
+                self.finish, self.linked_at_end = action, frozenset(self._known)
                 self._monitor.notify_all()
 
     def _send(self, send: Send) -> None:
@@ -419,6 +458,8 @@ class Participant:
         delay_seconds, factor = self._induced.disturb()
         accepted = LiveRound(action, now, time.monotonic(), delay_seconds, factor, self._induced.call_seconds)
         accepted.idle_seconds = max(0.0, now - self._free_since)
+        self._date()
+        self._knows_nothing = False
         self._load(action.parameters, action.buffers)
         if self._leaving:
             accepted.cancelled.set()
@@ -435,10 +476,17 @@ class Participant:
     # Records of a rank that shares no disk with rank 0 travel there
 
     def _flush_journal(self) -> None:
-        if isinstance(self._writer, JournalWriter) and 0 in self._known:
+        keeper = self._keeper()
+        if isinstance(self._writer, JournalWriter) and keeper is not None:
             self._flushed_at = self.clock.now()
-            for journal in self._writer.take():
-                self._transport.send(0, self._known[0], journal, f"{JOURNAL}{next(self._numbers)}")
+            for journal in self._writer.take(keeper):
+                self._transport.send(keeper, self._known[keeper], journal, f"{JOURNAL}{next(self._numbers)}")
+
+    def _keeper(self) -> int | None:
+        """Who keeps the records: rank 0; where it was lost and any rank can, as among equals, the lowest there is."""
+        if 0 in self._known or self._on_journal is None or 0 not in self._met:
+            return 0 if 0 in self._known else None
+        return min((rank for rank in self._known if rank < self.rank), default=None)
 
     def _end_journal(self) -> None:
         """Before Stopped, which is the last that rank 0 waits for."""

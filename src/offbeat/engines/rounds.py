@@ -7,8 +7,11 @@ outstanding ones hold references to parameters, not gradients.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from offbeat.actions import Compute, Evaluate, Seconds
@@ -18,7 +21,7 @@ from offbeat.engines.pace import Pace
 from offbeat.engines.process import Computation, Process
 from offbeat.errors import ContractViolation
 from offbeat.events import Evaluated, Event, GradientReady, StepReady
-from offbeat.records.schema import Round
+from offbeat.records.schema import Consensus, Round
 from offbeat.workloads.examples import Order
 
 if TYPE_CHECKING:
@@ -155,7 +158,17 @@ class Rounds:
 
     def evaluate(self, rank: int, action: Evaluate) -> None:
         loss, accuracy = self._sim.computing.evaluate(action.parameters, action.buffers)
+        self.record_consensus(self._sim.now, (process for process in self._sim.processes if process.active))
         self._sim.deliver(self._sim.now, rank, lambda at: Evaluated(at, action.version, loss, accuracy))
+
+    def record_consensus(self, at: float, processes: Iterable[Process]) -> None:
+        """Write down how far these are apart, where two of them or more have parameters of their own."""
+        replicas = [replica for process in processes if (replica := _replica(process)) is not None]
+        if len(replicas) < 2:
+            return
+        distance = consensus_distance(replicas)
+        if math.isfinite(distance):
+            self._sim.writer.write(Consensus(at=at, peers=len(replicas), distance=distance))
 
     def _order(self, rank: int) -> Order:
         if rank not in self._orders:
@@ -174,3 +187,26 @@ class Rounds:
             samples = computation.pace.samples(Seconds(left, samples_max=budget.samples_max))
             computation.samples = min(computation.samples, samples)
         computation.ends = computation.start + computation.paused + computation.pace.seconds(computation.samples)
+
+
+def _replica(process: Process) -> Tensor | None:
+    """The parameters that a process has as its own; of one that has finished, those that it finished with."""
+    replica = process.node.replica()
+    return replica if replica is None or process.finish is None else process.finish.parameters
+
+
+def consensus_distance(replicas: Sequence[Tensor]) -> float:
+    """The mean of ‖x_i − mean of x‖², in one pass and float64; exactly 0 where all are equal.
+
+    Differences from the first replica are summed, not the replicas: what all have in common costs no digits.
+    """
+    first = replicas[0].double()
+    total, difference = torch.zeros_like(first), torch.empty_like(first)
+    squares = 0.0
+    for replica in replicas[1:]:
+        difference.copy_(replica).sub_(first)
+        total += difference
+        squares += float(difference @ difference)
+    mean = total / len(replicas)
+    distance = squares / len(replicas) - float(mean @ mean)
+    return 0.0 if distance < 0 else distance  # by rounding; what is not a number stays so

@@ -171,7 +171,7 @@ class Simulation:
         for fault in self.scenario.cluster.faults:
             self.at(fault.at_seconds, -1, lambda fault=fault: self.troubles.strike(fault))  # type: ignore[misc]
         with torch.random.fork_rng(devices=[]):
-            while self._heap and self.active:
+            while self._heap and (self.active or self._will_begin_again()):
                 self.now, _, rank, happening = heapq.heappop(self._heap)
                 if isinstance(happening, Delivery):
                     self._delivered(rank, happening)
@@ -179,15 +179,22 @@ class Simulation:
                     happening()
         return self._outcome()
 
+    def _will_begin_again(self) -> bool:
+        """Whether all are gone, nobody has come to an end, and somebody will be back."""
+        return self.troubles.coming_back > 0 and all(process.finish is None for process in self.processes)
+
     def _outcome(self) -> Outcome:
-        """The finish of the lowest rank decides: the hub's, where there is one. Others may wait for it in vain."""
+        """The hub's finish decides, where there is one; others may wait for it in vain. Among peers one is enough."""
         finishes = {rank: process.finish for rank, process in enumerate(self.processes) if process.finish is not None}
         stuck = [rank for rank, process in enumerate(self.processes) if process.active]
-        failure = finishes[min(finishes)].failure if finishes else None
+        ends = {rank: finish.failure for rank, finish in finishes.items()}
+        peers = not self.scenario.strategy.essential(0)
+        failure = None if not ends or (peers and None in ends.values()) else ends[min(ends)]
         if stuck and failure is None:
             failure = f"nothing was left to happen at {self.now:g} s, but rank {stuck[0]} had not finished"
         done = [self.processes[rank].finished_at for rank, finish in finishes.items() if finish.failure is None]
         seconds = max(done) if done and failure is None else self.now
+        self.rounds.record_consensus(seconds, (process for process in self.processes if process.alive))
         self.writer.write(
             Ended(at=seconds, bytes_sent=self.mail.bytes_sent, messages_sent=self.mail.messages_sent, failure=failure)
         )

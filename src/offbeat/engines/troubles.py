@@ -19,6 +19,8 @@ class Troubles:
 
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
+        self.coming_back = 0
+        """How many of those who are gone will be back."""
 
     def check(self) -> None:
         for fault in self._sim.scenario.cluster.faults:
@@ -65,12 +67,14 @@ class Troubles:
 
         self._sim.at(self._sim.now + self._sim.scenario.cluster.crash_seen_seconds, fault.rank, seen)
         if fault.back_after_seconds is not None:
+            self.coming_back += 1
             self._sim.at(
                 self._sim.now + fault.back_after_seconds, fault.rank, lambda: self._come_back(fault.rank, reason)
             )
 
     def _come_back(self, rank: int, reason: str) -> None:
         process = self._sim.processes[rank]
+        self.coming_back -= 1
         self._sim.active += 1
         process.alive, process.life = True, process.life + 1
         process.busy_until, process.free_since, process.asleep = self._sim.now, self._sim.now, False

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from offbeat.cluster.faults import Crash, Fault, Pause
 from offbeat.errors import ConfigurationError
 
 
-def check_faults(faults: Iterable[Fault], ranks: Iterable[int] | None = None) -> None:
-    """Refuse what cannot be done to real processes, or to others than those that are started here."""
+def check_faults(
+    faults: Iterable[Fault],
+    ranks: Iterable[int] | None = None,
+    essential: Callable[[int], bool] = lambda rank: rank == 0,
+) -> None:
+    """Refuse what cannot be done to real processes, or to others than those that are started here.
+
+    A rank with which the run stands and falls is not started again.
+    """
     here = None if ranks is None else set(ranks)
     for fault in faults:
         if not isinstance(fault, Crash | Pause):
@@ -19,8 +26,8 @@ def check_faults(faults: Iterable[Fault], ranks: Iterable[int] | None = None) ->
             )
         if here is not None and fault.rank not in here:
             raise ConfigurationError(f"the fault {fault.name!r} names rank {fault.rank}, which is not started here")
-        if isinstance(fault, Crash) and fault.rank == 0 and fault.back_after_seconds is not None:
+        if isinstance(fault, Crash) and essential(fault.rank) and fault.back_after_seconds is not None:
             raise ConfigurationError(
-                "rank 0 does not come back by itself in a live run; leave out back_after_seconds, "
+                f"rank {fault.rank} does not come back by itself in a live run; leave out back_after_seconds, "
                 "and go on with --resume"
             )

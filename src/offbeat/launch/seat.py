@@ -43,6 +43,10 @@ class Seat:
     """How it reaches the others."""
     first_here: bool = True
     """Whether no lower rank is on this machine, as far as the launcher tells."""
+    life: int = 0
+    """How often this rank has been started before, in the same run."""
+    began: float | None = None
+    """For a rank 0 that is started again, when the run began, by this machine's monotonic clock."""
 
     @property
     def alone(self) -> bool:
@@ -115,6 +119,10 @@ def environment_of(seat: Seat) -> dict[str, str]:
         variables["OFFBEAT_RESUME"] = "1"
     if seat.member:
         variables["OFFBEAT_MEMBER"] = seat.member
+    if seat.life:
+        variables["OFFBEAT_LIFE"] = str(seat.life)
+    if seat.began is not None:
+        variables["OFFBEAT_BEGAN"] = repr(seat.began)
     return variables
 
 
@@ -157,6 +165,8 @@ def _ours(known: Environment) -> Seat:
         resume=_resume(known),
         launcher="offbeat",
         member=known.get("OFFBEAT_MEMBER", ""),
+        life=_number(known, "OFFBEAT_LIFE") if known.get("OFFBEAT_LIFE") else 0,
+        began=float(known["OFFBEAT_BEGAN"]) if known.get("OFFBEAT_BEGAN") else None,
     )
 
 

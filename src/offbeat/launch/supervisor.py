@@ -1,7 +1,8 @@
 """Watches over the local processes of a run: who ended and why, who is started again, and how everybody ends.
 
-Rank 0 decides: the run is over when it ends. A worker that was killed, or that failed after it had joined, is started
-again a few times; one that fails before it ever joined would fail again, and so fails the run.
+Where a rank is essential, as a hub is, it decides: the run is over when it ends. Among equals it is over when all have
+ended, and went well if one did. Any other rank that was killed, or that failed after it had joined, is started again a
+few times; one that fails before it ever joined would fail again, and so fails the run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import FrameType
 from offbeat.cluster.faults import Crash, Fault, Pause
 from offbeat.launch.children import Child
 from offbeat.launch.faults import check_faults
+from offbeat.launch.naming import hub_and_workers
 
 POLL_SECONDS = 0.05
 TICK_SECONDS = 0.25
@@ -28,11 +30,6 @@ COMMAND_WAS_WRONG = 2
 """The exit code that says so: starting again would not help."""
 
 Start = Callable[[int, int], Child]
-
-
-def named(rank: int) -> str:
-    """What the ranks of a run with a hub are called."""
-    return "hub" if rank == 0 else f"worker {rank}"
 
 
 def backoff_seconds(restarts: int) -> float:
@@ -54,6 +51,10 @@ class _Post:
     """Set by a fault: how long its death is to last."""
     struck: bool = False
     """Its death was planned, and says nothing against it."""
+    well: bool = False
+    """Whether it came to its end by itself."""
+    rounds: int = 0
+    """What was known of its computations when its life began."""
 
     @property
     def gone(self) -> bool:
@@ -71,8 +72,10 @@ class _Planned:
 class Supervisor:
     """Starts one process per rank and looks after them until the run is over.
 
-    `has_joined` tells whether a rank has ever joined; it is asked right after a tick. With `others`, there are ranks
-    that are not started here, so the run may go on when all that are have gone.
+    `essential` tells whether the run stands and falls with a rank. `has_joined` tells whether a rank has ever joined,
+    and `rounds` how often it has computed; they are asked right after a tick. With `others`, there are ranks that are
+    not started here, so a run with an essential rank may go on when all that are have gone. `on_gone` is called when a
+    rank will not be started again.
     """
 
     def __init__(
@@ -83,27 +86,32 @@ class Supervisor:
         restarts_max: int = 3,
         say: Callable[[str], None],
         has_joined: Callable[[int], bool],
+        rounds: Callable[[int], int] = lambda rank: 0,
+        essential: Callable[[int], bool] = lambda rank: rank == 0,
         faults: Sequence[Fault] = (),
-        name: Callable[[int], str] = named,
+        name: Callable[[int], str] = hub_and_workers,
         others: bool = False,
+        on_gone: Callable[[int], None] = lambda rank: None,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._start_child, self._say, self._has_joined, self._name = start, say, has_joined, name
+        self._essential, self._rounds, self._on_gone = essential, rounds, on_gone
         self._restarts_max, self._others, self._grace = restarts_max, others, grace_seconds
         self._posts = {rank: _Post(rank) for rank in ranks}
         if 0 not in self._posts:
             raise ValueError("a supervisor looks after rank 0 and others, but rank 0 was not among them")
-        check_faults(faults, self._posts)
+        check_faults(faults, self._posts, essential)
         self._planned = sorted(event for fault in faults for event in self._events(fault))
         self._began: float | None = None
         self._standing_still: set[int] = set()
         self._interrupts = 0
         self._interrupted_at: float | None = None
+        self._left_alone_at: float | None = None
         self._ticked_at = 0.0
         self._tick: Callable[[], None] = lambda: None
 
     def run(self, tick: Callable[[], None]) -> str | None:
-        """Until rank 0 has ended: the sentence why it failed, or None. `tick` is called four times a second.
+        """Until the run is over: the sentence why it failed, or None. `tick` is called four times a second.
 
         After Ctrl-C, or SIGTERM, the run is ended in order; then this raises KeyboardInterrupt.
         """
@@ -125,21 +133,22 @@ class Supervisor:
     # One look after the other
 
     def _watch(self) -> str | None:
-        """Why rank 0 ended, or somebody else for good; None where rank 0 ended well, or was made to end."""
-        hub = self._posts[0]
+        """Why the run failed; None where it is over, or was made to end."""
         while True:
             self._breathe()
             if self._interrupts and self._interrupt():
                 return None
             self._strike()
-            assert hub.child is not None
-            code = hub.child.poll()
-            if code is not None:
-                return None if code == 0 or self._interrupts else self._why(hub.child, code)
-            for post in self._posts.values():
-                failure = self._look_at(post) if post.rank else None
+            for post in sorted(self._posts.values(), key=lambda post: not self._essential(post.rank)):
+                was_gone = post.gone
+                failure = self._look_at(post)
                 if failure is not None:
                     return failure
+                if post.gone and not was_gone:
+                    self._on_gone(post.rank)
+                if self._is_over():
+                    return None
+            self._end_latecomers()
 
     def _breathe(self) -> None:
         time.sleep(POLL_SECONDS)
@@ -157,23 +166,35 @@ class Supervisor:
         if code is None:
             return None
         ended, post.child = post.child, None
-        if code == 0 or self._interrupts:
+        self._tick()  # it may have joined since the last time, or shown what it is
+        post.well = code == 0
+        if post.well or self._interrupts:
+            return None
+        if self._essential(post.rank):
+            return self._why(ended, code)
+        if self._ended_well():  # the others have come to the end, so there is nothing to come back to
+            if not post.struck:
+                self._say(f"{self._why(ended, code)} (when the run was ending)")
             return None
         if post.struck:
             return self._after_a_fault(post)
-        self._tick()  # it may have joined since the last time
         if code == COMMAND_WAS_WRONG or (code > 0 and not self._has_joined(post.rank)):
             return self._why(ended, code)
         return self._again(post, self._why(ended, code))
 
     def _again(self, post: _Post, why: str) -> str | None:
         """Plan another life, or go on without."""
-        if post.restarts < self._restarts_max:
+        if self._among_equals() and not self._anybody_at_work():
+            return f"nobody is left who knows how far the training was: {why}"
+        if post.rank and self._posts[0].gone:
+            self._say(f"{why}, and it is not started again: rank 0, where it would find the others, is gone")
+        elif post.restarts < self._restarts_max:
             post.due = time.monotonic() + backoff_seconds(post.restarts)
             post.restarts += 1
             self._say(f"{why}; it is started again ({post.restarts} of {self._restarts_max})")
             return None
-        self._say(f"{why}, and it is not started again")
+        else:
+            self._say(f"{why}, and it is not started again")
         return self._unless_nobody(why)
 
     def _after_a_fault(self, post: _Post) -> str | None:
@@ -184,11 +205,46 @@ class Supervisor:
         return None
 
     def _unless_nobody(self, why: str) -> str | None:
-        if self._others or not all(post.gone for post in self._posts.values() if post.rank):
-            return None
-        return f"nobody is left to compute: {why}"
+        workers = [post for post in self._posts.values() if not self._essential(post.rank)]
+        others = self._others and not self._among_equals()  # who is elsewhere among equals has no more to do with us
+        return None if others or not all(post.gone for post in workers) else f"nobody is left to compute: {why}"
+
+    # Among equals
+
+    def _among_equals(self) -> bool:
+        return not any(map(self._essential, self._posts))
+
+    def _ended_well(self) -> bool:
+        """Whether one of equals has come to the end of the run. Workers of a hub may do so earlier."""
+        return self._among_equals() and any(post.well for post in self._posts.values())
+
+    def _anybody_at_work(self) -> bool:
+        return any(map(self._at_work, self._posts.values()))
+
+    def _at_work(self, post: _Post) -> bool:
+        """Whether it has had a part in the training in this life; who is in its first will have."""
+        return post.child is not None and (post.life == 1 or self._rounds(post.rank) > post.rounds)
+
+    def _end_latecomers(self) -> None:
+        """Who came back when everybody else was ending finds nobody to learn from, and would wait in vain."""
+        if not self._ended_well():
+            return
+        for rank in sorted(self._standing_still):
+            self._signal(rank, signal.SIGCONT)
+        if self._anybody_at_work():
+            return
+        now = time.monotonic()
+        self._left_alone_at = self._left_alone_at or now
+        patience = self._grace if self._others else min(self._grace, TERM_SECONDS)
+        for post in self._posts.values():
+            post.due = None
+            if post.child is not None and now - self._left_alone_at > patience:
+                post.struck = True
+                post.child.kill(signal.SIGKILL)
+                self._say(f"{_the(self._name(post.rank))} had come back when the others were ending, and was ended")
 
     def _begin(self, post: _Post) -> None:
+        post.rounds = self._rounds(post.rank)
         post.child, post.due = self._start_child(post.rank, post.life), None
         post.life += 1
 
@@ -199,7 +255,7 @@ class Supervisor:
         words = ended.last_words()
         if words is None:
             return f"{_the(name)} ended with exit code {code} and said nothing"
-        return words if ended.rank == 0 and ended.sentence else f"{name}: {words}"
+        return words if self._essential(ended.rank) and ended.sentence else f"{name}: {words}"
 
     # Faults
 
@@ -241,10 +297,14 @@ class Supervisor:
 
     # The end
 
+    def _deciding(self) -> list[_Post]:
+        """Those by whose end the run is over: who is essential, or everybody."""
+        posts = list(self._posts.values())
+        return [post for post in posts if self._essential(post.rank)] or posts
+
     def _is_over(self) -> bool:
-        """Whether rank 0 has ended by itself, rather than that somebody's patience has."""
-        hub = self._posts[0].child
-        return hub is not None and hub.poll() is not None
+        """Whether the run has ended by itself, rather than that somebody's patience has."""
+        return all(post.gone for post in self._deciding())
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -265,21 +325,24 @@ class Supervisor:
         self._interrupts += 1
 
     def _interrupt(self) -> bool:
-        """Ask rank 0 once to end the run; whether its time is up, or a second signal ends its patience."""
-        hub = self._posts[0].child
-        assert hub is not None
+        """Ask once to end the run; whether the time for it is up, or a second signal ends all patience."""
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
-            hub.kill(signal.SIGCONT)
-            for rank in sorted(self._standing_still):  # rank 0 would wait for them
+            for post in self._posts.values():
+                post.due = None
+            asked = [post.child for post in self._deciding() if post.child is not None]
+            for child in asked:
+                child.kill(signal.SIGCONT)
+            for rank in sorted(self._standing_still):  # the others would wait for them
                 self._signal(rank, signal.SIGCONT)
-            hub.kill(signal.SIGINT)
+            for child in asked:
+                child.kill(signal.SIGINT)
         return self._interrupts > 1 or time.monotonic() - self._interrupted_at > self._grace
 
     def _let_end(self) -> None:
-        """Rank 0 has ended well: the others know, and have some time to end as well."""
+        """The run is over: whoever is still there knows, and has some time to end as well."""
         before = self._interrupts
-        others = [post.child for post in self._posts.values() if post.rank and post.child is not None]
+        others = [post.child for post in self._posts.values() if post.child is not None]
         for child in others:
             child.kill(signal.SIGCONT)
         for number, seconds in ((None, self._grace), (signal.SIGTERM, TERM_SECONDS)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from offbeat.records.schema import AnyRecord, Membership
+from offbeat.records.schema import AnyRecord, Membership, Round
 from offbeat.records.tail import Tail
 
 
@@ -19,15 +21,29 @@ class Watcher(Protocol):
 
 
 class Watch:
-    """Reads on in the files of a run whenever it is called, and remembers who has ever joined."""
+    """Reads on in the files of a run whenever it is called, and remembers who has ever joined or computed."""
 
     def __init__(self, directory: Path, watcher: Watcher) -> None:
         self.joined: set[int] = set()
+        self.rounds: Counter[int] = Counter()
+        """How often each rank has computed."""
+        self._zero: float | None = None
         self._tail = Tail(directory)
         self._watcher = watcher
+
+    def has_joined(self, rank: int) -> bool:
+        """Whether a rank has ever joined: others have said so, or it has computed."""
+        return rank in self.joined or self.rounds[rank] > 0
 
     def __call__(self) -> None:
         records = self._tail.poll()
         self.joined.update(record.peer for record in records if isinstance(record, Membership) and record.joined)
+        self.rounds.update(record.rank for record in records if isinstance(record, Round))
         if records:
+            self._zero = min(time.monotonic() - records[-1].at, self._zero or float("inf"))
             self._watcher.records(records)
+
+    @property
+    def began(self) -> float | None:
+        """When the run began, by this machine's monotonic clock: no record can be read before it was written."""
+        return self._zero

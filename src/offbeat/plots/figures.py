@@ -6,13 +6,14 @@ computes and who waits is drawn in `timeline.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offbeat import curves
 from offbeat.analysis import Metric, Target, target_of
+from offbeat.exchanges import consensus_series
 from offbeat.plots.style import INK, Look, looks, styled
 from offbeat.records.files import RunRecords
 
@@ -24,6 +25,14 @@ WIDTH_INCHES = 9.0
 LOG_FROM = 10.0
 """A loss that falls by this factor is drawn on a logarithmic axis."""
 BINS = 40
+
+
+def one_of_each(runs: Sequence[RunRecords]) -> dict[str, RunRecords]:
+    """One run of each strategy under its label, of the same seed where one is common to all strategies."""
+    groups = by_strategy(runs)
+    common = set.intersection(*({run.header.seed for run in group} for group in groups.values())) if groups else set()
+    seed = min(common, default=None)
+    return {label: next((run for run in group if run.header.seed == seed), group[0]) for label, group in groups.items()}
 
 
 def by_strategy(runs: Sequence[RunRecords]) -> dict[str, list[RunRecords]]:
@@ -45,18 +54,23 @@ def accuracy_over_time(runs: Sequence[RunRecords]) -> Figure:
 @styled
 def loss_over_time(runs: Sequence[RunRecords]) -> Figure:
     """Held-out loss against time, on a logarithmic axis where it falls far."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
     figure, axes = _quality(runs, "loss")
     axes.set_ylabel("held-out loss")
     values = np.concatenate([curves.evaluation_curve(run, "loss").values for run in runs] or [np.empty(0)])
     if values.size and values.min() > 0 and values.max() >= LOG_FROM * values.min():
-        axes.set_yscale("log")
-        few_decades = values.max() < 1000 * values.min()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
+        _logarithmic(axes, values)
     return figure
+
+
+def _logarithmic(axes: Axes, values: np.ndarray) -> None:
+    """Over few decades, 2 and 5 are marked as well."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    few_decades = values.max() < 1000 * values.min()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 @styled
@@ -70,6 +84,28 @@ def samples_over_time(runs: Sequence[RunRecords]) -> Figure:
     axes.set_ylim(bottom=0)
     _legend(figure, axes)
     return figure
+
+
+@styled
+def consensus_over_time(runs: Sequence[RunRecords]) -> Figure:
+    """How far apart peers are against time, on a logarithmic axis; strategies that keep one model are left out."""
+    figure, axes = _canvas(3.6)
+    groups = by_strategy(runs)
+    drawn = {label: [curves.consensus_curve(run) for run in group] for label, group in groups.items()}
+    names = {label: _consensus_name(label, group) for label, group in groups.items()}
+    _draw_bands(axes, drawn, names)
+    axes.set_ylabel("consensus distance (squared)")
+    values = np.concatenate([curve.values for group in drawn.values() for curve in group] or [np.empty(0)])
+    if values.size:
+        _logarithmic(axes, values)
+    _legend(figure, axes)
+    return figure
+
+
+def _consensus_name(label: str, group: Sequence[RunRecords]) -> str:
+    series = [consensus_series(run) for run in group]
+    estimated = any(one.estimated for one in series if one.points)
+    return f"{label}, estimated from exchanges" if estimated else label
 
 
 @styled
@@ -147,14 +183,16 @@ def _quality(runs: Sequence[RunRecords], metric: Metric) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _draw_bands(axes: Axes, groups: dict[str, list[curves.Curve]]) -> None:
+def _draw_bands(axes: Axes, groups: dict[str, list[curves.Curve]], names: Mapping[str, str] | None = None) -> None:
+    """One line and one band a strategy; `names` say what the legend calls them, where that is not their label."""
     style = looks(groups)
+    names = names or {}
     for label, group in groups.items():
         over = curves.band([curves.thinned(curve) for curve in group])
         if over is None:
             continue
         look = style[label]
-        axes.plot(over.seconds, over.mean, color=look.colour, linestyle=look.dashes, label=label)
+        axes.plot(over.seconds, over.mean, color=look.colour, linestyle=look.dashes, label=names.get(label, label))
         if over.count > 1:
             axes.fill_between(over.seconds, over.low, over.high, color=look.colour, alpha=0.18, linewidth=0)
     axes.set_xlim(left=0)

@@ -56,16 +56,19 @@ SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Look:
-    """The colour of a strategy, and the dashes that tell it from one of the same colour."""
+    """The colour of a strategy, and the dashes that tell it from its neighbours without any colour."""
 
     colour: str
     dashes: str | tuple[int, tuple[int, ...]]
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """One look per label, in order; the same labels in the same order look the same in every figure."""
+    """One look per label, in order; the same labels in the same order look the same in every figure.
+
+    There are seven colours and four dashes, which come round together after twenty-eight labels.
+    """
     return {
-        label: Look(COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)])
+        label: Look(COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)])
         for index, label in enumerate(dict.fromkeys(labels))
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat import curves
 from offbeat.analysis import summarize
-from offbeat.plots.figures import WIDTH_INCHES, by_strategy
+from offbeat.plots.figures import WIDTH_INCHES, one_of_each
 from offbeat.plots.style import INK, Look, looks, styled
 from offbeat.records.files import RunRecords
 
@@ -30,28 +30,18 @@ def timeline(runs: Sequence[RunRecords], seconds: float | None = None) -> Figure
     """
     from matplotlib.figure import Figure
 
-    groups = by_strategy(runs)
-    shown = {label: _of_seed(group, _common_seed(groups)) for label, group in groups.items()}
+    shown = one_of_each(runs)
     window = seconds or curves.timeline_seconds(list(shown.values()))
     rows = {label: curves.segments(run, window) for label, run in shown.items()}
     heights = [PANEL_INCHES + ROW_INCHES * (1 + min(len(rows[label]), ROWS_MAX)) for label in shown]
     figure = Figure(figsize=(WIDTH_INCHES, 0.8 + sum(heights)), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    style = looks(groups)
+    style = looks(shown)
     for axes, (label, run) in zip(panels, shown.items(), strict=True):
         _panel(axes, run, rows[label], style[label], window)
     panels[-1].set_xlabel("seconds since the run began")
-    _legend(figure)
+    _legend(figure, with_hub=any(len(curves.hub_updates(run)) for run in shown.values()))
     return figure
-
-
-def _common_seed(groups: dict[str, list[RunRecords]]) -> int | None:
-    common = set.intersection(*({run.header.seed for run in group} for group in groups.values())) if groups else set()
-    return min(common, default=None)
-
-
-def _of_seed(group: list[RunRecords], seed: int | None) -> RunRecords:
-    return next((run for run in group if run.header.seed == seed), group[0])
 
 
 def _panel(axes: Axes, run: RunRecords, rows: dict[int, list[curves.Segment]], look: Look, window: float) -> None:
@@ -120,7 +110,7 @@ def _note(run: RunRecords, ranks: int) -> str:
     return ", ".join(notes)
 
 
-def _legend(figure: Figure) -> None:
+def _legend(figure: Figure, with_hub: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -129,6 +119,7 @@ def _legend(figure: Figure) -> None:
         Patch(facecolor=grey, label="computing"),
         Patch(facecolor=grey, alpha=DELAYED_ALPHA, label="induced delay"),
         Line2D([], [], color=INK, alpha=WAITING_ALPHA, linewidth=2.5, label="waiting"),
-        Line2D([], [], color=INK, linestyle="", marker="|", markersize=8, label="update of the hub"),
     ]
+    if with_hub:
+        handles.append(Line2D([], [], color=INK, linestyle="", marker="|", markersize=8, label="update of the hub"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, handlelength=1.6)

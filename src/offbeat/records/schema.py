@@ -59,6 +59,7 @@ class Update(Record, frozen=True, tag="update"):
     contributions: tuple[Contribution, ...]
 
 
+Outcome = Literal["averaged", "declined", "lost"]
 Reason = Literal["stale", "late", "nonfinite", "stopped", "lost"]
 
 
@@ -84,6 +85,27 @@ class Evaluation(Record, frozen=True, tag="evaluation"):
     samples_total: int
     loss: float | None
     accuracy: float | None
+
+
+class Exchange(Record, frozen=True, tag="exchange"):
+    """One averaging of two peers, written by `rank`, which began it, when it was over: `seconds` after it had begun.
+
+    `distance` is ‖x_rank − x_peer‖², the square of how far they were apart. lost: the peer was gone before it answered,
+    and may have taken its share; declined: it was about to end, and neither has changed.
+    """
+
+    rank: int
+    peer: int
+    seconds: float
+    distance: float | None
+    outcome: Outcome
+
+
+class Consensus(Record, frozen=True, tag="consensus"):
+    """How far peers are apart: the mean over `peers` of ‖x_i − mean of x‖², exact, written by the simulator."""
+
+    peers: int
+    distance: float
 
 
 class Membership(Record, frozen=True, tag="membership"):
@@ -115,7 +137,7 @@ class Ended(Record, frozen=True, tag="ended", omit_defaults=True):
     rank: int = 0
 
 
-AnyRecord = Round | Update | Dropped | Evaluation | Membership | Notice | Ended
+AnyRecord = Round | Update | Dropped | Evaluation | Exchange | Consensus | Membership | Notice | Ended
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True):

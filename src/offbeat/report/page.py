@@ -15,7 +15,15 @@ import msgspec
 from offbeat.analysis import evaluations, of_kind
 from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError
-from offbeat.plots.figures import accuracy_over_time, loss_over_time, samples_over_time, updates_made_of
+from offbeat.exchanges import consensus_series, exchanges
+from offbeat.plots.figures import (
+    accuracy_over_time,
+    consensus_over_time,
+    loss_over_time,
+    samples_over_time,
+    updates_made_of,
+)
+from offbeat.plots.heat_map import who_talked_to_whom
 from offbeat.plots.style import svg_text
 from offbeat.plots.timeline import timeline
 from offbeat.records.files import RunRecords
@@ -124,6 +132,17 @@ def _figures(runs: Sequence[RunRecords]) -> Iterator[str]:
     if any(isinstance(record, Update) for run in runs for record in run.records):
         yield _figure("Samples applied over time", SAMPLES, samples_over_time, runs)
         yield _figure("What updates are made of", UPDATES, updates_made_of, runs)
+    yield from _gossip_figures(runs)
+
+
+def _gossip_figures(runs: Sequence[RunRecords]) -> Iterator[str]:
+    """Of runs whose peers have a model each."""
+    series = [found for run in runs if (found := consensus_series(run)).points]
+    if series:
+        estimated = any(one.estimated for one in series)
+        yield _figure("Consensus distance over time", CONSENSUS + ESTIMATED * estimated, consensus_over_time, runs)
+    if any(exchanges(run) for run in runs):
+        yield _figure("Who talked to whom", PAIRS, who_talked_to_whom, runs)
 
 
 BAND = "The line is the mean over seeds, the band runs from the lowest to the highest seed"
@@ -138,6 +157,18 @@ SAMPLES = f"The steeper, the more samples a second go into the parameters. {BAND
 UPDATES = (
     "Left, how many samples each update averaged over; right, how many versions old a message was when it was "
     "applied. Each panel has its own height; the number beside it is the tallest bar's share."
+)
+CONSENSUS = (
+    "How far the peers' models are apart: the mean over peers of the squared distance from the mean of all models, on "
+    f"a logarithmic axis. Lower is closer together. {BAND}."
+)
+ESTIMATED = (
+    " Estimated: nobody sees all models of a live run at once, so the distances of the pairs that averaged are taken "
+    "for those of all pairs. Where few pairs are neighbours, that is too low."
+)
+PAIRS = (
+    "How often each two peers averaged, in one run of each strategy: the darker, the more often, and blank is never. "
+    "The bars beside it are how often each peer averaged with any other."
 )
 
 

@@ -14,6 +14,7 @@ from offbeat.comparison import Comparison, interval
 from offbeat.report.numbers import NONE, fixed, number, percent
 
 LABEL_MAX = 16
+NEVER_STALE = "0.0/0"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Column:
     head: str
     meaning: str
     cell: Callable[[Comparison, str], str]
+    on_page_only: bool = False
+    makes_room: bool = False
+    """Whether the terminal, which is narrow, goes without it where there are columns about exchanges."""
 
 
 def columns(comparison: Comparison) -> list[Column]:
@@ -41,12 +45,20 @@ def comparison_table(comparison: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     longest = max(len(strategy) for strategy in comparison.strategies)
     table.add_column("strategy", overflow="fold", vertical="bottom", min_width=min(longest, LABEL_MAX))
-    shown = columns(comparison)
+    shown = [column for column in columns(comparison) if _has_room(comparison, column)]
     for column in shown:
         table.add_column(column.head, justify="right", vertical="bottom")
     for strategy in comparison.strategies:
         table.add_row(Text(strategy), *(column.cell(comparison, strategy) for column in shown))
     return table
+
+
+def _has_room(comparison: Comparison, column: Column) -> bool:
+    """Whether the terminal shows a column. Some make room for exchanges, and so does staleness where there is none."""
+    if column.on_page_only or not any(run.exchanges for run in comparison.summaries):
+        return not column.on_page_only
+    cells = {column.cell(comparison, strategy) for strategy in comparison.strategies}
+    return not column.makes_room and not cells <= {NONE, NEVER_STALE}
 
 
 def _mean(comparison: Comparison, strategy: str, value: Callable[[Summary], float | None]) -> float | None:
@@ -84,6 +96,22 @@ def _staleness(comparison: Comparison, strategy: str) -> str:
     return f"{fixed(_mean(comparison, strategy, lambda run: run.staleness_mean), 1)}/{max(known)}"
 
 
+def _of_exchanges(value: Callable[[Summary], float | None]) -> Callable[[Comparison, str], str]:
+    """A cell that is left blank by strategies without exchanges."""
+
+    def cell(comparison: Comparison, strategy: str) -> str:
+        made = any(run.exchanges or run.exchanges_lost for run in comparison.runs_of(strategy))
+        return number(_mean(comparison, strategy, value)) if made else NONE
+
+    return cell
+
+
+def _consensus(comparison: Comparison, strategy: str) -> str:
+    mean = _mean(comparison, strategy, lambda run: run.consensus_distance)
+    estimated = any(run.consensus_estimated for run in comparison.runs_of(strategy))
+    return f"≈{number(mean)}" if estimated else number(mean)
+
+
 COLUMN_SECONDS = Column(
     "seconds\nto target",
     "mean over seeds ± half its 95% interval; in brackets, how many seeds reached the target where not all did",
@@ -114,11 +142,42 @@ COLUMNS = (
         "updates",
         "updates of the parameters in a run",
         lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.updates)),
+        makes_room=True,
     ),
     Column(
         "dropped",
         "samples computed and not applied, in a run",
         lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.dropped)),
+        makes_room=True,
+    ),
+    Column(
+        "exchanges",
+        "averagings of two peers, in a run",
+        _of_exchanges(lambda run: run.exchanges),
+        on_page_only=True,
+    ),
+    Column(
+        "exchanges\nper step",
+        "averagings that a peer had a part in, for each gradient that it applied; what the rate asks for",
+        _of_exchanges(lambda run: run.exchanges_per_gradient),
+    ),
+    Column(
+        "exchanges\nlost",
+        "exchanges whose peer was gone before it answered, in a run",
+        _of_exchanges(lambda run: run.exchanges_lost),
+        on_page_only=True,
+    ),
+    Column(
+        "round trip\nin s",
+        "seconds from the beginning of an exchange to its answer",
+        _of_exchanges(lambda run: run.round_trip_seconds),
+        on_page_only=True,
+    ),
+    Column(
+        "consensus\ndistance",
+        "squared distance of a peer's model from the mean of all, over peers and the second half of the run; "
+        "≈ where it is estimated from exchanges",
+        _consensus,
     ),
     Column(
         "accuracy",

@@ -25,6 +25,8 @@ class Desk:
     experiment: bytes | None
     may_grow: bool
     """Whether more may come than were expected: not where the data is split among those."""
+    full: str
+    """What who comes then is told."""
     linked: Callable[[], frozenset[int]] = frozenset
     """Which ranks are there."""
     _members: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -34,10 +36,7 @@ class Desk:
         with self._lock:
             rank = hello.rank if hello.rank is not None else self._rank_for(hello.member, self.linked())
             if rank is None:
-                return (
-                    f"the data is split among {len(self.computing)} workers and all of them are there; "
-                    "start the run with more --workers"
-                )
+                return self.full
             if hello.rank is None or hello.member:
                 self._members[hello.member] = rank, time.monotonic()
         return Terms(rank, self.processes, self.clock.now(), self.experiment)
@@ -47,7 +46,7 @@ class Desk:
             return self._members[member][0]
         now = time.monotonic()
         kept = {rank for rank, at in self._members.values() if now - at < RESERVED_SECONDS}
-        free = (rank for rank in self.computing if rank not in self.reserved | linked | kept)
+        free = (rank for rank in self.computing if rank and rank not in self.reserved | linked | kept)
         rank = next(free, None)
         if rank is None and self.may_grow:
             rank = max([self.processes - 1, *linked, *kept]) + 1

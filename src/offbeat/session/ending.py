@@ -1,7 +1,7 @@
 """SIGTERM, by which launchers other than ours ask a process to end: the run ends in order, with a checkpoint.
 
 mpirun sends it to everybody when one rank dies, unless it tolerates that; a cluster's queue, or a cloud, sends it
-before it takes the machine away.
+before it takes the machine away. It is not heard in the middle of an event, and neither is Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from offbeat.checkpoints import checkpoint_path
 from offbeat.launch import Seat
 
 EXIT_CODE = 128 + signal.SIGTERM
+HEEDED = (signal.SIGINT, signal.SIGTERM)
 
 
 def heed_end(place: Seat, is_main: bool) -> Callable[[], None]:
@@ -44,6 +46,24 @@ def _undo(end: Callable[[int, FrameType | None], None]) -> None:
     """Nobody is interrupted any more; who was asked already goes on with ending."""
     if signal.getsignal(signal.SIGTERM) == end:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Ctrl-C and SIGTERM are heard when this is over: a node that was left in mid-event could not say goodbye."""
+    asked: list[tuple[int, FrameType | None]] = []
+    here = threading.current_thread() is threading.main_thread()
+    handlers = {int(number): signal.getsignal(number) for number in HEEDED} if here else {}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, lambda number, frame: asked.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number, frame in asked:
+            before[number](number, frame)
 
 
 def leave_at_once() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +105,7 @@ class Ranks:
         self.checkpointing: Checkpointing | None = None
         held = range(self.processes) if alone else [self.rank]
         self._nodes = {rank: self._node(rank) for rank in held}  # takes seconds where an optimizer is the first one
-        self.clock = Clock(self.saved.elapsed_seconds if self.saved is not None else 0.0)
+        self.clock = Clock(self._elapsed())
         if alone:
             loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
             links = {rank: loopback.transport(rank) for rank in range(self.processes)}
@@ -121,6 +123,22 @@ class Ranks:
             participant.start()
         if self.checkpointing is not None:
             self.checkpointing.start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is here or, among equals, nobody below this rank was left when it finished."""
+        if 0 in self.participants:
+            return True
+        if self.mine.finish is None or not self._among_equals():
+            return False
+        if self.place.transport == "mpi":  # who was silent for a while is not heard any more, but may be there
+            from offbeat.transports.mpi import dead_ranks
+
+            return dead_ranks() >= set(range(self.rank))
+        return not any(rank < self.rank for rank in self.mine.linked_at_end)
+
+    def _among_equals(self) -> bool:
+        return not any(map(self.strategy.essential, range(self.processes)))
 
     def close_files(self) -> None:
         for file in self._files:
@@ -156,8 +174,18 @@ class Ranks:
             reserved=self.terms.reserved,
             clock=self.clock,
             experiment=self.terms.experiment,
-            may_grow=isinstance(self.terms.split, Shared),
+            may_grow=isinstance(self.terms.split, Shared) and self.strategy.may_grow,
+            full=self._full(),
         )
+
+    def _full(self) -> str:
+        """Why nobody else may come, where nobody may."""
+        among = len(self.workers)
+        if self.strategy.may_grow:
+            return (
+                f"the data is split among {among} workers and all of them are there; start the run with more --workers"
+            )
+        return f"this run has {among} peers and all of them are there; start it with more --workers"
 
     def _connected(self, desk: Desk) -> Transport:
         place, terms = self.place, self.terms
@@ -174,15 +202,14 @@ class Ranks:
 
             return MpiTransport(elapsed=self.clock.now, **common)
         assert place.address is not None
-        common |= {"token": place.token, "shared_memory": terms.shared_memory}
+        first = place.life if self.saved is None else self.saved.resumes + 1
+        common |= {"token": place.token, "shared_memory": terms.shared_memory, "first_incarnation": first}
         if self.rank != 0:
             return GlooTransport(desk=place.address, member=place.member or uuid.uuid4().hex, **common)
         door = Door(place.address, place.token, place.door)
-        first = 0 if self.saved is None else self.saved.resumes + 1
         return GlooTransport(
             desk=door,
             terms=desk,
-            first_incarnation=first,
             is_peer=lambda rank: self.rank in self._peers(rank),
             **common,
         )
@@ -209,6 +236,18 @@ class Ranks:
             )
         )
 
+    def _elapsed(self) -> float:
+        """How long the run has lasted: where rank 0 is started anew, or again, and has nobody to ask."""
+        if self.saved is not None:
+            return self.saved.elapsed_seconds
+        return 0.0 if self.place.began is None else time.monotonic() - self.place.began
+
+    def _irreplaceable(self, rank: int) -> Iterable[int]:
+        """Without whom a rank cannot go on, as nobody comes back under MPI. A peer among equals goes on alone."""
+        if self.place.transport != "mpi" or self._among_equals():
+            return ()
+        return self._peers(rank)
+
     def _members(self) -> tuple[int, ...]:
         """Who can take part: under MPI not those who were lost in an earlier run of the same processes."""
         if self.place.transport != "mpi":
@@ -229,8 +268,9 @@ class Ranks:
             load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
             evaluate=self._measure if self._measures(rank) else None,
             induced=Induced.of(terms.cluster, self.workers, rank, self._peers(rank), terms.seed),
-            on_journal=self._journalled if rank == 0 else None,
-            irreplaceable=self._peers(rank) if self.place.transport == "mpi" else (),
+            on_journal=self._journalled if rank == 0 or self._among_equals() else None,
+            irreplaceable=self._irreplaceable(rank),
+            returned=self.place.life > 0 and self._among_equals(),
             device=self._flat.parameters.device,
         )
         if rank == 0 and isinstance(writer, RankWriter) and terms.checkpoint_seconds is not None:
@@ -249,10 +289,10 @@ class Ranks:
         """Where the records of a rank go."""
         directory = self.place.directory
         if self.terms.journal or (self.place.member and directory is None):
-            return JournalWriter(self.memory)
+            return JournalWriter(self.memory, whole=not self.place.member)
         if directory is None:
             return self.memory
-        begins = rank == 0 and self.terms.header is None and self.saved is None
+        begins = rank == 0 and self.terms.header is None and self.saved is None and self.place.life == 0
         require(
             not begins or not (directory / HEADER).exists(),
             f"{directory} holds a run already; name another directory, or go on with that one: resume=True",
@@ -267,11 +307,14 @@ class Ranks:
         return writer
 
     def _journalled(self, rank: int, journal: Journal) -> None:
+        decoder = msgspec.json.Decoder(AnyRecord)
         if self.place.directory is not None:
-            decoder = msgspec.json.Decoder(AnyRecord)
             with RankWriter(self.place.directory, rank) as writer:
                 for line in journal.lines:
                     writer.write(decoder.decode(line))
+        elif self.rank:  # rank 0 is lost, and this one has to say how the run went
+            for line in journal.lines:
+                self.memory.write(decoder.decode(line))
 
     def _checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""

@@ -64,7 +64,7 @@ class Streamed:
     def _fetch(self) -> bool:
         for attempt in range(2):
             for batch in self._iterator:
-                self._rest, self._left = batch, _samples_in(batch)
+                self._rest, self._left = batch, samples_in(batch)
                 if self._left:
                     return True
             if not self._again or attempt:
@@ -110,13 +110,13 @@ def _has_positions(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
 
 
-def _samples_in(batch: Any) -> int:
+def samples_in(batch: Any) -> int:
     """The length of the first tensor in it."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else 1
     parts: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch if _is_series(batch) else ()
     for part in parts:
-        if found := _samples_in(part):
+        if found := samples_in(part):
             return found
     return 0
 

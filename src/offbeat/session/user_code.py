@@ -1,4 +1,4 @@
-"""What a user's loop hands over: losses and evaluations, taken as they come or refused with one sentence."""
+"""What a user hands over: losses, evaluations, optimizers; taken as they come or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.engines.evaluator import Measure
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.flat import FlatModule
 from offbeat.messages import Buffers
-from offbeat.validation import require
+from offbeat.validation import check_instance, require
 
 Evaluation = Callable[[nn.Module], Any]
 """Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}."""
@@ -66,4 +66,49 @@ def _measured(value: Any) -> tuple[float, float | None]:
     except (TypeError, ValueError):
         raise RunFailed(
             f"evaluate must return a loss, (loss, accuracy) or a dictionary with these, but returned {value!r}"
+        ) from None
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """A model of the user's own, and not yet one of DDP's."""
+    check_instance(model, (nn.Module,), "the model", "offbeat.AsyncDataParallel(model, optimizer)")
+    require(
+        not isinstance(model, nn.parallel.DistributedDataParallel),
+        "the model is wrapped in DistributedDataParallel, which would make every peer wait for all others; leave that "
+        "wrapper out, or pass model.module",
+    )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Every trained parameter is stepped, and whatever is stepped is averaged."""
+    example = "torch.optim.SGD(model.parameters(), lr=0.1)"
+    check_instance(optimizer, (torch.optim.Optimizer,), "the optimizer", example)
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = dict(model.named_parameters())
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    missing = [name for name in trained if id(named[name]) not in stepped]
+    require(
+        not trained or len(missing) < len(trained),
+        f"the optimizer holds none of the model's parameters, perhaps those of a copy; type {example}",
+    )
+    require(
+        not missing,
+        f"the optimizer does not hold {len(missing)} of the model's {len(trained)} trainable parameters "
+        f"({', '.join(missing)[:80]}); give it all of model.parameters(), or freeze these with requires_grad_(False)",
+    )
+    require(
+        stepped <= {id(parameter) for parameter in named.values()},
+        "the optimizer also holds parameters that are not the model's, and these would not be averaged; put all that "
+        "is trained into one module, for example nn.ModuleList([model, head])",
+    )
+
+
+def mean_loss(loss: Tensor | float) -> float:
+    """The mean loss that a step is told of, as a number."""
+    try:
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            "peer.step takes the mean loss of its samples as one number, but was given "
+            f"{f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else repr(loss)}; type loss=loss.mean()"
         ) from None

@@ -1,8 +1,9 @@
 """The algorithms: `strategy.py` is the contract, and there is one package or file per family.
 
-Importing a family enters its members in `Strategy.members`, where the command line finds them.
+Importing a family enters its members in `Strategy.members`, where the command line finds them, in this order.
 """
 
-from offbeat.strategies import hub
+from offbeat.strategies import hub  # isort: skip
+from offbeat.strategies import gossip
 
-__all__ = ["hub"]
+__all__ = ["gossip", "hub"]

@@ -98,6 +98,10 @@ class Node(ABC):
     def restore(self, state: State) -> None:
         """Become the node whose `state()` this was. Called once, on a new node, before any event."""
 
+    def replica(self) -> Tensor | None:
+        """The parameters that this node trains as its own, to look at; None where it has none, as by a hub."""
+        return None
+
 
 @dataclass(frozen=True)
 class Strategy(Family, ABC):
@@ -123,6 +127,15 @@ class Strategy(Family, ABC):
     @abstractmethod
     def node(self, setup: Setup) -> Node:
         """The node of `setup.rank`."""
+
+    def essential(self, rank: int) -> bool:
+        """Whether a run is over when this rank is lost: a hub's is, a peer's among equals is not."""
+        return not self.computes(rank)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether more ranks may join than a run began with."""
+        return True
 
     @property
     def staleness_bound(self) -> int | None:

@@ -67,9 +67,10 @@ def _is_default(strategy: Strategy) -> bool:
 
 def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
     """Run one case plainly, and again with nodes swapped and leases taken back; both must write the same."""
-    bound = case.scenario.strategy.staleness_bound
-    plain = _run(case, Invariants(bound), strict=False, trace=trace)
-    swapped = _run(case, _Swapping(bound, case.scenario.seed), strict=True)
+    strategy = case.scenario.strategy
+    bound, has_hub = strategy.staleness_bound, not strategy.computes(0)
+    plain = _run(case, Invariants(bound, has_hub=has_hub), strict=False, trace=trace)
+    swapped = _run(case, _Swapping(bound, case.scenario.seed, has_hub), strict=True)
     changed = "a node that went through state() and restore(), or had its leases taken back, behaved differently; "
     equal = record_bytes(plain.records) == record_bytes(swapped.records)
     demand(equal, f"{changed}first at {_first_difference(plain.records, swapped.records)}")
@@ -102,8 +103,8 @@ def _first_difference(plain: list[Record], swapped: list[Record]) -> str:
 class _Swapping(Invariants):
     """Replaces nodes by new ones that were restored from their state, at random events."""
 
-    def __init__(self, staleness_max: int | None, seed: int) -> None:
-        super().__init__(staleness_max)
+    def __init__(self, staleness_max: int | None, seed: int, has_hub: bool) -> None:
+        super().__init__(staleness_max, has_hub=has_hub)
         self._random = stream(seed, "swap")
         self._probability = float(self._random.choice(SWAP_PROBABILITIES))
 

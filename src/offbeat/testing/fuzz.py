@@ -33,7 +33,18 @@ from offbeat.engines.simulated import Scenario
 from offbeat.optimizers import SGD, Adam, Optimizer
 from offbeat.randomness import stream
 from offbeat.schedules import Linear
+from offbeat.strategies.gossip import (
+    Acid,
+    FirstAvailable,
+    Gossip,
+    Matchings,
+    Partner,
+    Poisson,
+    Random,
+    Regular,
+)
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
+from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
 from offbeat.workloads import Quadratic, Workload
 
 PATIENCE_SECONDS = 60.0
@@ -71,6 +82,8 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     workers = int(rng.integers(1, 6))
     samples = int(rng.integers(60, 360))
     varied = _vary(strategy, rng, workers)
+    if isinstance(varied, Gossip):
+        varied = _gossip(varied, seed, workers)
     chosen = workload or _workload(rng)
     cluster = _cluster(rng, varied, workers, samples, faults)
     scenario = Scenario(
@@ -82,13 +95,43 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
         seed=seed,
         evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(rng.integers(3))],
     )
-    return Case(scenario, may_fail=any(isinstance(fault, Corrupt) for fault in cluster.faults))
+    return Case(scenario, may_fail=_may_fail(scenario))
+
+
+def _may_fail(scenario: Scenario) -> bool:
+    """Where gradients are broken, and where all that there was has died with those who held it, and some for good."""
+    faults = scenario.cluster.faults
+    crashes = [fault for fault in faults if isinstance(fault, Crash)]
+    struck = {fault.rank for fault in crashes}
+    ranks = range(scenario.strategy.processes(scenario.workers))
+    all_gone = struck.issuperset(ranks) and any(fault.back_after_seconds is None for fault in crashes)
+    return all_gone or any(isinstance(fault, Corrupt) for fault in faults)
 
 
 def _vary(strategy: Strategy, rng: Generator, workers: int) -> Strategy:
     drawn = {name: draw(rng, workers) for name, draw in FIELDS.items()}
     names = {item.name for item in dataclasses.fields(strategy)}
     return dataclasses.replace(strategy, **{name: value for name, value in drawn.items() if name in names})
+
+
+def _gossip(strategy: Gossip, seed: int, workers: int) -> Gossip:
+    """A gossip strategy with choices that go together, from a stream of its own."""
+    rng = stream(seed, "fuzz gossip")
+    graphs: list[Graph] = [Cycle(), Complete(), Star()]
+    if workers & (workers - 1) == 0:
+        graphs.append(ExponentialGraph())
+    graph = graphs[int(rng.integers(len(graphs)))]
+    matched = workers % 2 == 0 and not (isinstance(graph, Star) and workers > 2)
+    partners: list[Partner] = [Random(), FirstAvailable(), Matchings() if matched else Random()]
+    accelerated = rng.random() < 0.6 and not isinstance(graph, Complete)
+    return dataclasses.replace(
+        strategy,
+        graph=graph,
+        rate=float(10 ** rng.uniform(-1, 0.7)),
+        partner=partners[int(rng.integers(3))],
+        clock=[Poisson(), Regular()][int(rng.integers(2))],
+        momentum=Acid() if accelerated else None,
+    )
 
 
 def _optimizer(rng: Generator) -> Optimizer | None:

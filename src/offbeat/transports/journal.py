@@ -24,10 +24,16 @@ class Journal(Message):
 
 
 class JournalWriter:
-    """Keeps lines until somebody takes them to rank 0; `also` keeps the records for who is here."""
+    """Keeps lines until somebody takes them to their keeper, rank 0; `also` keeps the records for who is here.
 
-    def __init__(self, also: Writer) -> None:
+    With `whole`, another keeper begins with nothing, and gets what the one before has had, too.
+    """
+
+    def __init__(self, also: Writer, whole: bool = False) -> None:
         self._also = also
+        self._whole = whole
+        self._keeper = 0
+        self._taken: list[str] = []
         self._lines: list[str] = []
         self._lock = threading.Lock()
 
@@ -39,9 +45,13 @@ class JournalWriter:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def take(self) -> Iterator[Journal]:
-        """What has been written since the last time."""
+    def take(self, keeper: int = 0) -> Iterator[Journal]:
+        """What this keeper does not have yet."""
         with self._lock:
-            lines, self._lines = self._lines, []
+            if self._whole and keeper != self._keeper:
+                self._lines, self._taken = self._taken + self._lines, []
+            lines, self._lines, self._keeper = self._lines, [], keeper
+            if self._whole:
+                self._taken += lines
         for first in range(0, len(lines), LINES_MAX):
             yield Journal(tuple(lines[first : first + LINES_MAX]))

@@ -84,6 +84,11 @@ def lost_ranks() -> frozenset[int]:
     return frozenset(_library().suspects)
 
 
+def dead_ranks() -> frozenset[int]:
+    """Ranks that have died since MPI began, and not merely fallen silent."""
+    return frozenset(_library().failed)
+
+
 def leave_at_once() -> None:
     """This process ends because something is wrong: it is not to wait for the others at its exit."""
     for library in _begun:

@@ -1,0 +1,187 @@
+"""What peers say to each other, besides Stop and Stopped.
+
+averaging   Offer → Answer or Declined       one exchange; both ends use the one difference that is in the Answer
+            Ready → Paired                   to and from the matchmaker, where partners are the first available
+together    Gather → Part … → Average … → Have      a global average, up and down a tree; at the start and at the end
+            Retry                            the tree is broken: once more, directly
+coming      Status, AskCopy → Copied         who comes late, or again, copies one that is training
+ending      Enough, Through                  all have taken the samples asked for; my own loop has come to its end
+members     Roster                           who is there, for those who are not linked to everybody
+
+`counts` is rank → samples, merged by maximum wherever it arrives: so peers count without a coordinator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from offbeat.messages import Buffers, Message
+
+Counts = tuple[int, ...]
+Kind = TypeVar("Kind", bound=Message)
+
+
+@dataclass(frozen=True)
+class Offer(Message):
+    """Here are my parameters: let us average. `pairing` is the matchmaker's number of it, or 0."""
+
+    parameters: Tensor
+    buffers: Buffers
+    sequence: int
+    pairing: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """The sender has taken its share of `difference` = yours − mine. Take yours, by the same factors.
+
+    `buffers` are differences too, but for counters, of which the larger counts.
+    """
+
+    difference: Tensor
+    buffers: Buffers
+    sequence: int
+    counts: Counts
+    alpha_tilde: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class Declined(Message):
+    """The sender does not average now, and nothing has changed."""
+
+    sequence: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """The sender would like to average with somebody."""
+
+
+@dataclass(frozen=True)
+class Paired(Message):
+    """Average with `partner`; the one that `begins` makes the offer, which may arrive before this."""
+
+    pairing: int
+    partner: int
+    begins: bool
+
+
+@dataclass(frozen=True)
+class Gather(Message):
+    """A global average over `members` begins; `direct`: send your part to me, not up the tree."""
+
+    round: int
+    final: bool
+    members: tuple[int, ...]
+    direct: bool
+
+
+@dataclass(frozen=True)
+class Part(Message):
+    """The sum over `peers` peers. Where `result`, it is the final average that was agreed upon before."""
+
+    parameters: Tensor
+    buffers: Buffers
+    root: int
+    round: int
+    peers: int
+    version: int
+    counts: Counts
+    result: bool
+
+
+@dataclass(frozen=True)
+class Average(Message):
+    """The global average; it is passed on down the tree."""
+
+    parameters: Tensor
+    buffers: Buffers
+    root: int
+    round: int
+    final: bool
+    members: tuple[int, ...]
+    direct: bool
+    version: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Have(Message):
+    """The sender holds the final average."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Retry(Message):
+    """The sender has lost its neighbour in the tree of this round."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Status(Message):
+    """Whether the sender is training already."""
+
+    training: bool
+
+
+@dataclass(frozen=True)
+class AskCopy(Message):
+    """The sender comes late, or again, and would like to go on from your parameters."""
+
+
+@dataclass(frozen=True)
+class Copied(Message):
+    """Go on from these; the run has lasted for `elapsed_seconds`."""
+
+    parameters: Tensor
+    buffers: Buffers
+    counts: Counts
+    elapsed_seconds: float
+
+
+@dataclass(frozen=True)
+class Enough(Message):
+    """As the sender counts, training is over."""
+
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Through(Message):
+    """The sender's own loop is over; it stays for the others."""
+
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Roster(Message):
+    """Who is there, as the sender, who is linked to everybody, sees it."""
+
+    ranks: tuple[int, ...]
+
+
+def packed(message: Message) -> dict[str, Any]:
+    """A message as tensors and plain data, for a node's state."""
+    header = {
+        item.name: value
+        for item in dataclasses.fields(message)
+        if not isinstance(value := getattr(message, item.name), Tensor) and item.name != "buffers"
+    }
+    return {"header": header, "tensors": [tensor.clone() for tensor in message.tensors()]}
+
+
+def unpacked(kind: type[Kind], state: dict[str, Any]) -> Kind:
+    """The message that was packed: its first tensor is the vector, the rest are buffers."""
+    header = {key: tuple(value) if isinstance(value, list) else value for key, value in state["header"].items()}
+    vector, *buffers = state["tensors"]
+    name = next(item.name for item in dataclasses.fields(kind) if item.name not in header and item.name != "buffers")
+    return kind(**{name: vector, "buffers": tuple(buffers)}, **header)

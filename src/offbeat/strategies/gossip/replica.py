@@ -1,0 +1,104 @@
+"""What a peer trains: parameters, their momentum of averaging, and buffers. All arithmetic is in place.
+
+With A²CiD² a peer has a second copy x̃ of its parameters x. Kept is not x̃ but `lead` = x̃ − x, and everything becomes
+simple: an optimizer's step, being applied to both alike, leaves it as it is; mixing over a time that shrinks it by q is
+
+    x += ½(1−q)·lead;  lead *= q
+
+and an exchange with difference d is x −= ½d, lead −= (α̃−½)d. What mixing conserves is x + ½·lead, the mean of both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.messages import Buffers
+from offbeat.pool import Pool
+
+SHARE = 0.5
+"""α: how much of the difference each end takes."""
+
+
+class Met(NamedTuple):
+    """What the end that answers has found, and hands on."""
+
+    difference: Tensor
+    buffers: Buffers
+    distance: float
+
+
+class Replica:
+    def __init__(self, parameters: Tensor, buffers: Buffers, *, accelerated: bool) -> None:
+        self.parameters = parameters.clone()
+        self.lead = torch.zeros_like(parameters) if accelerated else None
+        self.buffers = tuple(buffer.clone() for buffer in buffers)
+        self._copies = Pool()
+
+    def reset(self, parameters: Tensor, buffers: Buffers) -> None:
+        """Begin from these values."""
+        self.parameters.copy_(parameters)
+        if self.lead is not None:
+            self.lead.zero_()
+        self.buffers = tuple(buffer.clone() for buffer in buffers)
+
+    def mix(self, kept: float) -> None:
+        """Let parameters and their second copy approach each other, so that `kept` of what lies between is left."""
+        if self.lead is not None and kept < 1.0:
+            self.parameters.add_(self.lead, alpha=0.5 * (1.0 - kept))
+            self.lead.mul_(kept)
+
+    def snapshot(self) -> tuple[Tensor, Buffers]:
+        """Values that can be sent."""
+        return self._copies.copy(self.parameters), tuple(buffer.clone() for buffer in self.buffers)
+
+    def mean_point(self) -> tuple[Tensor, Buffers]:
+        """The mean of both copies, which is what averaging conserves and what counts in the end; it can be sent."""
+        parameters, buffers = self.snapshot()
+        if self.lead is not None:
+            parameters.add_(self.lead, alpha=0.5)
+        return parameters, buffers
+
+    def meet(self, theirs: Tensor, their_buffers: Buffers, alpha_tilde: float) -> Met | None:
+        """Take this end's share of the difference to a peer; None, and nothing is changed, where it is not finite."""
+        difference = torch.sub(theirs, self.parameters, out=self._copies.like(self.parameters))
+        distance = float(torch.linalg.vector_norm(difference)) ** 2
+        pairs = list(zip(their_buffers, self.buffers, strict=True))
+        apart = tuple(other - mine if _averaged(mine) else torch.maximum(other, mine) for other, mine in pairs)
+        if not math.isfinite(distance) or not all(map(_finite, apart)):
+            return None
+        self._take(difference, apart, SHARE, alpha_tilde - SHARE)
+        return Met(difference, apart, distance)
+
+    def settle(self, difference: Tensor, buffers: Buffers, alpha_tilde: float) -> None:
+        """Take the share of the end that began, to whatever it has become since."""
+        self._take(difference, buffers, -SHARE, SHARE - alpha_tilde)
+
+    def _take(self, difference: Tensor, buffers: Buffers, share: float, lead_share: float) -> None:
+        self.parameters.add_(difference, alpha=share)
+        if self.lead is not None:
+            self.lead.add_(difference, alpha=lead_share)
+        for mine, apart in zip(self.buffers, buffers, strict=True):
+            if _averaged(mine):
+                mine.add_(apart, alpha=share)
+            else:
+                torch.maximum(mine, apart, out=mine)
+
+    def absorb(self, before: Buffers, after: Buffers) -> None:
+        """Let buffers change as a computation has changed them, whatever exchanges did to them meanwhile."""
+        for mine, old, new in zip(self.buffers, before, after, strict=True):
+            if _averaged(mine):
+                mine.add_(new).sub_(old)
+            else:
+                torch.maximum(mine, new, out=mine)
+
+
+def _averaged(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _finite(buffer: Tensor) -> bool:
+    return not _averaged(buffer) or bool(torch.isfinite(buffer).all())

@@ -1,0 +1,549 @@
+"""`offbeat.AsyncDataParallel`: loops that step an optimizer of their own, alone, side by side, and interrupted."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import offbeat as ob
+from offbeat.actions import Action
+from offbeat.analysis import of_kind
+from offbeat.events import Event, StepReady
+from offbeat.launch import Seat, environment_of, open_door
+from offbeat.records.files import read_run
+from offbeat.records.schema import Ended, Exchange, Round, Update
+
+WAIT_SECONDS = 100.0
+
+
+@pytest.fixture(scope="module")
+def data() -> TensorDataset:
+    """Two clouds of points, easily told apart."""
+    random = torch.Generator().manual_seed(0)
+    targets = torch.arange(600) % 2
+    inputs = torch.randn(600, 4, generator=random) + 2.0 * (2 * targets[:, None] - 1)
+    return TensorDataset(inputs, targets)
+
+
+def network(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def taught(model: nn.Module, optimizer: torch.optim.Optimizer, peer: ob.AsyncDataParallel, batch: Any) -> Tensor:
+    """One step of the usual loop."""
+    inputs, targets = batch
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    peer.step()
+    return loss
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def rounds_of(peer: ob.AsyncDataParallel) -> list[Round]:
+    return list(of_kind(peer.records, Round))
+
+
+# Alone
+
+
+def test_alone_it_is_the_loop_that_it_was(data: TensorDataset) -> None:
+    """With nobody to average with, the parameters are those of the optimizer by itself, to rounding."""
+    results = []
+    for wrapped in (False, True):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        peer = ob.AsyncDataParallel(model, optimizer) if wrapped else None
+        for _ in range(4):
+            for x, y in DataLoader(data, batch_size=50):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                if peer is None:
+                    optimizer.step()
+                else:
+                    peer.step()
+            scheduler.step()
+        if peer is not None:
+            peer.close()
+            assert (peer.rank, peer.processes) == (0, 1)
+            assert (peer.summary.samples, peer.summary.updates, peer.summary.failure) == (2_400, 48, None)
+        results.append(state_of(model))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, msg=name)
+
+
+def test_an_optimizer_made_afterwards_would_hold_the_same_parameters(data: TensorDataset) -> None:
+    model = network()
+    parameters = list(model.parameters())
+    with ob.AsyncDataParallel(model, sgd(model)):
+        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+        assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_samples_are_those_that_the_model_saw_while_it_learnt(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    x, y = data[:30]
+    with ob.AsyncDataParallel(model, optimizer) as peer:
+        taught(model, optimizer, peer, (x, y))
+        for part in (slice(0, 10), slice(10, 25)):  # gradients of two batches, one step
+            F.cross_entropy(model(x[part]), y[part]).backward()
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x)
+        model.train()
+        peer.step()
+        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(input=x), y)
+        peer.step(samples=7, loss=loss)
+    assert [(record.samples, record.draws, record.loss is None) for record in rounds_of(peer)] == [
+        (30, (0, 30), True),
+        (25, (30, 55), True),
+        (7, (55, 62), False),
+    ]
+    assert rounds_of(peer)[-1].loss == pytest.approx(7 * float(loss.detach()))
+
+
+def test_a_model_may_be_copied_and_saved_in_the_middle_of_it(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with ob.AsyncDataParallel(model, optimizer) as peer:
+        twin = copy.deepcopy(model)
+        torch.save(model, io.BytesIO())
+        twin(data[:40][0])
+        taught(model, optimizer, peer, data[:30])
+    assert [record.samples for record in rounds_of(peer)] == [30]
+    assert not model._forward_pre_hooks
+
+
+def test_a_step_that_is_not_finite_is_not_taken(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with ob.AsyncDataParallel(model, optimizer) as peer:
+        taught(model, optimizer, peer, data[:30])
+        before = state_of(model)
+        model[0].weight.grad.fill_(math.nan)
+        peer.step(samples=30)
+        assert all(torch.equal(before[name], tensor) for name, tensor in state_of(model).items())
+        taught(model, optimizer, peer, data[30:60])
+    assert [record.finite for record in rounds_of(peer)] == [True, False, True]
+    assert sum(record.samples for record in of_kind(peer.records, Update)) == 60
+    assert all(bool(tensor.isfinite().all()) for tensor in state_of(model).values())
+
+
+def test_steps_that_are_never_finite_end_the_run_with_a_sentence(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model, lr=math.nan)
+
+    def loop() -> None:
+        with ob.AsyncDataParallel(model, optimizer) as peer:
+            for _ in range(50):
+                taught(model, optimizer, peer, data[:30])
+
+    with pytest.raises(ob.RunFailed, match="not finite"):
+        loop()
+
+
+def test_until_is_reached_by_batches_that_begin_again(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    epochs = []
+
+    class Sampler(DistributedSampler[Any]):
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+            super().set_epoch(epoch)
+
+    with ob.AsyncDataParallel(model, optimizer, until=2_000) as peer:
+        loader = DataLoader(data, batch_size=50, sampler=Sampler(data, peer.processes, peer.rank))
+        for batch in peer.batches(loader):
+            assert not peer.done
+            taught(model, optimizer, peer, batch)
+        assert peer.done
+        after = state_of(model)
+        peer.step()  # over: nothing is counted, and nothing changes
+        assert all(torch.equal(after[name], tensor) for name, tensor in state_of(model).items())
+    assert epochs == [0, 1, 2, 3]
+    assert peer.summary.samples == 2_000
+
+
+def test_evaluation_is_made_beside_the_loop(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    asked = {"evaluate": lambda net: (0.25, 0.5), "every": ob.EveryUpdates(2)}
+    with ob.AsyncDataParallel(model, optimizer, until=600, **asked) as peer:
+        for batch in peer.batches(DataLoader(data, batch_size=50)):
+            taught(model, optimizer, peer, batch)
+    assert (peer.summary.loss, peer.summary.accuracy) == (0.25, 0.5)
+
+
+def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorDataset) -> None:
+    model = network()
+    with pytest.raises(ZeroDivisionError), ob.AsyncDataParallel(model, sgd(model)):
+        raise ZeroDivisionError
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("offbeat rank")]
+
+
+@dataclass(frozen=True)
+class Interrupted(ob.Gossip):
+    """Somebody presses Ctrl-C while the node is handed the third step."""
+
+    def node(self, setup: ob.Setup) -> ob.Node:
+        node = super().node(setup)
+        handle, steps = node.handle, itertools.count(1)
+
+        def interrupted(event: Event) -> Iterable[Action]:
+            if isinstance(event, StepReady) and next(steps) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return handle(event)
+
+        node.handle = interrupted  # type: ignore[method-assign]
+        return node
+
+
+def test_ctrl_c_in_the_middle_of_an_event_waits_for_its_end(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    peer = ob.AsyncDataParallel(model, optimizer, strategy=Interrupted())
+
+    def loop() -> None:
+        with peer:
+            while True:
+                taught(model, optimizer, peer, data[:30])
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert peer.finish is not None
+    assert len(list(of_kind(peer.records, Update))) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# Side by side: ranks as threads, with links over gloo as between processes
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
+    """Run a loop as so many ranks at once; returns what they return, and raises what the first of them raised."""
+
+    def run(processes: int, loop: Callable[[int], Any]) -> list[Any]:
+        door, address, token = open_door(None, None)
+        mine = threading.local()
+        monkeypatch.setattr("offbeat.session.part.seat", lambda: mine.seat)
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+
+        def be(rank: int) -> None:
+            number = door.detach() if rank == 0 else None
+            mine.seat = Seat(rank, processes, address, token, number, launcher="torchrun")
+            try:
+                results[rank] = loop(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+        if errors:
+            raise errors[0]
+        assert sorted(results) == list(range(processes)), "somebody is still waiting"
+        return [results[rank] for rank in range(processes)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"graph": "exponential", "acid": True},
+        {"graph": "complete", "partner": "first-available", "clock": "regular"},
+        {"partner": "matchings", "rate": 2.0},
+        {"strategy": ob.Gossip(rate=0.5)},
+    ],
+    ids=lambda words: "-".join(map(str, words)) or "default",
+)
+def test_models_are_equal_in_the_end(words: dict[str, Any], together: Any, data: TensorDataset) -> None:
+    """They start apart, see other data, take unequally many steps, and end with one model."""
+    firsts: dict[int, dict[str, Tensor]] = {}
+
+    def loop(rank: int) -> tuple[dict[str, Tensor], ob.AsyncDataParallel]:
+        model = network(seed=rank)
+        optimizer = sgd(model)
+        peer = ob.AsyncDataParallel(model, optimizer, **words)
+        firsts[rank] = state_of(model)
+        for step in range(20 + 30 * rank):
+            chosen = [(40 * step + 2 * place + rank) % 600 for place in range(20)]
+            taught(model, optimizer, peer, data[chosen])
+        peer.close()
+        return state_of(model), peer
+
+    models, peers = zip(*together(2, loop), strict=True)
+    for name in models[0]:
+        assert torch.equal(firsts[0][name], firsts[1][name]), name
+        assert torch.equal(models[0][name], models[1][name]), name
+    assert [len(rounds_of(peer)) for peer in peers] == [20, 50]
+    exchanges = [record for peer in peers for record in of_kind(peer.records, Exchange)]
+    assert any(record.outcome == "averaged" for record in exchanges)
+    for peer in peers:
+        assert peer.summary.failure is None
+
+
+def test_a_peer_that_learns_nothing_itself_is_moved_by_the_other(together: Any, data: TensorDataset) -> None:
+    """Rank 1 steps with a learning rate of 0, until what rank 0 has learnt is in its model; rank 0, until it is."""
+    arrived = threading.Event()
+
+    def loop(rank: int) -> bool:
+        model = network()
+        optimizer = sgd(model, lr=0.1 if rank == 0 else 0.0)
+        with ob.AsyncDataParallel(model, optimizer) as peer:
+            first = model[0].weight.detach().clone()
+            while not arrived.wait(0):
+                taught(model, optimizer, peer, data[:30])
+                if rank == 1 and not torch.equal(first, model[0].weight):
+                    arrived.set()
+        return not torch.equal(first, model[0].weight)
+
+    assert together(2, loop) == [True, True]
+
+
+def test_until_is_reached_by_all_together(together: Any, data: TensorDataset) -> None:
+    def loop(rank: int) -> tuple[dict[str, Tensor], int]:
+        model = network()
+        optimizer = sgd(model)
+        with ob.AsyncDataParallel(model, optimizer, until=ob.Samples(6_000)) as peer:
+            sampler = DistributedSampler(data, peer.processes, peer.rank)
+            for batch in peer.batches(DataLoader(data, batch_size=20, sampler=sampler)):
+                taught(model, optimizer, peer, batch)
+        return state_of(model), sum(record.samples for record in of_kind(peer.records, Update))
+
+    (one, taken), (other, given) = together(2, loop)
+    assert taken + given >= 6_000
+    assert min(taken, given) > 0
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_error_of_one_leaves_the_other_training(together: Any, data: TensorDataset) -> None:
+    gone = threading.Event()
+
+    def loop(rank: int) -> int:
+        model = network()
+        optimizer = sgd(model)
+        try:
+            with ob.AsyncDataParallel(model, optimizer) as peer:
+                for step in range(40):
+                    if rank == 1 and step == 5:
+                        raise ZeroDivisionError
+                    if step == 20:
+                        assert gone.wait(WAIT_SECONDS)
+                    taught(model, optimizer, peer, data[:30])
+        except ZeroDivisionError:
+            gone.set()
+        return len(rounds_of(peer)) if rank == 0 else 0
+
+    assert together(2, loop) == [40, 0]
+
+
+def test_a_number_of_peers_that_the_graph_cannot_have(together: Any) -> None:
+    def loop(rank: int) -> None:
+        model = network()
+        ob.AsyncDataParallel(model, sgd(model), graph="exponential")
+
+    with pytest.raises(ob.ConfigurationError, match="power of two"):
+        together(3, loop)
+
+
+# What cannot work is said in one sentence
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def half(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+
+
+def more(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"model": "net"}, "the model must be"),
+        ({"model": Wrapped(network())}, "leave that wrapper out, or pass model.module"),
+        ({"optimizer": sgd(network())}, "holds none of the model's parameters"),
+        ({"optimizer": half}, r"does not hold 4 of the model's 6 trainable parameters \(1.weight"),
+        ({"optimizer": more}, "would not be averaged"),
+        ({"optimizer": ob.SGD(lr=0.1)}, "the optimizer must be an object such as torch.optim.SGD"),
+        ({"graph": "complete", "acid": True}, "complete graph"),
+        ({"graph": "cylce"}, "did you mean 'cycle'"),
+        ({"graph": ob.Cycle()}, "a word here"),
+        ({"partner": "nobody"}, "unknown partner"),
+        ({"clock": "cuckoo"}, "unknown clock"),
+        ({"rate": -1.0}, "rate"),
+        ({"strategy": ob.FixedMinibatch(optimizer=ob.SGD(lr=0.1))}, "has a hub"),
+        ({"strategy": ob.Gossip(optimizer=ob.SGD(lr=0.1))}, "leave optimizer= out"),
+        ({"strategy": ob.Gossip(), "acid": True}, "put into the strategy what they say"),
+        ({"strategy": "gossip"}, "the strategy must be"),
+        ({"until": 1.5}, "until"),
+        ({"every": 3}, "every"),
+    ],
+)
+def test_the_constructor_refuses_what_it_cannot_use(arguments: dict[str, Any], sentence: str) -> None:
+    model = network()
+    optimizer = arguments.pop("optimizer", sgd) if "optimizer" in arguments else sgd
+    made = optimizer(model) if callable(optimizer) else optimizer
+    with pytest.raises(ob.ConfigurationError, match=sentence):
+        ob.AsyncDataParallel(arguments.pop("model", model), made, **arguments)
+
+
+def test_a_run_cannot_be_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OFFBEAT_RESUME", "1")
+    model = network()
+    with pytest.raises(ob.ConfigurationError, match="save model and optimizer in the loop"):
+        ob.AsyncDataParallel(model, sgd(model), out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (lambda peer, model: peer.step(lambda: 0.0), "takes no closure"),
+        (lambda peer, model: peer.step(), r"type peer.step\(samples=len\(x\)\)"),
+        (lambda peer, model: peer.step(samples=0), "whole number of samples"),
+        (lambda peer, model: peer.step(samples="3"), "whole number of samples"),
+        (lambda peer, model: peer.step(samples=3, loss=torch.zeros(3)), r"loss=loss.mean\(\)"),
+        (lambda peer, model: peer.step(samples=3, loss="small"), "as one number"),
+        (lambda peer, model: (model.double(), peer.step(samples=3)), "moved, converted"),
+        (lambda peer, model: next(peer.batches([1])), "until="),
+        (lambda peer, model: (peer.close(), peer.step(samples=3)), "after peer.close"),
+    ],
+)
+def test_a_step_that_cannot_work_is_told_in_one_sentence(act: Any, sentence: str) -> None:
+    model = network()
+    with pytest.raises(ob.ConfigurationError, match=sentence), ob.AsyncDataParallel(model, sgd(model)) as peer:
+        act(peer, model)
+
+
+@pytest.mark.parametrize("nothing", [[], [1]])
+def test_a_pass_without_a_step_is_refused(nothing: list[int]) -> None:
+    model = network()
+    refused = pytest.raises(ob.ConfigurationError, match=r"without peer.step\(\)")
+    with refused, ob.AsyncDataParallel(model, sgd(model), until=100) as peer:
+        list(peer.batches(nothing))
+
+
+# Processes that end before their time
+
+SCRIPT = """
+import sys
+import torch, torch.nn.functional as F
+import offbeat as ob
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+peer = ob.AsyncDataParallel(model, optimizer)
+does = sys.argv[1 + peer.rank]
+for step in range(1_000_000_000):
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.randn(16, 4)), torch.randint(2, (16,))).backward()
+    peer.step()
+    if step == 20 and does != "goes on":
+        break
+    if step == 10:
+        print("learning", flush=True)
+if does == "waits":
+    print("waiting", flush=True)
+    peer.close()
+if does == "fails":
+    raise ZeroDivisionError
+"""
+
+
+@contextmanager
+def scripts(directory: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """A process for each word, which says what its rank does; none of them is there afterwards."""
+    path = directory / "script.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    door, address, token = open_door(None, None)
+    known = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
+    with ExitStack() as stack, door:
+        processes = []
+        for rank in range(len(words)):
+            place = Seat(rank, len(words), address, token, directory=directory / "run")
+            handed = {"OFFBEAT_DOOR": str(door.fileno())} if rank == 0 else {}
+            process = subprocess.Popen(
+                [sys.executable, str(path), *words],
+                env={**known, "OMP_NUM_THREADS": "1", **environment_of(place), **handed},
+                pass_fds=[door.fileno()],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+def ends_of(directory: Path) -> dict[int, str | None]:
+    return {record.rank: record.failure for record in of_kind(read_run(directory / "run"), Ended)}
+
+
+def said_by(process: subprocess.Popen[str], word: str) -> None:
+    """Wait until a process has said this."""
+    assert process.stdout is not None
+    assert any(line.strip() == word for line in process.stdout)
+
+
+def test_ctrl_c_leaves_in_order_in_the_loop_and_while_waiting_and_the_others_go_on(tmp_path: Path) -> None:
+    with scripts(tmp_path, "goes on", "goes on", "waits") as processes:
+        for process, word in zip(processes, ["learning", "learning", "waiting"], strict=True):
+            said_by(process, word)
+        for process in reversed(processes):
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=WAIT_SECONDS)
+            assert said.rstrip().endswith("KeyboardInterrupt")
+    assert ends_of(tmp_path) == dict.fromkeys(range(3), "it was interrupted")
+
+
+def test_a_script_that_ends_without_close_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with scripts(tmp_path, "waits", "forgets", "fails") as (waits, forgets, fails):
+        assert "offbeat: rank 1 ended without peer.close()" in forgets.communicate(timeout=WAIT_SECONDS)[1]
+        assert fails.communicate(timeout=WAIT_SECONDS)[1].rstrip().endswith("ZeroDivisionError")
+        assert waits.communicate(timeout=WAIT_SECONDS)[1] == ""
+    assert [process.returncode for process in (waits, forgets, fails)] == [0, 0, 1]
+    assert ends_of(tmp_path) == {0: None, 1: "it was interrupted", 2: "ZeroDivisionError: "}

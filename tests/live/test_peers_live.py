@@ -1,0 +1,251 @@
+"""Real processes without a hub: all of them equal, killed, interrupted and started again, over gloo and over MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accounts import processes_of
+from test_faults_live import Culprit
+from test_mpi_live import OFFBEAT, ended, mpirun, ranks_of, running, slow_cluster, wait_for
+
+import offbeat as ob
+from offbeat.actions import Action, Finish, Report
+from offbeat.analysis import of_kind, summarize
+from offbeat.draws import Draws
+from offbeat.engines.clock import Clock
+from offbeat.engines.live import Participant
+from offbeat.events import Event, PeerLost, Started
+from offbeat.experiment import Experiment
+from offbeat.records.files import MemoryWriter, RunRecords, read_run
+from offbeat.records.schema import Dropped, Evaluation, Notice, Update
+from offbeat.strategies.gossip.node import Peer
+from offbeat.strategies.strategy import Node
+from offbeat.taking_part import read_result
+from offbeat.training import train_experiment
+from offbeat.transports.journal import JournalWriter
+from offbeat.transports.loopback import Loopback
+
+SCRIPT = """
+import sys, zlib
+import torch
+import torch.nn.functional as F
+import offbeat as ob
+
+torch.set_num_threads(1)
+inputs = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0))
+labels = (inputs[:, 0] + inputs[:, 1] > 0).long()
+model = torch.nn.Linear(20, 2)
+strategy = ob.Gossip(graph=ob.Cycle(), momentum=ob.Acid(), optimizer=ob.SGD(lr=0.1))
+with ob.join(model, strategy, until=ob.Samples(20_000)) as run:
+    for x, y in run.batches((inputs, labels)):
+        run.backward(F.cross_entropy(model(x), y, reduction="none"))
+values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+with open(f"model-{run.rank}", "w") as file:
+    right = (model(inputs).argmax(1) == labels).float().mean().item()
+    file.write(f"{zlib.crc32(values.numpy().tobytes())} {right > 0.9} {run.is_main}")
+"""
+
+
+@dataclass(frozen=True)
+class Patient(ob.Gossip, name=""):
+    """Gossip that also trains until a rank has come back: how long that takes is the machine's business."""
+
+    back: int = 0
+
+    def node(self, setup: ob.Setup) -> Node:
+        node = super().node(setup)
+        assert isinstance(node, Peer)
+        enough, rank = node._has_enough, setup.rank
+        node._has_enough = lambda: enough() and (rank == self.back or node._members.live.get(self.back, 0) > 0)  # type: ignore[method-assign]
+        return node
+
+
+def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.Crash, ...] = ()) -> Experiment:
+    """Slow enough that something can be done to it in its middle, whatever the machine."""
+    slow = ob.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)
+    cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=2.0)
+    return Experiment(ob.Digits(), strategy, cluster, 4, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
+
+
+def check_peers(run: RunRecords, samples: int) -> None:
+    """Every peer's samples are accounted for, none of them twice, and there were as many as were asked for."""
+    accounted: dict[int, Draws] = {}
+    applied = 0
+    for update in of_kind(run, Update):
+        (part,) = update.contributions
+        assert (part.rank, part.stop - part.first) == (update.rank, update.samples)
+        accounted.setdefault(part.rank, Draws()).add(part.first, part.stop)
+        applied += update.samples
+    for dropped in of_kind(run, Dropped):
+        assert dropped.reason == "stopped"
+    assert applied >= samples
+    summary = summarize(run)
+    assert (summary.failure, summary.samples) == (None, applied)
+    assert summary.accuracy is not None
+    assert summary.accuracy >= 0.9
+
+
+def test_peers_train_and_the_command_says_how_it_went(tmp_path: Path) -> None:
+    words = ["train", "digits", "gossip", "--graph", "cycle", "--acid", "--workers", "4", "--until", "30000", "--json"]
+    done = subprocess.run(
+        [*OFFBEAT, *words, "--no-report", "--out", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (run["workers"], run["failure"], run["lost_peers"]) == (4, None, 0)
+    assert run["accuracy"] >= 0.9
+    check_peers(read_run(tmp_path / "runs/gossip-seed0"), 30_000)
+
+
+def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [*OFFBEAT, "launch", "-n", "4", "--quiet", "script.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    models = [(tmp_path / f"model-{rank}").read_text().split() for rank in range(4)]
+    assert len({checksum for checksum, _, _ in models}) == 1
+    assert [right for _, right, _ in models] == ["True"] * 4
+    assert [main for _, _, main in models] == ["True", "False", "False", "False"]
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_killed_peer_comes_back_and_the_others_did_not_wait(rank: int, tmp_path: Path) -> None:
+    culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(rank, signal.SIGKILL))
+    run = train_experiment(experiment(Patient(batch=32, back=rank), 15_000), tmp_path / "run", watcher=culprit)
+    assert culprit.said == [f"peer {rank} was killed by SIGKILL; it is started again (1 of 3)"]
+    assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 1)
+    assert run.summary.samples >= 15_000
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy >= 0.9
+    assert run.finish is not None
+    assert not processes_of(os.getpid())
+
+
+def test_without_rank_0_the_others_come_to_the_end_and_keep_the_result(tmp_path: Path) -> None:
+    culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(0, signal.SIGKILL))
+    planned, live = experiment(ob.Gossip(batch=32), 10_000), ob.Live(restarts=0)
+    run = train_experiment(planned, tmp_path / "run", live, culprit)
+    assert culprit.said == ["peer 0 was killed by SIGKILL, and it is not started again"]
+    assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 0)
+    assert run.summary.samples >= 10_000
+    last = list(of_kind(run.records, Evaluation))[-1]
+    assert last.rank == 1
+    assert read_result(tmp_path / "run") is not None
+    with pytest.raises(ob.ConfigurationError, match="has ended already"):
+        train_experiment(planned, tmp_path / "run", live, resume=True)
+
+
+def test_an_interrupted_run_goes_on_from_what_rank_0_had(tmp_path: Path) -> None:
+    culprit = Culprit(tmp_path / "run", 60, lambda it: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train_experiment(experiment(ob.GossipAcid(batch=32), 1_000_000), tmp_path / "run", watcher=culprit)
+    assert not processes_of(os.getpid())
+    before = summarize(read_run(tmp_path / "run"))
+    assert before.failure == "it was interrupted"
+    assert before.samples < 20_000
+    run = train_experiment(experiment(ob.GossipAcid(batch=32), 20_000), tmp_path / "run", resume=True)
+    assert run.summary.failure is None
+    assert run.summary.samples >= 20_000
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy >= 0.9
+    versions = [update.version for update in of_kind(run.records, Update) if update.rank == 0]
+    assert versions == list(range(1, len(versions) + 1))
+
+
+class Listener(Node):
+    """Says that it has begun, and ends when its peer is gone."""
+
+    def handle(self, event: Event) -> Iterator[Action]:
+        if isinstance(event, Started):
+            yield Report(Notice(event.at, 1, "begun"))
+        elif isinstance(event, PeerLost):
+            yield Finish(torch.zeros(1), (), 0)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_who_comes_back_while_all_the_others_end_does_not_begin_by_itself(returned: bool) -> None:
+    loopback = Loopback({0: [1], 1: [0]})
+    other, mine = loopback.transport(0), loopback.transport(1)
+    participant = Participant(Listener(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), returned=returned)
+    participant.start()
+    other.close()
+    try:
+        assert participant.wait(30)
+        assert participant.failure == (
+            "rank 1 came back when the others were ending, or were lost as well" if returned else None
+        )
+    finally:
+        participant.close()
+
+
+def test_what_is_recorded_before_the_clock_is_set_gets_the_time_of_the_run() -> None:
+    loopback = Loopback({0: [1], 1: [0]})
+    mine, writer = loopback.transport(1), MemoryWriter()
+    mine.elapsed_at_join = (1000.0, time.monotonic())
+    participant = Participant(Listener(), mine, rank=1, clock=Clock(), writer=writer)
+    participant.start()
+    assert writer.records == []
+    loopback.transport(0).close()
+    try:
+        assert participant.wait(30)
+        (record,) = writer.records
+        assert 999.0 <= record.at <= participant.clock.now()
+    finally:
+        participant.close()
+
+
+def test_a_second_keeper_of_records_gets_all_of_them_where_it_has_none() -> None:
+    for whole in (False, True):
+        writer = JournalWriter(MemoryWriter(), whole)
+        writer.write(Notice(1.0, 1, "first"))
+        assert len(list(writer.take(0))) == 1
+        assert list(writer.take(0)) == []
+        writer.write(Notice(2.0, 1, "second"))
+        (journal,) = writer.take(2)
+        assert len(journal.lines) == (2 if whole else 1)
+        assert list(writer.take(2)) == []
+
+
+def test_peers_over_mpi_go_on_when_rank_0_is_killed_in_the_second_run(tmp_path: Path) -> None:
+    words = [*OFFBEAT, "train", "digits", "gossip", "--acid", "--batch", "32", "--until", "6000", "--seeds", "2"]
+    slow = ["--cluster", slow_cluster(tmp_path, 4), "--json", "--quiet", "--no-report", "--out", "runs"]
+    first, second = (tmp_path / f"runs/gossip-seed{seed}" for seed in (0, 1))
+    records = second / "records-0.jsonl"
+    with running([*mpirun(4), *words, *slow], tmp_path) as process:
+        wait_for(lambda: records.exists() and records.read_bytes().count(b'"update"') >= 15, process)
+        os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+        code, printed, errors = ended(process)
+    assert code == 0, errors
+    whole = summarize(read_run(first))
+    assert (whole.failure, whole.lost_peers, whole.workers) == (None, 0, 4)
+    assert {update.rank for update in of_kind(read_run(first), Update)} == {0, 1, 2, 3}
+    (run,) = json.loads(printed)["runs"]
+    assert (run["seed"], run["failure"], run["lost_peers"]) == (1, None, 1)
+    assert (run["samples"], run["updates"]) == (summarize(read_run(second)).samples, len(updates_of(second)))
+    assert {update.rank for update in updates_of(second)} == {0, 1, 2, 3}
+    for each in (first, second):
+        assert summarize(read_run(each)).samples >= 6_000
+        assert read_result(each) is not None
+    (sentence,) = [line for line in errors.splitlines() if line.startswith("offbeat: ")]
+    assert sentence.startswith("offbeat: rank 1 on ")
+    assert sentence.endswith(": rank 0 was lost; this is what is known here of how it went on without it")
+
+
+def updates_of(run: Path) -> list[Update]:
+    return list(of_kind(read_run(run), Update))

@@ -1,0 +1,131 @@
+"""How far peers are apart is measured in simulations, exactly, and where there are no peers nothing is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from scenes import play
+
+import offbeat as ob
+from offbeat.actions import Action, Compute, Evaluate, Finish
+from offbeat.engines.rounds import consensus_distance
+from offbeat.events import Evaluated, Event, GradientReady, Started
+from offbeat.records.schema import Consensus, Ended, Evaluation, Record
+from offbeat.strategies.strategy import State
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Islands(ob.Strategy):
+    """Peers that never talk: each takes some steps of its own, and rank 0 evaluates after each."""
+
+    meet: bool = False
+    """Whether all finish with the same."""
+    diverge: bool = False
+    """Whether no number comes of it."""
+    shy: bool = False
+    """Whether only rank 0 shows its parameters."""
+
+    def processes(self, workers: int) -> int:
+        return workers
+
+    def computes(self, rank: int) -> bool:
+        return True
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return ()
+
+    def node(self, setup: ob.Setup) -> ob.Node:
+        return Islander(self, setup)
+
+
+class Islander(ob.Node):
+    def __init__(self, config: Islands, setup: ob.Setup) -> None:
+        self.config, self.setup, self.x, self.steps = config, setup, setup.parameters.clone(), 0
+
+    def handle(self, event: Event) -> Iterable[Action]:
+        if isinstance(event, GradientReady):
+            self.x -= (math.nan if self.config.diverge else 0.1) / event.samples * event.gradient
+            self.steps += 1
+            if self.setup.rank == 0:
+                yield Evaluate(self.x, (), self.steps)
+        if isinstance(event, Started) or (isinstance(event, GradientReady) and self.steps < STEPS):
+            yield Compute(self.x, (), self.steps, 16 * self.steps, ob.Samples(16), 16)
+        elif isinstance(event, Evaluated if self.setup.rank == 0 else GradientReady) and self.steps == STEPS:
+            yield Finish(torch.ones_like(self.x) if self.config.meet else self.x, (), self.steps)
+
+    def replica(self) -> torch.Tensor | None:
+        return None if self.config.shy and self.setup.rank else self.x
+
+    def state(self) -> State:
+        raise NotImplementedError
+
+    def restore(self, state: State) -> None:
+        raise NotImplementedError
+
+
+def direct(replicas: list[torch.Tensor]) -> float:
+    table = torch.stack(replicas).double()
+    return float((table - table.mean(dim=0)).square().sum(dim=1).mean())
+
+
+def test_the_distance_is_measured_with_every_evaluation_and_at_the_end() -> None:
+    scene = play(Islands(), workers=3, checked=False)
+    assert scene.outcome.failure is None
+    measured = scene.of(Consensus)
+    assert len(measured) == STEPS + 1
+    assert {record.peers for record in measured} == {3}
+    assert isinstance(scene.records[-1], Ended)
+    assert scene.records[-2] == measured[-1]
+    assert measured[-1].at == scene.outcome.seconds
+    last = [scene.outcome.finishes[rank].parameters for rank in range(3)]
+    assert measured[-1].distance == pytest.approx(direct(last), rel=1e-9)
+    assert measured[-1].distance > 0
+
+
+def test_peers_that_end_with_the_same_model_have_a_distance_of_nothing() -> None:
+    assert play(Islands(meet=True), workers=3, checked=False).of(Consensus)[-1].distance == 0.0
+
+
+def test_a_peer_that_has_crashed_does_not_count() -> None:
+    crash = ob.Cluster(faults=(ob.Crash(2, 1e-9),))
+    assert {record.peers for record in play(Islands(), cluster=crash, checked=False).of(Consensus)} == {2}
+
+
+@pytest.mark.parametrize("strategy", [Islands(shy=True), ob.FixedMinibatch(), ob.AsyncFixed()])
+def test_where_fewer_than_two_have_a_model_of_their_own_nothing_is_measured(strategy: ob.Strategy) -> None:
+    scene = play(strategy, evaluate=ob.EveryUpdates(), checked=False)
+    assert scene.of(Consensus) == []
+    assert scene.of(Evaluation) or isinstance(strategy, Islands)
+
+
+def test_to_measure_changes_neither_the_models_nor_what_happens() -> None:
+    def others(records: list[Record]) -> list[Record]:
+        return [record for record in records if not isinstance(record, Consensus)]
+
+    watched, unwatched = (play(Islands(shy=shy), checked=False) for shy in (False, True))
+    assert others(watched.records) == others(unwatched.records)
+
+
+def test_models_that_are_not_finite_have_no_distance() -> None:
+    assert math.isnan(consensus_distance([torch.zeros(2), torch.tensor([1.0, float("nan")])]))
+    assert play(Islands(diverge=True), checked=False).of(Consensus) == []
+
+
+@given(some.integers(2, 9), some.integers(0, 2**31), some.sampled_from([torch.float32, torch.float64]))
+def test_one_pass_gives_what_two_would(peers: int, seed: int, kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    far = 1000 * torch.randn(7, generator=generator, dtype=kind)
+    replicas = [far + torch.randn(7, generator=generator, dtype=kind) for _ in range(peers)]
+    replicas[0] = replicas[0] + 50  # the first, from which differences are taken, may be the odd one out
+    before = [replica.clone() for replica in replicas]
+    assert consensus_distance(replicas) == pytest.approx(direct(replicas), rel=1e-10)
+    assert all(torch.equal(one, other) for one, other in zip(replicas, before, strict=True))
+    assert consensus_distance([far] * peers) == 0.0

@@ -1,0 +1,394 @@
+"""Gossip against what theory says: what is conserved, how fast peers come together, how often they average."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from gossip_scenes import BATCH, Disagreement, average
+from torch import nn
+
+import offbeat as ob
+from offbeat.analysis import evaluations, of_kind
+from offbeat.engines.simulated import Scenario, Simulation
+from offbeat.randomness import stream
+from offbeat.records.files import MemoryWriter
+from offbeat.records.schema import Consensus, Dropped, Exchange, Notice, Round, Update
+from offbeat.strategies.gossip.node import Peer
+from offbeat.strategies.gossip.pulse import Pulse
+from offbeat.topology import Graph
+from offbeat.workloads.examples import Order
+
+# What is conserved
+
+
+def drift(strategy: ob.Gossip, peers: int, gradients: int, **settings: object) -> tuple[float, int]:
+    """How much the conserved sum moved, relative to the size of the parameters, and how often it was looked at."""
+    seen: list[torch.Tensor] = []
+    sizes: list[float] = []
+    worst, looked = [0.0], [0]
+
+    def look(time: float, disagreement: Disagreement) -> None:
+        looked[0] += 1
+        if looked[0] % 4 != 1:
+            return
+        total = disagreement.conserved()
+        if not seen:
+            sizes.append(float(disagreement.replicas().norm()))
+        seen.append(total if not seen else seen[0])
+        worst[0] = max(worst[0], float((total - seen[0]).norm()) / sizes[0])
+
+    average(strategy, peers, gradients, look, **settings)  # type: ignore[arg-type]
+    return worst[0], len(seen)
+
+
+def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
+    """A graph, a rate, latencies and speeds of all kinds."""
+    rng = stream(seed, "gossip test")
+    peers = int(rng.integers(2, 9))
+    graphs: list[Graph] = [ob.Cycle(), ob.Star(), ob.Complete()]
+    if peers in (2, 4, 8):
+        graphs.append(ob.ExponentialGraph())
+    graph = graphs[int(rng.integers(len(graphs)))]
+    accelerated = bool(rng.random() < 0.6) and not isinstance(graph, ob.Complete)
+    partners: list[object] = [ob.Random(), ob.FirstAvailable()]
+    if peers % 2 == 0 and not isinstance(graph, ob.Star):
+        partners.append(ob.Matchings())
+    strategy = ob.Gossip(
+        graph=graph,
+        rate=float(10 ** rng.uniform(-0.5, 0.6)),
+        partner=partners[int(rng.integers(len(partners)))],  # type: ignore[arg-type]
+        clock=[ob.Poisson(), ob.Regular()][int(rng.integers(2))],  # type: ignore[arg-type]
+        momentum=ob.Acid() if accelerated else None,
+    )
+    cluster = ob.Cluster(
+        seconds_per_sample=1.0 / BATCH,
+        factors=tuple(float(rng.uniform(0.5, 3.0)) for _ in range(peers)),
+        straggle=ob.Lognormal(0.5) if rng.random() < 0.5 else ob.NoStraggle(),
+        link=ob.Link(delay_std_seconds=float(rng.choice([0.0, 0.3]))),
+    )
+    latency = float(rng.choice([0.0, 0.05, 0.5, 2.0]))
+    return strategy, peers, {"cluster": cluster, "latency": latency, "seed": seed, "dimension": 16}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("tenth", range(5))
+def test_averaging_conserves_the_mean_whatever_the_interleaving(
+    dtype: torch.dtype, tolerance: float, tenth: int
+) -> None:
+    for seed in range(50 * tenth, 50 * tenth + 50):
+        strategy, peers, settings = random_strategy(seed if dtype == torch.float32 else 1000 + seed)
+        worst, looks = drift(strategy, peers, 5, dtype=dtype, **settings)
+        assert worst <= tolerance, f"seed {seed}: {strategy} drifts by {worst}"
+        assert looks > 3
+
+
+def test_with_momentum_the_parameters_alone_are_not_conserved() -> None:
+    """So the sum that is looked at above is the right one, and looking at it can fail."""
+    sums: list[torch.Tensor] = []
+    strategy = ob.GossipAcid(rate=2.0)
+    average(strategy, 8, 12, lambda time, seen: sums.append(seen.replicas().sum(0)), latency=0.5, seed=3)
+    assert max(float((total - sums[0]).norm()) for total in sums) > 1e-2
+
+
+# How fast peers come together
+
+
+def distances(strategy: ob.Gossip, peers: int, gradients: int, seed: int, latency: float = 0.0) -> list[float]:
+    """The distance from consensus at every gradient time since peers disagreed."""
+    found: list[float] = []
+
+    def look(time: float, disagreement: Disagreement) -> None:
+        if time >= len(found):
+            found.extend([disagreement.distance()] * (math.floor(time) + 1 - len(found)))
+
+    average(strategy, peers, gradients + 3, look, seed=seed, latency=latency)
+    return found[:gradients]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "peers", "gradients", "seeds", "published"),
+    [
+        (ob.Gossip(), 8, 24, 10, 0.2688),
+        (ob.GossipAcid(), 8, 20, 10, 0.361),
+        (ob.Gossip(), 16, 48, 3, 0.0754),
+        (ob.GossipAcid(), 16, 36, 4, 0.199),
+        (ob.Gossip(), 32, 100, 1, 0.0192),
+        (ob.GossipAcid(), 32, 60, 2, 0.0743),
+    ],
+)
+def test_peers_come_together_as_fast_as_second_moments_say(
+    strategy: ob.Gossip, peers: int, gradients: int, seeds: int, published: float
+) -> None:
+    mean = np.mean([distances(strategy, peers, gradients, seed) for seed in range(seeds)], axis=0)
+    later = np.arange(gradients // 4, gradients)
+    rate = -np.polyfit(later, np.log(mean[later]), 1)[0]
+    assert rate >= 0.9 * published
+
+
+def pulled_apart(strategy: ob.Gossip, peers: int, gradients: int, latency: float) -> float:
+    """The mean distance from consensus, of peers that each have another optimum, once that is as large as it gets."""
+    optima = torch.randn(peers, 12, generator=torch.Generator().manual_seed(0))
+    workload = ob.Workload(
+        lambda: Pulled(12),
+        lambda outputs, targets: outputs,
+        (optima, torch.zeros(peers)),
+        label="pulled",
+        split=ob.Sharded(),
+    )
+    run = ob.simulate(
+        workload,
+        dataclasses.replace(strategy, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.02)),
+        ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=latency)),
+        ob.Samples(peers * gradients),
+        workers=peers,
+        evaluate=ob.EverySeconds(2.0),
+    )
+    found = [record.distance for record in of_kind(run.records, Consensus)]
+    return float(np.mean(found[len(found) // 2 : -1]))
+
+
+class Pulled(nn.Module):
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(dimension))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (self.place - inputs).square().sum(1)
+
+
+UNGUARDED = ob.Gossip(momentum=ob.Acid(guard=False))
+LATE = [(16, 120, 0.25), (16, 120, 1.0), (16, 120, 4.0), (64, 60, 0.25), (64, 60, 4.0)]
+
+
+@pytest.mark.parametrize(("peers", "gradients", "latency"), LATE)
+def test_with_the_guard_momentum_pays_at_any_latency(peers: int, gradients: int, latency: float) -> None:
+    plain = pulled_apart(ob.Gossip(), peers, gradients, latency)
+    assert pulled_apart(ob.GossipAcid(), peers, gradients, latency) < 0.8 * plain
+
+
+@pytest.mark.parametrize(("peers", "latency"), [(16, 4.0), (64, 1.0)])
+def test_guarded_peers_come_together_where_unguarded_ones_fly_apart(peers: int, latency: float) -> None:
+    guarded = distances(ob.GossipAcid(), peers, 60 if peers == 16 else 40, seed=1, latency=latency)
+    assert guarded[-1] < 0.7 * guarded[0]
+    unguarded = distances(UNGUARDED, peers, 60 if peers == 16 else 40, seed=1, latency=latency)
+    assert unguarded[-1] > 10 * unguarded[0]
+
+
+# How often they average
+
+
+@pytest.mark.parametrize(("latency", "tolerance"), [(0.05, 0.02), (0.5, 0.05)])
+@pytest.mark.parametrize("clock", [ob.Poisson(), ob.Regular()])
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
+def test_peers_average_as_often_as_they_should(rate: float, clock: object, latency: float, tolerance: float) -> None:
+    """As often as the clock strikes; a random one strikes at its rate only in the long run, which is tested below."""
+    scenario = Scenario(
+        strategy=ob.Gossip(rate=rate, clock=clock, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01)),  # type: ignore[arg-type]
+        workload=ob.Quadratic(dimension=4).build(),
+        cluster=ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=latency)),
+        workers=2,
+        until=ob.Samples(2000),
+        seed=0,
+    )
+    writer = MemoryWriter()
+    simulation = Simulation(scenario, writer)
+    simulation.run()
+    nodes = [process.node for process in simulation.processes]
+    due = sum(node._averaging.ticks for node in nodes if isinstance(node, Peer))
+    made = sum(isinstance(record, Exchange) and record.outcome == "averaged" for record in writer.records)
+    assert made == pytest.approx(due, rel=tolerance)
+    if isinstance(clock, ob.Regular):
+        gradients = sum(isinstance(record, Update) for record in writer.records)
+        assert 2 * made / gradients == pytest.approx(rate, rel=tolerance)
+
+
+def test_a_random_clock_strikes_at_its_rate() -> None:
+    pulse = Pulse(ob.Poisson(), 0.25, stream(0, "test"))
+    for _ in range(25_000):
+        pulse.tick()
+    assert pulse.next == pytest.approx(100_000, rel=0.02)
+
+
+def test_a_rate_that_cannot_be_reached_is_told() -> None:
+    strategy = ob.Gossip(rate=4.0, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01))
+    cluster = ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=2.0))
+    run = ob.simulate(ob.Quadratic(dimension=4), strategy, cluster, ob.Samples(400), workers=4, evaluate=None)
+    texts = [notice.text for notice in of_kind(run.records, Notice)]
+    assert len(texts) == 4
+    assert "cannot keep up with rate 4" in texts[0]
+    assert "about 0.5 per gradient" in texts[0]
+
+
+# With whom
+
+
+def pairs(run: ob.Run) -> set[tuple[int, int]]:
+    found = (record for record in of_kind(run.records, Exchange) if record.outcome == "averaged")
+    return {(min(record.rank, record.peer), max(record.rank, record.peer)) for record in found}
+
+
+def gossip(partner: object, graph: Graph, workers: int, **settings: object) -> ob.Run:
+    strategy = ob.Gossip(
+        partner=partner,  # type: ignore[arg-type]
+        graph=graph,
+        batch=4,
+        microbatch=4,
+        optimizer=ob.SGD(lr=0.01),
+        **settings,  # type: ignore[arg-type]
+    )
+    cluster = ob.Cluster(seconds_per_sample=0.1, straggle=ob.Lognormal(0.3), link=ob.Link(latency_seconds=0.01))
+    return ob.simulate(ob.Quadratic(dimension=4), strategy, cluster, ob.Samples(workers * 240), workers=workers)
+
+
+CYCLE_OF_6 = {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)}
+
+
+@pytest.mark.parametrize("partner", [ob.Random(), ob.FirstAvailable(), ob.Matchings()])
+def test_peers_average_with_all_their_neighbours_and_nobody_else(partner: object) -> None:
+    run = gossip(partner, ob.Cycle(), 6)
+    assert pairs(run) == CYCLE_OF_6
+    assert run.summary.exchanges_per_gradient == pytest.approx(1.0, rel=0.2)
+
+
+def test_on_a_complete_graph_the_first_available_may_be_anybody() -> None:
+    run = gossip(ob.FirstAvailable(), ob.Complete(), 5)
+    assert len(pairs(run)) == 10
+    assert run.summary.exchanges_per_gradient == pytest.approx(1.0, rel=0.1)
+
+
+def test_matchings_take_turns() -> None:
+    run = gossip(ob.Matchings(), ob.Cycle(), 6, clock=ob.Regular())
+    counts: dict[tuple[int, int], int] = {}
+    for record in of_kind(run.records, Exchange):
+        pair = (min(record.rank, record.peer), max(record.rank, record.peer))
+        counts[pair] = counts.get(pair, 0) + 1
+    assert max(counts.values()) <= 1.5 * min(counts.values())
+
+
+# What they train
+
+
+def test_a_peer_alone_trains_as_a_plain_loop_does() -> None:
+    workload = ob.Quadratic(dimension=4).build()
+    strategy = ob.Gossip(batch=8, microbatch=8, optimizer=ob.SGD(lr=0.05, momentum=0.9))
+    run = ob.simulate(workload, strategy, until=ob.Samples(400), workers=1)
+    model = workload.initial_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    order = Order(workload.split.indices(workload.train.targets, 0, 1, 0), 0, 0)
+    for first in range(0, 400, 8):
+        optimizer.zero_grad()
+        workload.losses(model, workload.train.take(order.take(first, first + 8))).mean().backward()
+        optimizer.step()
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert run.finish is not None
+    torch.testing.assert_close(run.finish.parameters, flat)
+
+
+def test_fast_peers_do_more_and_all_end_with_the_same_model() -> None:
+    cluster = ob.Cluster(factors=(1.0, 1.0, 1.0, 4.0), seconds_per_sample=0.01)
+    run = ob.simulate(ob.Digits(), ob.GossipAcid(), cluster, ob.Samples(12_000), workers=4)
+    rounds = [sum(record.samples for record in of_kind(run.records, Round) if record.rank == rank) for rank in range(4)]
+    assert rounds[3] < 0.4 * rounds[0]
+    assert run.summary.accuracy is not None
+    assert run.summary.accuracy > 0.85
+    assert list(of_kind(run.records, Consensus))[-1].distance == 0.0
+
+
+def test_what_a_user_steps_is_averaged_all_the_same() -> None:
+    seen: list[float] = []
+    scenario = Scenario(
+        strategy=ob.Gossip(batch=8, microbatch=8),
+        workload=ob.Quadratic(dimension=4).build(),
+        cluster=ob.Cluster(seconds_per_sample=0.1),
+        workers=4,
+        until=ob.Samples(1600),
+        seed=0,
+        user_optimizer=ob.SGD(lr=0.05),
+    )
+    writer = MemoryWriter()
+    outcome = Simulation(scenario, writer).run()
+    seen = [record.loss / record.samples for record in writer.records if isinstance(record, Round)]  # type: ignore[operator]
+    assert outcome.failure is None
+    assert np.mean(seen[-20:]) < 0.2 * np.mean(seen[:4])
+    assert any(isinstance(record, Exchange) and record.outcome == "averaged" for record in writer.records)
+
+
+def test_statistics_of_batch_norm_travel_with_the_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten(0))
+    inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + torch.arange(64).unsqueeze(1) / 16
+    workload = ob.Workload(
+        lambda: model,
+        lambda outputs, targets: (outputs - targets).square(),
+        (inputs, inputs.sum(1)),
+        split=ob.Sharded(),
+    )
+    scenario = Scenario(
+        strategy=ob.Gossip(batch=8, microbatch=8, optimizer=ob.SGD(lr=1e-4)),
+        workload=workload,
+        cluster=ob.Cluster(seconds_per_sample=0.1),
+        workers=4,
+        until=ob.Samples(1600),
+        seed=0,
+    )
+    finishes = Simulation(scenario, MemoryWriter()).run().finishes
+    first = finishes[0].buffers
+    assert all(torch.equal(a, b) for finish in finishes.values() for a, b in zip(first, finish.buffers, strict=True))
+    counter = next(buffer for buffer in first if not buffer.is_floating_point())
+    assert 45 <= int(counter.max()) <= 60  # of 50 batches each on average, the largest count
+    alone = inputs[:16].mean(0)
+    mean = next(buffer for buffer in first if buffer.is_floating_point())
+    assert torch.isfinite(mean).all()
+    assert not torch.allclose(alone, inputs.mean(0))
+
+
+# Who dies
+
+
+def with_faults(*faults: object, graph: Graph = ob.Cycle(), workers: int = 6, samples: int = 2400) -> ob.Run:  # noqa: B008
+    cluster = ob.Cluster(seconds_per_sample=0.05, faults=faults, crash_seen_seconds=0.1)  # type: ignore[arg-type]
+    strategy = ob.Gossip(graph=graph, batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01))
+    return ob.simulate(ob.Quadratic(dimension=4), strategy, cluster, ob.Samples(samples), workers=workers)
+
+
+def test_peers_go_on_without_one_that_is_lost() -> None:
+    run = with_faults(ob.Crash(2, 5.0))
+    late = {pair for pair in pairs(run) if 2 in pair}
+    assert late == {(1, 2), (2, 3)}
+    after = [record for record in of_kind(run.records, Exchange) if record.at > 6 and record.outcome == "averaged"]
+    assert after
+    assert all(2 not in (record.rank, record.peer) for record in after)
+    assert run.summary.failure is None
+    assert run.summary.samples >= 2400
+
+
+def test_peers_go_on_without_the_lowest_rank_and_somebody_else_evaluates() -> None:
+    run = with_faults(ob.Crash(0, 5.0))
+    assert run.summary.failure is None
+    assert {evaluation.rank for evaluation in evaluations(run.records)} == {0, 1}
+
+
+def test_a_graph_in_pieces_is_told_and_the_pieces_meet_in_the_end() -> None:
+    run = with_faults(ob.Crash(0, 5.0), graph=ob.Star(), workers=4)
+    texts = {notice.text for notice in of_kind(run.records, Notice)}
+    assert any("the graph is in pieces" in text for text in texts)
+    assert run.summary.failure is None
+
+
+def test_a_peer_that_comes_back_copies_a_neighbour_and_goes_on() -> None:
+    run = with_faults(ob.Crash(2, 5.0, 3.0))
+    back = [record for record in of_kind(run.records, Round) if record.rank == 2 and record.at > 8]
+    assert back
+    assert back[0].draws[0] > 0, "it begins where the others knew it to be, not at the start"
+    assert run.summary.failure is None
+    assert run.summary.rejoined_peers == 1
+
+
+def test_a_peer_whose_gradients_are_broken_gives_up_and_the_others_go_on() -> None:
+    run = with_faults(ob.Corrupt(3, 4.0, 1000.0))
+    assert sum(record.rank == 3 for record in of_kind(run.records, Dropped)) >= 5
+    assert run.summary.failure is None
+    assert max(record.at for record in of_kind(run.records, Round) if record.rank == 3) < 10
