@@ -292,14 +292,8 @@ def ratios(rows: Iterable[dict[str, Any]], case: str) -> dict[int, dict[str, flo
 
 def show(figures: dict[str, dict[int, dict[str, float]]], rows: Sequence[dict[str, Any]]) -> None:
     console = Console()
-    heads = [
-        "",
-        "",
-        "peers",
-        *(name.replace(" ", "\n") for name in CONTESTANTS),
-        "acid over\ndouble",
-        "acid over\nsame",
-    ]
+    contestants = (name.replace(" ", "\n") for name in CONTESTANTS)
+    heads = ["", "", "peers", *contestants, "acid/\ndouble", "acid/\nsame"]
     table = _table("Consensus distance", heads)
     for row in rows:
         table.add_row(
@@ -323,7 +317,7 @@ def show(figures: dict[str, dict[int, dict[str, float]]], rows: Sequence[dict[st
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right" if head else "left", no_wrap=True)
     return table

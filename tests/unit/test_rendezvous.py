@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -182,7 +184,13 @@ def test_who_does_not_hold_the_token_is_refused_at_once(
 
 def test_nothing_is_decoded_that_comes_without_the_token(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[object] = []
-    monkeypatch.setattr(rendezvous, "_decoder", decoded.append)
+
+    class Watched(dict):  # type: ignore[type-arg]
+        def __getitem__(self, kind: object) -> object:
+            decoded.append(kind)
+            return super().__getitem__(kind)
+
+    monkeypatch.setattr(rendezvous, "_DECODERS", Watched(rendezvous._DECODERS))
     door = opened(b"secret")
     hello = msgspec.msgpack.encode(Hello("terms", 1))
     with socket.create_connection((door.address.host, door.address.port)) as visitor:
@@ -365,3 +373,31 @@ def test_a_refusal_for_now_is_tried_again(opened: Open) -> None:
     assert asked(door) == TERMS
     with pytest.raises(TurnedAway, match="wants a token"), dial(opened(b"x").address, None):
         pass
+
+
+def test_all_words_can_be_heard_by_many_threads_at_once_in_a_fresh_process() -> None:
+    """A decoder that two threads make at once may be half-made, and kill the process; so none is made later."""
+    script = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+import msgspec
+from offbeat.transports import rendezvous
+
+hello = msgspec.msgpack.encode(rendezvous.Hello("register", 1, door=rendezvous.Whereabouts("here", 1, "door")))
+together = threading.Barrier(8)
+
+
+def hear():
+    together.wait()
+    assert rendezvous._DECODERS[rendezvous.Hello].decode(hello).door.port == 1
+
+
+threads = [threading.Thread(target=hear) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+    told = {kind for kind in vars(rendezvous).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    assert told - {msgspec.Struct, rendezvous.Whereabouts, rendezvous.Board} == rendezvous._DECODERS.keys()

@@ -21,7 +21,7 @@ import msgspec
 
 from offbeat.actions import Record
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.records.schema import FORMAT, AnyRecord, RunHeader
+from offbeat.records.schema import FORMAT, RECORD_DECODER, AnyRecord, RunHeader
 
 HEADER = "run.json"
 RECORDS = "records.jsonl"
@@ -285,11 +285,10 @@ def read_rank(directory: Path, rank: int) -> Iterator[AnyRecord]:
 
 
 def _read(path: Path) -> Iterator[AnyRecord]:
-    decoder = msgspec.json.Decoder(AnyRecord)
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield decoder.decode(line)
+            yield RECORD_DECODER.decode(line)
         except msgspec.MsgspecError as error:
             if number == len(lines):
                 return

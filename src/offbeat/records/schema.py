@@ -139,6 +139,9 @@ class Ended(Record, frozen=True, tag="ended", omit_defaults=True):
 
 AnyRecord = Round | Update | Dropped | Evaluation | Exchange | Consensus | Membership | Notice | Ended
 
+RECORD_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
+"""Reads a line of records. One for all threads, made before there are any: two that are made at once may be broken."""
+
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What was run: everything that is needed to run it again, and how to read it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.records.files import rank_files
-from offbeat.records.schema import AnyRecord
+from offbeat.records.schema import RECORD_DECODER, AnyRecord
 
 
 class Tail:
@@ -21,7 +21,6 @@ class Tail:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._decoder = msgspec.json.Decoder(AnyRecord)
         self._positions: dict[int, int] = {}
 
     def poll(self) -> list[AnyRecord]:
@@ -49,7 +48,7 @@ class Tail:
 
     def _decode(self, line: bytes) -> AnyRecord | None:
         try:
-            record: AnyRecord = self._decoder.decode(line)
+            record: AnyRecord = RECORD_DECODER.decode(line)
         except msgspec.MsgspecError:
             return None
         return record

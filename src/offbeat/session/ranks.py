@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from offbeat.actions import Budget
@@ -30,7 +29,7 @@ from offbeat.flat import FlatModule
 from offbeat.launch import Seat
 from offbeat.randomness import stream
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
-from offbeat.records.schema import AnyRecord, RunHeader
+from offbeat.records.schema import RECORD_DECODER, RunHeader
 from offbeat.session.desk import Desk
 from offbeat.strategies.strategy import Cadence, Node, Setup, Strategy
 from offbeat.transports.gloo import GlooTransport
@@ -307,14 +306,13 @@ class Ranks:
         return writer
 
     def _journalled(self, rank: int, journal: Journal) -> None:
-        decoder = msgspec.json.Decoder(AnyRecord)
         if self.place.directory is not None:
             with RankWriter(self.place.directory, rank) as writer:
                 for line in journal.lines:
-                    writer.write(decoder.decode(line))
+                    writer.write(RECORD_DECODER.decode(line))
         elif self.rank:  # rank 0 is lost, and this one has to say how the run went
             for line in journal.lines:
-                self.memory.write(decoder.decode(line))
+                self.memory.write(RECORD_DECODER.decode(line))
 
     def _checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""

@@ -18,7 +18,6 @@ Calls are authenticated, but not encrypted: trusted networks only.
 from __future__ import annotations
 
 import errno
-import functools
 import ipaddress
 import logging
 import os
@@ -167,9 +166,12 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     final: bool
 
 
-@functools.cache
-def _decoder(kind: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(Union[kind, Refusal])  # noqa: UP007 (kind is a value)
+_DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(Union[kind, Refusal])  # noqa: UP007 (kind is a value)
+    for kind in (Hello, Conditions, Ready, Accepted, Found, Entry, Refusal)
+}
+"""Made here, before there are threads: while one thread makes the first decoder of a Struct, another one that does the
+same gets a half-made one, and the process dies of it."""
 
 
 class Call:
@@ -221,7 +223,7 @@ class Call:
     def hear(self, kind: type[Words]) -> Words:
         """The next words, which must be of this kind; a refusal is raised as `TurnedAway`."""
         try:
-            words = _decoder(kind).decode(self._connection.recv_bytes(WORDS_BYTES_MAX))
+            words = _DECODERS[kind].decode(self._connection.recv_bytes(WORDS_BYTES_MAX))
         except (OSError, EOFError) as error:
             raise NoAnswer(_reason(error)) from None
         except (msgspec.MsgspecError, ValueError) as error:

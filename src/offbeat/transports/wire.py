@@ -23,6 +23,7 @@ import functools
 import math
 import struct
 import sys
+import threading
 import typing
 import zlib
 from collections.abc import Callable
@@ -390,12 +391,14 @@ class _Plan:
 
 
 _PLANS: dict[type[Message], _Plan] = {}
+_PLANNING = threading.Lock()
 
 
 def _plan(kind: type[Message]) -> _Plan:
     plan = _PLANS.get(kind)
     if plan is None:
-        plan = _PLANS[kind] = _Plan(kind)
+        with _PLANNING:  # decoders of one type that two threads make at once may be half-made
+            plan = _PLANS[kind] = _PLANS.get(kind) or _Plan(kind)
     return plan
 
 
