@@ -33,6 +33,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/straggler.py
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/prediction.py
+	$(BIN)/python bench/acid.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -21,14 +21,16 @@ from offbeat.strategies.hub.node import HubNode
 from offbeat.strategies.hub.worker import Worker
 from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
 
-NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "k-of-n", "sync-amsgrad")
+NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "gossip", "k-of-n", "sync-amsgrad")
+VARIED = {"gossip-acid"}
+"""Another default of one that is checked, whose cases vary just that."""
 CHUNK = 24
 CHUNKS = 12
 
 
 def test_two_thousand_cases_are_checked_and_no_strategy_is_left_out() -> None:
     assert len(NAMES) * CHUNKS * CHUNK >= 2000
-    assert set(NAMES) == set(ob.Strategy.members)
+    assert {*NAMES, *VARIED} == set(ob.Strategy.members)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

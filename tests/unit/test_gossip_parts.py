@@ -1,0 +1,234 @@
+"""The parts of gossip, by hand-made numbers; and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat as ob
+from offbeat.cli import main
+from offbeat.randomness import restore, state_of, stream
+from offbeat.records.files import read_run
+from offbeat.strategies.gossip.assembly import Assembly, children, parents
+from offbeat.strategies.gossip.matchmaker import Matchmaker
+from offbeat.strategies.gossip.members import Members, linked_to
+from offbeat.strategies.gossip.messages import Average, Gather, Part, packed, unpacked
+from offbeat.strategies.gossip.pulse import Pulse
+from offbeat.strategies.gossip.replica import Replica
+
+FLOATS = torch.tensor([1.0, 3.0])
+COUNTER = torch.tensor([5])
+
+
+def replica(*values: float, accelerated: bool = True) -> Replica:
+    return Replica(torch.tensor(values), (FLOATS, COUNTER), accelerated=accelerated)
+
+
+# Arithmetic
+
+
+def test_mixing_is_that_of_two_copies() -> None:
+    mine = replica(1.0, 2.0)
+    assert mine.lead is not None
+    mine.lead.copy_(torch.tensor([4.0, -2.0]))
+    x, other, kept = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 0.0]), 0.3
+    mine.mix(kept)
+    torch.testing.assert_close(mine.parameters, 0.5 * ((1 + kept) * x + (1 - kept) * other))
+    torch.testing.assert_close(mine.parameters + mine.lead, 0.5 * ((1 - kept) * x + (1 + kept) * other))
+
+
+def test_both_ends_of_an_exchange_take_their_share_of_one_difference() -> None:
+    mine, theirs = replica(0.0, 10.0), replica(4.0, 2.0)
+    offered, buffers = theirs.snapshot()
+    met = mine.meet(offered, buffers, alpha_tilde=0.9)
+    assert met is not None
+    assert met.difference.tolist() == [4.0, -8.0]
+    assert met.distance == pytest.approx(80.0)
+    theirs.parameters.add_(1.0)  # it has gone on meanwhile
+    theirs.settle(met.difference, met.buffers, alpha_tilde=0.9)
+    assert mine.parameters.tolist() == [2.0, 6.0]
+    assert theirs.parameters.tolist() == [3.0, 7.0]
+    assert mine.lead is not None
+    assert theirs.lead is not None
+    torch.testing.assert_close(mine.lead, torch.tensor([1.6, -3.2]))
+    torch.testing.assert_close(theirs.lead, -mine.lead)
+
+
+def test_statistics_are_averaged_and_of_counters_the_larger_counts() -> None:
+    mine, theirs = replica(0.0), Replica(torch.zeros(1), (FLOATS + 2, COUNTER + 4), accelerated=False)
+    met = mine.meet(*theirs.snapshot(), alpha_tilde=0.5)
+    assert met is not None
+    theirs.settle(met.difference, met.buffers, alpha_tilde=0.5)
+    for one in (mine, theirs):
+        assert [buffer.tolist() for buffer in one.buffers] == [[2.0, 4.0], [9]]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_taken(broken: float) -> None:
+    mine = replica(1.0, 2.0)
+    assert mine.meet(torch.tensor([0.0, broken]), (FLOATS, COUNTER), 0.7) is None
+    assert mine.meet(torch.zeros(2), (torch.tensor([broken, 0.0]), COUNTER), 0.7) is None
+    assert mine.parameters.tolist() == [1.0, 2.0]
+    assert mine.buffers[0].tolist() == FLOATS.tolist()
+
+
+def test_a_computation_changes_buffers_by_as_much_as_it_changed_its_own() -> None:
+    mine = replica(0.0)
+    mine.buffers[0].add_(10.0)  # an exchange, meanwhile
+    mine.absorb((FLOATS, COUNTER), (FLOATS + 0.5, COUNTER + 1))
+    assert [buffer.tolist() for buffer in mine.buffers] == [[11.5, 13.5], [6]]
+
+
+# When and with whom
+
+
+def test_a_regular_clock_spreads_its_exchanges_over_the_gradient() -> None:
+    pulse = Pulse(ob.Regular(), 2.0, stream(0, "test"))
+    assert pulse.seconds(0.0, 10.0) is None, "nobody knows yet how long a gradient takes"
+    seen = []
+    for gradient in range(1, 6):
+        pulse.gradient(at=10.0 * gradient)
+        while (seconds := pulse.seconds(10.0 * gradient, 10.0)) is not None:
+            seen.append(10.0 * gradient + seconds)
+            pulse.tick()
+    assert len(seen) == 10
+    assert {round(late - early, 6) for early, late in itertools.pairwise(seen)} == {5.0}
+
+
+def test_what_a_quick_gradient_leaves_behind_is_overdue() -> None:
+    pulse = Pulse(ob.Regular(), 1.0, stream(0, "test"))
+    pulse.gradient(at=10.0)
+    pulse.gradient(at=11.0)
+    assert pulse.seconds(11.0, 10.0) == 0.0
+
+
+def test_the_matchmaker_serves_the_first_who_may_meet() -> None:
+    matchmaker = Matchmaker()
+    around = {(0, 1), (1, 2), (2, 3), (0, 3)}
+
+    def may_meet(a: int, b: int) -> bool:
+        return (min(a, b), max(a, b)) in around
+
+    assert matchmaker.ready(0, may_meet) is None
+    assert matchmaker.ready(2, may_meet) is None
+    assert matchmaker.ready(2, may_meet) is None, "saying it twice does not help"
+    assert matchmaker.ready(1, may_meet) == (1, 0, 1)
+    assert matchmaker.ready(3, may_meet) == (2, 2, 3)
+    assert matchmaker.ready(0, may_meet) is None
+    matchmaker.forget(0)
+    assert matchmaker.ready(1, may_meet) is None
+
+
+def test_members_see_what_is_left_of_the_graph() -> None:
+    members = Members(0, 6, ob.Cycle(), 1.0)
+    for rank in range(1, 6):
+        members.joined(rank, 0)
+    assert sorted(members.neighbours) == [1, 5]
+    whole = members.constants
+    members.lost(3)
+    assert members.constants.chi1 > whole.chi1, "a path mixes more slowly than a cycle"
+    members.lost(5)
+    assert members.cut_off == [4]
+    assert members.neighbours == (1,)
+    assert members.root == 0
+
+
+def test_with_many_peers_only_the_lowest_ranks_are_linked_to_everybody() -> None:
+    assert linked_to(ob.Cycle(), 3, 40) == [rank for rank in range(40) if rank != 3]
+    assert linked_to(ob.Cycle(), 30, 40) == [*range(16), 29, 31]
+    members = Members(30, 40, ob.Cycle(), 1.0)
+    for rank in linked_to(ob.Cycle(), 30, 40):
+        members.joined(rank, 0)
+    assert len(members.topology.members) == 40
+    members.told([rank for rank in range(40) if rank != 35])
+    assert 35 not in members.topology.members
+
+
+# Global averages
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 40])
+@pytest.mark.parametrize("direct", [False, True])
+def test_every_part_comes_to_the_root_over_links_that_are_there(size: int, direct: bool) -> None:
+    members = tuple(range(2, 2 + size))
+    up = parents(members, direct)
+    assert set(up) == set(members) - {2}
+    for rank in up:
+        path = [rank]
+        while path[-1] != 2:
+            assert up[path[-1]] in linked_to(ob.Cycle(), path[-1], 2 + size) or up[path[-1]] < 16
+            path.append(up[path[-1]])
+            assert len(path) <= size
+    assert sum(len(children(rank, members, direct)) for rank in members) == size - 1
+
+
+def test_an_assembly_is_the_mean_of_its_parts_unless_a_result_was_agreed_upon() -> None:
+    assembly = Assembly(0, 0, Gather(1, True, (0, 1, 2), False))
+    assembly.contribute((torch.tensor([1.0]), (FLOATS, COUNTER)), version=4)
+    assert not assembly.complete
+    two = Part(torch.tensor([8.0]), (2 * FLOATS, COUNTER + 2), 0, 1, 2, 7, (0, 0, 0), False)
+    assembly.add(1, two)
+    assembly.add(2, Part(torch.empty(0), (), 0, 1, 0, 0, (0, 0, 0), False))
+    mean = assembly.mean()
+    assert assembly.complete
+    assert mean is not None
+    assert mean[0].tolist() == [3.0]
+    assert [buffer.tolist() for buffer in mean[1]] == [[1.0, 3.0], [7]]
+    assert assembly.version == 7
+    held = Part(torch.tensor([9.0]), (FLOATS, COUNTER), 0, 1, 1, 5, (0, 0, 0), True)
+    assembly.add(2, held)
+    again = Assembly.restored(0, assembly.state()).mean()
+    assert again is not None
+    assert (again[0].tolist(), assembly.version, assembly.result) == ([9.0], 5, True)
+
+
+def test_messages_and_generators_survive_a_checkpoint() -> None:
+    average = Average(FLOATS, (COUNTER,), 0, 3, True, (0, 2), False, 8, (1, 2, 3))
+    again = unpacked(Average, packed(average))
+    assert (again.members, again.counts, again.version) == ((0, 2), (1, 2, 3), 8)
+    assert torch.equal(again.parameters, FLOATS)
+    random, other = stream(0, "a"), stream(1, "b")
+    random.integers(10)
+    restore(other, state_of(random))
+    assert random.random() == other.random()
+
+
+# What it refuses
+
+
+def test_momentum_is_refused_for_a_complete_graph_by_type_and_not_by_shape() -> None:
+    with pytest.raises(ob.ConfigurationError, match="nothing to gain on a complete graph"):
+        ob.GossipAcid(graph=ob.Complete())
+    assert ob.GossipAcid(graph=ob.Cycle()).processes(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--momentum", "0.9"], "the optimizer's is --optimizer.momentum 0.9"),
+        (["--graph", "complete", "--acid"], "nothing to gain on a complete graph"),
+        (["--graph", "exponential", "--workers", "6"], "4 or 8"),
+        (["--graph", "cylce"], "cycle"),
+        (["--partner", "matchings", "--workers", "5"], "an even number of them, such as 4 or 6"),
+        (["--rate", "0"], "must be greater than 0"),
+    ],
+)
+def test_bad_input_gets_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "quadratic", "gossip", *argv]) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(("flag", "momentum"), [("--acid", ob.Acid()), ("--no-acid", None)])
+def test_acid_has_a_flag_of_its_own(flag: str, momentum: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "quadratic", "gossip-acid", flag, "--until", "500", "--no-report", "--out", "here"]) == 0
+    experiment = read_run(tmp_path / "here/gossip-acid-seed0").header.experiment
+    assert experiment is not None
+    assert (experiment["strategy"].get("momentum", "none") != "none") == (momentum is not None)
