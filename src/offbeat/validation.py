@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from offbeat.configuration import EXPECTED, options
+from offbeat.configuration import EXPECTED, Family, options
 from offbeat.errors import ConfigurationError
 
 
@@ -19,6 +19,7 @@ def check_types(config: Any) -> None:
         if not _fits(item.kind, value):
             raise ConfigurationError(
                 f"{type(config).__name__}.{item.path} must be {_described(item.kind)}, but is {_shown(value)}"
+                f"{_meant(item.kind, value)}"
             )
         for inner in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
@@ -57,6 +58,14 @@ def _described(kind: Any) -> str:
     if kind is type(None):
         return "None"
     return EXPECTED.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+
+
+def _meant(kind: Any, value: Any) -> str:
+    """What to type for a word that names a member of a family, which only files and the command line take."""
+    for choice in typing.get_args(kind) or (kind,):
+        if isinstance(choice, type) and issubclass(choice, Family) and value in choice.members:
+            return f"; type {choice.members[value].__name__}()"
+    return ""
 
 
 def _shown(value: Any) -> str:

@@ -542,8 +542,23 @@ def test_ctrl_c_leaves_in_order_in_the_loop_and_while_waiting_and_the_others_go_
 
 def test_a_script_that_ends_without_close_keeps_nobody_waiting(tmp_path: Path) -> None:
     with scripts(tmp_path, "waits", "forgets", "fails") as (waits, forgets, fails):
-        assert "offbeat: rank 1 ended without peer.close()" in forgets.communicate(timeout=WAIT_SECONDS)[1]
+        assert "rank 1 ended without peer.close()" in forgets.communicate(timeout=WAIT_SECONDS)[1]
         assert fails.communicate(timeout=WAIT_SECONDS)[1].rstrip().endswith("ZeroDivisionError")
         assert waits.communicate(timeout=WAIT_SECONDS)[1] == ""
     assert [process.returncode for process in (waits, forgets, fails)] == [0, 0, 1]
     assert ends_of(tmp_path) == {0: None, 1: "it was interrupted", 2: "ZeroDivisionError: "}
+
+
+def test_an_optimizer_that_is_stepped_by_somebody_else_is_refused() -> None:
+    """What it changes would be lost, without a word: the likeliest mistake of those who come from DDP."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    peer = ob.AsyncDataParallel(model, optimizer)
+    before = model.weight.detach().clone()
+    model(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(ob.ConfigurationError, match=r"peer\.step\(\) stands in its place"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    peer.step()
+    peer.close()
+    optimizer.step()  # it is the user's own again

@@ -392,3 +392,60 @@ def test_a_peer_whose_gradients_are_broken_gives_up_and_the_others_go_on() -> No
     assert sum(record.rank == 3 for record in of_kind(run.records, Dropped)) >= 5
     assert run.summary.failure is None
     assert max(record.at for record in of_kind(run.records, Round) if record.rank == 3) < 10
+
+
+def test_a_run_ends_close_to_its_goal_however_seldom_peers_average() -> None:
+    strategy = ob.Gossip(rate=0.05, batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01))
+    run = ob.simulate(ob.Quadratic(dimension=4), strategy, ob.Cluster(seconds_per_sample=0.1), 2400, workers=10)
+    assert 2400 <= run.summary.samples <= 2400 * 1.1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_peers_that_notice_a_death_at_different_times_end_together(seed: int) -> None:
+    """The next root calls before everybody knows that it leads."""
+    at = 11.0 + float(stream(seed, "when").uniform(0.0, 1.5))
+    scenario = Scenario(
+        strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
+        workload=ob.Quadratic(dimension=4).build(),
+        cluster=ob.Cluster(
+            seconds_per_sample=0.05,
+            faults=(ob.Crash(0, at),),
+            crash_seen_seconds=0.1,
+            link=ob.Link(latency_seconds=0.05),
+        ),
+        workers=5,
+        until=ob.Samples(1200),
+        seed=seed,
+        notice_seconds=0.4,
+    )
+    outcome = Simulation(scenario, MemoryWriter(), events_max=100_000).run()
+    assert outcome.failure is None
+    results = [outcome.finishes[rank].parameters for rank in range(1, 5)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_many_peers_go_on_without_any_of_those_that_all_are_linked_to() -> None:
+    run = with_faults(*(ob.Crash(rank, 3.0 + rank / 10) for rank in range(16)), workers=20, samples=3000)
+    assert run.summary.failure is None
+    assert any("goes on by itself" in notice.text for notice in of_kind(run.records, Notice))
+
+
+def test_a_peer_that_has_gone_astray_has_no_part_in_the_result() -> None:
+    class Astray(Disagreement):
+        def after(self, simulation: Simulation, rank: int, event: object, actions: list[object]) -> None:  # type: ignore[override]
+            node = simulation.processes[rank].node
+            if rank == 2 and simulation.now > 12 and isinstance(node, Peer):
+                node._replica.parameters.fill_(math.inf)
+
+    scenario = Scenario(
+        strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
+        workload=ob.Quadratic(dimension=4).build(),
+        cluster=ob.Cluster(seconds_per_sample=0.05),
+        workers=4,
+        until=ob.Samples(1000),
+        seed=0,
+    )
+    observer = Astray(0, 1.0, lambda time, seen: None)
+    observer._moved = set(range(4))
+    outcome = Simulation(scenario, MemoryWriter(), observer=observer).run()
+    assert all(torch.isfinite(finish.parameters).all() for finish in outcome.finishes.values())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import TYPE_CHECKING
 
 from offbeat.cluster import Crash, Partition, Pause
 from offbeat.engines.network import LinkState
 from offbeat.events import PeerJoined, PeerLost, Started
+from offbeat.randomness import stream
 from offbeat.validation import require
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ class Troubles:
     def _tell(self, rank: int, kind: type[PeerJoined] | type[PeerLost], peer: int, incarnation: int) -> None:
         self._sim.deliver(self._sim.now, rank, lambda at: kind(at, peer, incarnation))
 
+    def _seen_later(self, rank: int, peer: int) -> float:
+        """How much later than the quickest this rank notices that a peer has died."""
+        spread = self._sim.scenario.notice_seconds
+        return spread * float(stream(self._sim.scenario.seed, "notice", rank, peer).random()) if spread else 0.0
+
     def strike(self, fault: object) -> None:
         match fault:
             case Crash():
@@ -60,12 +67,14 @@ class Troubles:
         for peer in self._sim.network.peers(fault.rank):
             self.link(fault.rank, peer).outboxes[fault.rank].clear()
 
-        def seen() -> None:
+        def seen(peer: int) -> None:
             if self._sim.processes[fault.rank].life == life:  # else it is back, and its coming back was the news
-                for peer in self._sim.network.peers(fault.rank):
-                    self.cut(fault.rank, peer, self.link(fault.rank, peer), reason, told=(peer,))
+                self.cut(fault.rank, peer, self.link(fault.rank, peer), reason, told=(peer,))
 
-        self._sim.at(self._sim.now + self._sim.scenario.cluster.crash_seen_seconds, fault.rank, seen)
+        soonest = self._sim.now + self._sim.scenario.cluster.crash_seen_seconds
+        for peer in self._sim.network.peers(fault.rank):
+            later = self._seen_later(peer, fault.rank)
+            self._sim.at(soonest + later, fault.rank, functools.partial(seen, peer))
         if fault.back_after_seconds is not None:
             self.coming_back += 1
             self._sim.at(

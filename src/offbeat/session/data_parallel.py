@@ -107,6 +107,8 @@ class AsyncDataParallel(Part):
         self._seen = _Seen()
         self._hook = model.register_forward_pre_hook(self._seen, with_kwargs=True)
         self._steps = 0
+        self._may_step = False
+        self._guard = optimizer.register_step_pre_hook(self._check_step)
         self._closed = False
         self._start()
 
@@ -144,13 +146,25 @@ class AsyncDataParallel(Part):
         assert self._round is not None
         count = self._count(samples)
         total = None if loss is None else mean_loss(loss) * count
-        self.optimizer.step()
+        self._may_step = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._may_step = False
         self._flat.check_in_place()
         self._round.samples = count
         self._steps += 1
         after = self._flat.parameters
         self._hand_in(torch.sub(after, self._before, out=self._pool.like(after)), total)
         self._next_round()
+
+    def _check_step(self, *_: Any) -> None:
+        """What an optimizer changes that is stepped by somebody else would be lost, without a word."""
+        require(
+            self._may_step,
+            "optimizer.step() was called, but peer.step() stands in its place, and calls it; leave the other out. With "
+            "a GradScaler: scaler.unscale_(optimizer); peer.step(); scaler.update()",
+        )
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of a loader, again and again until training is over, so that fast peers simply do more.
@@ -226,6 +240,7 @@ class AsyncDataParallel(Part):
         self._closed = True
         atexit.unregister(self._left_open)
         self._hook.remove()
+        self._guard.remove()
         self._over(error)
 
     def _end(self) -> None:
@@ -237,7 +252,7 @@ class AsyncDataParallel(Part):
         error = getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):
             print(
-                f"offbeat: rank {self.rank} ended without peer.close(), so it has left the run, and its model does not "
+                f"rank {self.rank} ended without peer.close(), so it has left the run, and its model does not "
                 "hold the result; call it after the loop, or use a with block",
                 file=sys.stderr,
             )

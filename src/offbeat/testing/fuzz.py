@@ -94,6 +94,7 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
         until=_until(rng, samples, cluster.seconds_per_sample / workers),
         seed=seed,
         evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(rng.integers(3))],
+        notice_seconds=float(stream(seed, "fuzz notice").choice([0.0, 0.1, 1.0])),
     )
     return Case(scenario, may_fail=_may_fail(scenario))
 

@@ -120,6 +120,8 @@ class Edges(Graph, name="edges"):
     edges: tuple[tuple[int, int], ...] = field(metadata={"help": "pairs of ranks that are next to each other"})
 
     def __post_init__(self) -> None:
+        if isinstance(self.edges, list):
+            object.__setattr__(self, "edges", tuple(tuple(pair) for pair in self.edges))
         require(len(self.edges) > 0, "an edge list needs one edge or more, such as (0, 1)")
         for pair in self.edges:
             wrong = _flaw(*pair)

@@ -49,6 +49,11 @@ class Assembly:
     def complete(self) -> bool:
         return self.contributed and not self.awaited
 
+    @property
+    def says_something(self) -> bool:
+        """Whether anybody's values are in it."""
+        return self._total is not None
+
     def is_of(self, part: Part) -> bool:
         return (part.root, part.round) == (self.root, self.gather.round)
 

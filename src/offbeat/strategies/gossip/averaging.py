@@ -76,8 +76,11 @@ class Averaging:
 
     # Time
 
-    def begin(self, at: float) -> None:
+    def begin(self, at: float) -> Iterator[Action]:
         self.active, self._mixed_at = True, at
+        waiting, self._matchmaker.waiting = self._matchmaker.waiting, []
+        for rank in waiting:  # who has said so before this peer could do anything about it
+            yield from self.ready(at, rank)
 
     def end(self) -> None:
         """Begin nothing any more, and take nobody's offer."""
@@ -149,7 +152,8 @@ class Averaging:
             length = self._round_trip / self.gradient_seconds
             text = (
                 f"peer {self._members.rank} cannot keep up with rate {self._config.rate:g}: an exchange takes "
-                f"{length:.3g} times as long as a gradient, so about {2 / length:.2g} per gradient are possible"
+                f"{length:.3g} times as long as a gradient, so about {2 / length:.2g} per gradient are possible; "
+                "lower the rate, or compute more samples per gradient (batch)"
             )
             yield Report(Notice(at=at, rank=self._members.rank, text=text))
 
@@ -187,7 +191,7 @@ class Averaging:
 
     def ready(self, at: float, rank: int) -> Iterator[Action]:
         """For the matchmaker: a peer is ready."""
-        pair = self._matchmaker.ready(rank, self._members.may_meet) if self.active else None
+        pair = self._matchmaker.ready(rank, self._members.may_meet if self.active else _not_yet)
         if pair is None:
             return
         told = {
@@ -327,6 +331,10 @@ class Averaging:
         self._met = set(state["met"])
         self._matchmaker.waiting = list(state["waiting"])
         self._matchmaker.pairs = state["pairs"]
+
+
+def _not_yet(a: int, b: int) -> bool:
+    return False
 
 
 def _smoothed(before: float | None, latest: float) -> float:

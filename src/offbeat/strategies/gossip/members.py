@@ -114,7 +114,7 @@ class Members:
         return self.topology.neighbours(self.rank)
 
     def may_meet(self, a: int, b: int) -> bool:
-        return b in self.topology.neighbours(a) if a in self.topology.members else False
+        return self._is_there(a) and self._is_there(b) and b in self._graph.neighbours(a, self.size)
 
     # Counting
 

@@ -5,7 +5,7 @@ averaging   Offer → Answer or Declined       one exchange; both ends use the o
 together    Gather → Part … → Average … → Have      a global average, up and down a tree; at the start and at the end
             Retry                            the tree is broken: once more, directly
 coming      Status, AskCopy → Copied         who comes late, or again, copies one that is training
-ending      Enough, Through                  all have taken the samples asked for; my own loop has come to its end
+ending      Tally, Enough, Through           my samples so far; all have taken what was asked for; my own loop is over
 members     Roster                           who is there, for those who are not linked to everybody
 
 `counts` is rank → samples, merged by maximum wherever it arrives: so peers count without a coordinator.
@@ -150,7 +150,15 @@ class Copied(Message):
 
 @dataclass(frozen=True)
 class Enough(Message):
-    """As the sender counts, training is over."""
+    """As the sender counts, training is over; it is linked to `members`."""
+
+    counts: Counts
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tally(Message):
+    """What the sender knows of everybody's samples."""
 
     counts: Counts
 

@@ -77,7 +77,7 @@ def _matchings(graph: Graph, size: int) -> tuple[dict[int, int], ...]:
 class GossipAcid(Gossip, name="gossip-acid"):
     """Gossip with A²CiD²: averaging that goes on in the direction it went."""
 
-    summary: ClassVar[str] = "gossip whose averaging has momentum: as if peers communicated twice as often, or more"
+    summary: ClassVar[str] = "gossip whose averaging has momentum: keeps peers together that see different data"
     paper: ClassVar[str] = "Nabli, Belilovsky, Oyallon, NeurIPS 2023 (A²CiD²)"
 
     momentum: Momentum | None = option(Acid(), "momentum of averaging: acid (A²CiD²), or none")

@@ -65,6 +65,7 @@ from offbeat.strategies.gossip.messages import (
     Retry,
     Roster,
     Status,
+    Tally,
     Through,
     packed,
     unpacked,
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
     from offbeat.strategies.gossip.named import Gossip
 
 GATHERING, TRAINING, ENDING, HOLDING = "gathering", "training", "ending", "holding"
+TALLIES = 100
+"""How often in a run a peer tells the root of its samples."""
 EVALUATIONS_MAX = 8
 """Evaluations under way at a time: each holds parameters of its own."""
 
@@ -96,6 +99,8 @@ class Peer(Node):
         self._stepper = None if optimizer is None else optimizer.build(self._replica.parameters, setup.layout)
         self._version = 0
         self._draw = 0
+        self._tallied = 0
+        """Samples of its own that the root has been told of directly."""
 
         self._phase = GATHERING
         self._began_at = 0.0
@@ -113,13 +118,16 @@ class Peer(Node):
         """version → (when it was made, samples in it), of those that are being evaluated"""
 
         self._patient = True
+        self._met_beginners = False
+        """Whether others were about to begin as well: then it is a start, and not a return when all is over."""
         self._source: int | None = None
         """The one that this peer is about to copy."""
         self._sources: set[int] = set()
         self._fresh = False
         """It has nothing to contribute: it came when all was over."""
         self._root = setup.rank
-        self._round = 0
+        self._round = int(setup.random.integers(1 << 40))
+        """The last round that this peer has called for, as root; none is called twice, not even in another life."""
         self._heard: tuple[int, int, int] = (-1, -1, -1)
         """root, its incarnation, and the last round that it called for"""
         self._assembly: Assembly | None = None
@@ -133,6 +141,8 @@ class Peer(Node):
         self._unstopped: set[int] = set()
         self._told_to_stop = False
         self._throughs: set[int] = set()
+        self._to_meet: set[int] = set()
+        """For a root that knows less than the others: whom it should be linked to before it calls for the end."""
         self._finished = False
 
     # Events
@@ -151,6 +161,9 @@ class Peer(Node):
                 return self._end(event.at)
             case TimerFired(name="gather"):
                 return self._patience_over(event.at)
+            case TimerFired(name="meet"):
+                self._to_meet.clear()
+                return self._meet(event.at)
             case Evaluated():
                 return self._evaluated(event)
             case PeerJoined():
@@ -204,12 +217,13 @@ class Peer(Node):
                 return self._copy(at, source)
             case Copied():
                 return self._copied(at, message)
-            case Enough():
-                return self._told_enough(at)
+            case Enough(members=members):
+                return self._told_enough(at, source, members)
             case Through():
                 return self._told_through(at, source)
             case Roster(ranks=ranks):
-                self._members.told(ranks)
+                if source == self._root:
+                    self._members.told(ranks)
                 return ()
             case Stop(version=version):
                 return self._told_stop(at, source, version)
@@ -225,22 +239,29 @@ class Peer(Node):
         if self._phase == GATHERING and self._members.size == 1:
             yield from self._begin(at, 0.0)
         elif self._phase == GATHERING:
+            self._forget_all()  # a checkpoint may know of some who have joined the process before
             yield SetTimer("gather", self._config.patience_seconds)
         else:
             yield from self._resume(at)
 
     def _resume(self, at: float) -> Iterator[Action]:
         """Go on from a checkpoint, in a process that knows nobody yet: whoever joins may copy."""
-        self._members.live.clear()
-        self._averaging.forget_all()
-        self._root, self._computing, self._evaluations = self._rank, False, {}
-        self._awaiting, self._unstopped, self._throughs = set(), set(), set()
+        self._forget_all()
         if self._phase == TRAINING:
             yield from self._set_until(at)
             yield from self._compute(at)
             yield from self._averaging.beat(at)
         else:
-            yield from self._assemble(at, final=True)
+            self._to_meet = set(self._expected)
+            yield SetTimer("meet", self._config.patience_seconds)
+            yield from self._meet(at)
+
+    def _forget_all(self) -> None:
+        self._members.live.clear()
+        self._averaging.forget_all()
+        self._root, self._computing, self._evaluations = self._rank, False, {}
+        self._awaiting, self._unstopped, self._throughs = set(), set(), set()
+        self._assembly, self._source, self._sources, self._early = None, None, set(), []
 
     def _joined(self, event: PeerJoined) -> Iterator[Action]:
         at, rank = event.at, event.peer
@@ -250,11 +271,13 @@ class Peer(Node):
             yield Send(rank, Status(training=True))
         if self._root != self._members.root:
             yield from self._new_root(at)
+        elif self._to_meet:
+            yield from self._meet(at)
         elif self._phase == GATHERING:
             yield from self._start_if_ready(at)
         elif self._members.leads and self._phase == ENDING:
             yield from self._assemble(at, final=True)
-        elif self._members.leads and self._phase == HOLDING:
+        elif rank in self._audience() and self._members.leads and self._phase == HOLDING:
             self._awaiting.add(rank)
             yield self._directly(rank)
         elif self._members.leads:
@@ -304,30 +327,33 @@ class Peer(Node):
         """Another rank is the lowest now, perhaps this one: whatever concerns all goes on there."""
         self._root = self._members.root
         leads = self._members.leads
-        called, self._assembly = self._assembly is not None, None
+        self._assembly = None
         self._awaiting.clear()
+        self._to_meet.clear()
         self._stopping = False
         yield from self._averaging.root_changed(at)
         if self._phase == GATHERING:
             if leads:
                 yield from self._start_if_ready(at)
-            elif called:
+            else:
                 yield Send(self._root, Status(training=False))
         elif self._phase in (ENDING, HOLDING):
             if leads:
                 yield from self._assemble(at, final=True)
             else:
-                yield Send(self._root, Enough(self._members.told_counts))
+                yield Send(self._root, self._enough())
         else:
             if self._through:
                 yield from self._say_through(at)
             if leads:
                 yield from self._tell_roster()
+            else:
+                yield Send(self._root, Status(training=True))
             yield from self._warn_if_cut_off(at)
 
     def _tell_roster(self) -> Iterator[Action]:
         """Where not everybody is linked to everybody, the root, which is, says who is there."""
-        if self._members.size > STEWARDS:
+        if self._members.size > STEWARDS > self._rank:
             for rank in sorted(self._members.live):
                 yield Send(rank, Roster(self._members.all()), supersedes="roster")
 
@@ -364,6 +390,9 @@ class Peer(Node):
             if self._assembly is None:
                 yield from self._start_if_ready(at)
             return
+        if self._met_beginners:
+            yield from self._assemble(at, final=False)
+            return
         others = "none of the others" if len(self._expected) > 1 else "no other peer"
         yield from self._give_up(
             f"peer {self._rank} found {others} within {self._config.patience_seconds:g} s (patience_seconds); start "
@@ -372,8 +401,11 @@ class Peer(Node):
 
     def _status(self, source: int, training: bool) -> Iterator[Action]:
         if not training:
+            self._met_beginners = True
             if self._phase == TRAINING:
                 yield Send(source, Status(training=True))
+            elif self._assembly is not None and self._members.leads:
+                yield Send(source, self._assembly.gather)  # it did not know yet that this peer leads
         elif self._phase == GATHERING:
             self._sources.add(source)
             yield from self._choose_source()
@@ -391,7 +423,7 @@ class Peer(Node):
             yield from self._choose_source()
 
     def _copy(self, at: float, source: int) -> Iterator[Action]:
-        if self._phase == TRAINING:
+        if self._phase == TRAINING and self._replica.finite:
             self._averaging.mix(at)
             values = self._replica.mean_point()
             yield Send(source, Copied(*values, self._members.told_counts, at - self._began_at))
@@ -401,13 +433,15 @@ class Peer(Node):
             self._replica.reset(message.parameters, message.buffers)
             self._draw = self._members.counts[self._rank]  # what the others know of; the rest is repeated
             yield from self._begin(at, message.elapsed_seconds)
+            for rank in sorted(self._members.live):  # somebody may have been called by this peer, and wait
+                yield Send(rank, Status(training=True))
 
     def _begin(self, at: float, elapsed_seconds: float) -> Iterator[Action]:
         self._phase = TRAINING
         self._assembly, self._source, self._sources = None, None, set()
         self._began_at = at - elapsed_seconds
-        self._averaging.begin(at)
         yield ClearTimer("gather")
+        yield from self._averaging.begin(at)
         yield from self._set_until(at)
         if self._members.leads:
             yield from self._evaluate(at)
@@ -483,6 +517,15 @@ class Peer(Node):
         )
         if self._members.leads:
             yield from self._evaluate_if_due(event.at)
+        else:
+            yield from self._tally()
+
+    def _tally(self) -> Iterator[Action]:
+        """Tell the root how far it is, a hundred times in a run: exchanges alone spread the news too slowly."""
+        until, mine = self._setup.until, self._members.counts[self._rank]
+        if isinstance(until, Samples) and mine - self._tallied >= until.count / (TALLIES * self._members.size):
+            self._tallied = mine
+            yield Send(self._root, Tally(self._members.told_counts), supersedes="tally")
 
     def _drop(self, event: GradientReady | StepReady, reason: Reason) -> Iterator[Action]:
         first, stop = event.draws
@@ -540,7 +583,11 @@ class Peer(Node):
     def _assemble(self, at: float, final: bool) -> Iterator[Action]:
         """For the root: call for an average over all that are there; again, and directly, where one was under way."""
         self._round += 1
-        gather = Gather(self._round, final, self._members.all(), direct=self._assembly is not None)
+        members = (self._rank, *sorted(self._audience()))
+        if self._rank >= STEWARDS:
+            text = f"peer {self._rank} goes on by itself: none of the {STEWARDS} lowest ranks is left to call for all"
+            yield Report(Notice(at=at, rank=self._rank, text=text))
+        gather = Gather(self._round, final, members, direct=self._assembly is not None)
         self._assembly = Assembly(self._rank, self._rank, gather)
         if final and self._phase == GATHERING:
             self._come_too_late()
@@ -548,6 +595,10 @@ class Peer(Node):
             if rank != self._rank:
                 yield Send(rank, gather)
         yield from self._contribute(at)
+
+    def _audience(self) -> set[int]:
+        """Whom this peer, as root, calls: all, or nobody, where none is left of those that all are linked to."""
+        return set(self._members.live) if self._rank < STEWARDS else set()
 
     def _come_too_late(self) -> None:
         self._phase, self._fresh = ENDING, True
@@ -559,12 +610,13 @@ class Peer(Node):
             return
         self._heard = call
         if not gather.final and self._phase != GATHERING:
-            yield Send(root, Status(training=True) if self._phase == TRAINING else Enough(self._members.told_counts))
+            yield Send(root, Status(training=True) if self._phase == TRAINING else self._enough())
             return
         if gather.final and self._phase == GATHERING:
             self._come_too_late()
         elif self._phase == TRAINING:
             yield from self._freeze()
+        self._met_beginners = True
         self._assembly = Assembly(self._rank, root, gather)
         early, self._early = self._early, []
         for source, part in early:
@@ -584,8 +636,10 @@ class Peer(Node):
             if self._result is not None:
                 held = self._result
                 assembly.contribute((held.parameters, held.buffers), held.version, result=True)
+            elif self._fresh or not self._replica.finite:
+                assembly.contribute(None, self._version)
             else:
-                assembly.contribute(None if self._fresh else self._replica.mean_point(), self._version)
+                assembly.contribute(self._replica.mean_point(), self._version)
         if not assembly.complete:
             return
         if assembly.parent is None:
@@ -614,6 +668,9 @@ class Peer(Node):
     def _complete(self, at: float, assembly: Assembly) -> Iterator[Action]:
         """For the root: everybody's part is there."""
         parameters, buffers = assembly.mean() or self._replica.mean_point()
+        if not self._fresh and not assembly.says_something and not self._replica.finite:
+            yield from self._give_up("no peer has finite parameters; lower the learning rate, or clip the gradient")
+            return
         gather = assembly.gather
         average = Average(
             parameters=parameters,
@@ -646,7 +703,7 @@ class Peer(Node):
             return
         self._result, self._phase = average, HOLDING
         if self._members.leads:
-            self._awaiting = set(self._members.live)
+            self._awaiting = self._audience()
             yield from self._evaluate(at)
             yield from self._stop_if_all_have(at)
         else:
@@ -680,7 +737,7 @@ class Peer(Node):
         if self._members.leads:
             yield from self._assemble(at, final=True)
         else:
-            yield Send(self._root, Enough(self._members.told_counts))
+            yield Send(self._root, self._enough())
 
     def _freeze(self) -> Iterator[Action]:
         """From here on this replica does not change any more, but for an answer that is still owed to it."""
@@ -691,14 +748,30 @@ class Peer(Node):
         if self._computing:
             yield Cancel()
 
-    def _told_enough(self, at: float) -> Iterator[Action]:
+    def _enough(self) -> Enough:
+        return Enough(self._members.told_counts, self._members.all())
+
+    def _told_enough(self, at: float, source: int, members: tuple[int, ...]) -> Iterator[Action]:
         if self._phase == TRAINING:
             yield from self._end(at)
-        elif self._phase != HOLDING and self._members.leads and not self._is_ending():
-            yield from self._assemble(at, final=True)
+        elif not self._members.leads:
+            return
+        elif self._phase == HOLDING and not self._to_meet:
+            self._awaiting.add(source)
+            yield self._directly(source)
+        elif self._assembly is not None and self._assembly.gather.final:
+            yield Send(source, self._assembly.gather)  # it did not know yet that this peer leads
+        elif self._phase == GATHERING:
+            self._to_meet |= {*members} - {self._rank}
+            yield SetTimer("meet", self._config.patience_seconds / 10)
+            yield from self._meet(at)
 
-    def _is_ending(self) -> bool:
-        return self._assembly is not None and self._assembly.gather.final
+    def _meet(self, at: float) -> Iterator[Action]:
+        """Call for the end, once those are there who are known to be."""
+        if self._to_meet <= self._members.live.keys() and self._members.leads and self._phase != TRAINING:
+            self._to_meet.clear()
+            yield ClearTimer("meet")
+            yield from self._assemble(at, final=True)
 
     def _say_through(self, at: float) -> Iterator[Action]:
         if self._members.leads:
@@ -720,12 +793,13 @@ class Peer(Node):
             return
         if self._leaving:
             yield from self._finish(*self._replica.mean_point(), self._version, None)
-        elif self._phase == HOLDING and self._owes_have and not self._members.leads:
+            return
+        if self._assembly is not None and not self._assembly.contributed:
+            yield from self._contribute(at)
+        if self._phase == HOLDING and self._owes_have and not self._members.leads:
             assert self._result is not None
             self._owes_have = False
             yield Send(self._root, Have(self._result.version))
-        elif self._assembly is not None and not self._assembly.contributed:
-            yield from self._contribute(at)
 
     def _have(self, at: float, source: int, version: int) -> Iterator[Action]:
         if self._result is None or self._result.version != version or not self._members.leads:
@@ -738,7 +812,7 @@ class Peer(Node):
     def _stop_if_all_have(self, at: float) -> Iterator[Action]:
         if not self._awaiting and not self._stopping and self._members.leads:
             self._stopping = True
-            for rank in sorted(self._members.live):
+            for rank in sorted(self._audience()):
                 yield self._stop(rank)
         yield from self._finish_if_done(at)
 
@@ -842,7 +916,7 @@ class Peer(Node):
         self._warned_of = list(state["warned_of"])
 
 
-_SETS = ("sources", "awaiting", "unstopped", "throughs")
+_SETS = ("sources", "awaiting", "unstopped", "throughs", "to_meet")
 _PLAIN = (
     "version",
     "draw",
@@ -855,6 +929,8 @@ _PLAIN = (
     "evaluated_at",
     "evaluated_version",
     "patient",
+    "met_beginners",
+    "tallied",
     "source",
     "fresh",
     "root",

@@ -62,6 +62,11 @@ class Replica:
             parameters.add_(self.lead, alpha=0.5)
         return parameters, buffers
 
+    @property
+    def finite(self) -> bool:
+        """Whether its values may go to others."""
+        return bool(torch.isfinite(self.parameters).all()) and all(map(_finite, self.buffers))
+
     def meet(self, theirs: Tensor, their_buffers: Buffers, alpha_tilde: float) -> Met | None:
         """Take this end's share of the difference to a peer; None, and nothing is changed, where it is not finite."""
         difference = torch.sub(theirs, self.parameters, out=self._copies.like(self.parameters))
