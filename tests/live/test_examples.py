@@ -182,7 +182,7 @@ def test_the_script_as_it_was_runs_under_ddp(tmp_path: Path) -> None:
     assert "offbeat as ob" not in before
     assert "peer" not in before.partition("def main")[2]
     (tmp_path / "before.py").write_text(before, encoding="utf-8")
-    check_accuracy(typed("torchrun --nproc-per-node 2 before.py", tmp_path))
+    check_accuracy(typed("torchrun --nproc-per-node 1 before.py", tmp_path))
 
 
 # In this process, which has paid for importing torch already

@@ -70,6 +70,9 @@ class Patient(ob.Gossip, name=""):
         return node
 
 
+del ob.Strategy.members[""]  # nobody else should find it
+
+
 def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.Crash, ...] = ()) -> Experiment:
     """Slow enough that something can be done to it in its middle, whatever the machine."""
     slow = ob.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)

@@ -14,6 +14,9 @@ from offbeat.testing import Invariants
 
 Kind = TypeVar("Kind", bound=Record)
 
+HUB_NAMES = sorted(name for name, kind in ob.Strategy.members.items() if not kind().computes(0))
+"""The strategies that have a hub."""
+
 
 @dataclass
 class Scene:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from scenes import Scene, play
+from scenes import HUB_NAMES, Scene, play
 
 import offbeat as ob
 from offbeat.records.schema import Dropped, Membership, Round, Update
@@ -22,7 +22,7 @@ def ranks_of_last(scene: Scene, count: int = 3) -> set[int]:
     return {part.rank for update in scene.of(Update)[-count:] for part in update.contributions}
 
 
-@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+@pytest.mark.parametrize("name", HUB_NAMES)
 def test_a_lost_worker_is_no_longer_waited_for(name: str) -> None:
     scene = play(ob.Strategy.members[name](), cluster=with_faults(ob.Crash(2, 1.0)), until=ob.Samples(20_000))
     assert scene.outcome.failure is None
@@ -30,7 +30,7 @@ def test_a_lost_worker_is_no_longer_waited_for(name: str) -> None:
     assert [(m.peer, m.joined) for m in scene.of(Membership) if not m.joined] == [(2, False)]
 
 
-@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+@pytest.mark.parametrize("name", HUB_NAMES)
 def test_a_worker_that_comes_back_repeats_what_was_lost_and_skips_nothing(name: str) -> None:
     scene = play(
         ob.Strategy.members[name](batch=16) if name != "async-timed" else ob.AsyncTimed(worker_seconds=0.2),
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_the_run_goes_on() -> None:
     assert torch.isfinite(scene.outcome.finishes[0].parameters).all()
 
 
-@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+@pytest.mark.parametrize("name", HUB_NAMES)
 def test_too_many_in_a_row_fail_the_run_with_the_rank(name: str) -> None:
     scene = play(ob.Strategy.members[name](nonfinite_max=3), cluster=with_faults(ob.Corrupt(2, 0.0, 1e9)))
     assert scene.outcome.failure is not None

@@ -48,9 +48,9 @@ def drift(strategy: ob.Gossip, peers: int, gradients: int, **settings: object) -
 def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
     """A graph, a rate, latencies and speeds of all kinds."""
     rng = stream(seed, "gossip test")
-    peers = int(rng.integers(2, 9))
+    peers = int(rng.integers(2, 7))
     graphs: list[Graph] = [ob.Cycle(), ob.Star(), ob.Complete()]
-    if peers in (2, 4, 8):
+    if peers in (2, 4):
         graphs.append(ob.ExponentialGraph())
     graph = graphs[int(rng.integers(len(graphs)))]
     accelerated = bool(rng.random() < 0.6) and not isinstance(graph, ob.Complete)
@@ -161,7 +161,7 @@ class Pulled(nn.Module):
 
 
 UNGUARDED = ob.Gossip(momentum=ob.Acid(guard=False))
-LATE = [(16, 120, 0.25), (16, 120, 1.0), (16, 120, 4.0), (64, 60, 0.25), (64, 60, 4.0)]
+LATE = [(16, 90, 0.25), (16, 90, 1.0), (16, 90, 4.0), (64, 40, 0.25), (64, 60, 4.0)]
 
 
 @pytest.mark.parametrize(("peers", "gradients", "latency"), LATE)
@@ -311,7 +311,7 @@ def test_what_a_user_steps_is_averaged_all_the_same() -> None:
     )
     writer = MemoryWriter()
     outcome = Simulation(scenario, writer).run()
-    seen = [record.loss / record.samples for record in writer.records if isinstance(record, Round)]  # type: ignore[operator]
+    seen = [record.loss / record.samples for record in writer.records if isinstance(record, Round) and record.samples]  # type: ignore[operator]
     assert outcome.failure is None
     assert np.mean(seen[-20:]) < 0.2 * np.mean(seen[:4])
     assert any(isinstance(record, Exchange) and record.outcome == "averaged" for record in writer.records)

@@ -68,10 +68,10 @@ class Scenario:
     until: Budget
     seed: int
     evaluate: Cadence | None = None
-    notice_seconds: float = 0.0
-    """So much later, at the most, some notice that a peer is lost than others do."""
     user_optimizer: Optimizer | None = None
     """Where given, every worker steps this optimizer of its own, as a user's loop would, and nodes get StepReady."""
+    notice_seconds: float = 0.0
+    """So much later, at the most, some notice that a peer is lost than others do."""
 
 
 @dataclass(frozen=True, eq=False)
