@@ -7,7 +7,8 @@ and keep the memory they have used, as workers of ours do (`launch/memory.py`: t
 *ddp*: torch's DistributedDataParallel over gloo, as it comes, and again with memory kept, to tell the two apart. The
 others are strategies of ours, on whatever cores there are: gossip between the two workers alone, the rest with a hub in
 a third process. Healthy, then straggling: every micro-batch of one worker takes 150 ms longer. All contestants take
-turns, several times; a ratio is taken within one repeat, and the median over repeats is printed.
+turns, several times, in another order each time, between two measurements of the ceiling, of which the mean counts; a
+ratio is taken within one repeat, and the median over repeats is printed.
 
 What counts is applied samples: those of optimizer steps (ceiling, ddp), and those that went into updates, of the hub or
 of the peers themselves (ours); per second from the first of them to the last, so starting is not timed.
@@ -18,9 +19,11 @@ samples fell to 1.2 (the start is 2.3); null where that happened in fewer than h
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -105,29 +108,41 @@ def main() -> None:
 
 
 def one_turn(repeat: int, straggler: bool, seconds: float) -> list[Row]:
-    """Every contestant once."""
-    contestants: dict[str, Callable[[], Trace]] = {CEILING: lambda: alone(straggler, seconds)}
-    for name, strategy in STRATEGIES.items():
-        contestants[name] = lambda strategy=strategy: ours(strategy, straggler, seconds)
-    contestants[DDP] = lambda: ddp(straggler, seconds, keeps=False)
-    contestants[DDP_KEPT] = lambda: ddp(straggler, seconds, keeps=True)
+    """Every contestant once, in another order each time, between two looks at the ceiling: the machine drifts."""
+    contestants: dict[str, Callable[[], Trace]] = {
+        name: functools.partial(ours, strategy, straggler, seconds) for name, strategy in STRATEGIES.items()
+    }
+    contestants[DDP] = functools.partial(ddp, straggler, seconds, keeps=False)
+    contestants[DDP_KEPT] = functools.partial(ddp, straggler, seconds, keeps=True)
+    order = list(contestants)
+    random.Random(f"{repeat} {straggler}").shuffle(order)
+    before = alone(straggler, seconds)
     traces: dict[str, Trace] = {}
-    for name, contest in contestants.items():
-        traces[name] = contest()
-        condition = "straggling" if straggler else "healthy"
-        print(f"repeat {repeat}, {condition}, {name}: {traces[name].rate:,.0f} samples/s", file=sys.stderr)
+    for name in order:
+        traces[name] = contestants[name]()
+        tell(repeat, straggler, name, traces[name].rate)
+    after = alone(straggler, seconds)
+    ceiling = (before.rate + after.rate) / 2
+    tell(repeat, straggler, f"{CEILING}, before and after", before.rate, after.rate)
+    rates = {CEILING: ceiling, **{name: trace.rate for name, trace in traces.items()}}
     return [
         Row(
             repeat=repeat,
             contestant=name,
             straggler=straggler,
-            samples_per_second=trace.rate,
-            of_ceiling=trace.rate / traces[CEILING].rate,
-            over_ddp=trace.rate / traces[DDP].rate,
-            seconds_to_target=seconds_to_target(trace) if straggler and name != CEILING else None,
+            samples_per_second=rate,
+            of_ceiling=rate / ceiling,
+            over_ddp=rate / rates[DDP],
+            seconds_to_target=seconds_to_target(traces[name]) if straggler and name != CEILING else None,
         )
-        for name, trace in traces.items()
+        for name, rate in rates.items()
     ]
+
+
+def tell(repeat: int, straggler: bool, name: str, *rates: float) -> None:
+    condition = "straggling" if straggler else "healthy"
+    shown = " and ".join(f"{rate:,.0f}" for rate in rates)
+    print(f"repeat {repeat}, {condition}, {name}: {shown} samples/s", file=sys.stderr)
 
 
 def figures_of(rows: list[Row], name: str) -> dict[str, float | None]:

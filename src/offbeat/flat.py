@@ -161,6 +161,11 @@ def layout_of(module: nn.Module) -> Layout:
     )
 
 
+def is_averaged(buffer: Tensor) -> bool:
+    """Whether several of this buffer become one by their mean; of integers and booleans it is the maximum."""
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
 def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
     """Buffers of several workers as one: floats averaged by samples, integers and booleans by their maximum.
 
@@ -174,7 +179,7 @@ def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
     for buffers, samples in counted[1:]:
         total += samples
         for mean, flat in zip(merged, buffers, strict=True):
-            if flat.is_floating_point() or flat.is_complex():
+            if is_averaged(flat):
                 # A running mean, so that equal buffers stay equal to the last bit.
                 mean.lerp_(flat, samples / total)
             else:

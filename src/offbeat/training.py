@@ -260,7 +260,7 @@ def _to_resume(directory: Path, experiment: Experiment) -> Experiment:
     """What to go on with. Faults are left out: they have struck already."""
     check_idle(directory)
     _check_unfinished(directory)
-    if not any(map(experiment.strategy.essential, range(experiment.strategy.processes(experiment.workers)))):
+    if experiment.strategy.keeps_replicas:
         _cut_back(directory, read_checkpoint(directory).elapsed_seconds)
     return dataclasses.replace(experiment, cluster=dataclasses.replace(experiment.cluster, faults=()))
 

@@ -24,7 +24,7 @@ from offbeat.testing import Violation, check_strategy, conformance, draw_case, r
 NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "gossip", "k-of-n", "sync-amsgrad")
 VARIED = {"gossip-acid"}
 """Another default of one that is checked, whose cases vary just that."""
-CHUNK = 21
+CHUNK = 24
 CHUNKS = 12
 
 

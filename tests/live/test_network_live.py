@@ -108,7 +108,7 @@ if why_not() is None:
         return found
 
     def test_a_star_of_a_gigabit_shows_its_bandwidth_and_who_shares_the_hubs_card(tmp_path: Path) -> None:
-        result = around_a_switch(tmp_path, "--elements", "5000000", "--repeats", "2")
+        result = around_a_switch(tmp_path, "--elements", "5000000", "--repeats", "3")
         star_found = result["star"]
         rates = [pair["bytes_per_second"] * 8 / 1e9 for pair in result["pairs"]]
         print("Gbit/s of each pair alone:", [round(rate, 3) for rate in rates], "the star:", star_found)

@@ -14,8 +14,8 @@ from offbeat.testing import Invariants
 
 Kind = TypeVar("Kind", bound=Record)
 
-HUB_NAMES = sorted(name for name, kind in ob.Strategy.members.items() if not kind().computes(0))
-"""The strategies that have a hub."""
+NAMES = sorted(ob.Strategy.members)
+HUB_NAMES = [name for name in NAMES if not ob.Strategy.members[name]().computes(0)]
 
 
 @dataclass
@@ -53,7 +53,7 @@ def play(
         evaluate,
         user_optimizer,
     )
-    invariants = Invariants(strategy.staleness_bound)
+    invariants = Invariants(strategy.staleness_bound, replicas=strategy.keeps_replicas)
     writer = invariants if checked else MemoryWriter()
     simulation = Simulation(scenario, writer, observer=invariants if checked else None)
     outcome = simulation.run()

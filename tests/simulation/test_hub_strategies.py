@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from scenes import HUB_NAMES, play, quadratic
+from scenes import NAMES, play, quadratic
 
 import offbeat as ob
 from offbeat.records.schema import Dropped, Evaluation, Notice, Round, Update
@@ -158,7 +158,7 @@ def test_data_can_be_sharded_by_label() -> None:
     assert scene.outcome.failure is None
 
 
-@pytest.mark.parametrize("name", HUB_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_lowers_the_loss(name: str) -> None:
     strategy = ob.Strategy.members[name]()
     scene = play(strategy, quadratic(), cluster=STRAGGLING, evaluate=ob.EveryUpdates(), until=ob.Samples(40_000))

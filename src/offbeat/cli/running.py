@@ -24,8 +24,11 @@ from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.experiment import Experiment, Plan
 from offbeat.records.files import RunRecords
+from offbeat.records.schema import Notice
 from offbeat.running import simulate_experiment
 from offbeat.validation import require
+
+NOTICES_SHOWN = 3
 
 Run = Callable[[Experiment, Path, str], RunRecords]
 """Runs one experiment into a directory; the text is its place among several, such as `[2/4]`."""
@@ -85,9 +88,20 @@ def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> li
         def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
             records = simulate_experiment(experiment, place, shown.on_record).records
             shown.ended(summarize(records))
+            if not quiet:
+                _say_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
             return records
 
         return _run(run, places, directory)
+
+
+def _say_notices(records: RunRecords, whose: str) -> None:
+    """What a user should read, once each, and not page after page."""
+    texts = list(dict.fromkeys(record.text for record in records.records if isinstance(record, Notice)))
+    for text in texts[:NOTICES_SHOWN]:
+        say(whose + text)
+    if len(texts) > NOTICES_SHOWN:
+        say(f"{whose}{len(texts) - NOTICES_SHOWN} more notices are in the records")
 
 
 def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRecords]:

@@ -190,8 +190,8 @@ class Simulation:
         finishes = {rank: process.finish for rank, process in enumerate(self.processes) if process.finish is not None}
         stuck = [rank for rank, process in enumerate(self.processes) if process.active]
         ends = {rank: finish.failure for rank, finish in finishes.items()}
-        peers = not self.scenario.strategy.essential(0)
-        failure = None if not ends or (peers and None in ends.values()) else ends[min(ends)]
+        one_is_enough = not self.scenario.strategy.essential(0) and None in ends.values()
+        failure = None if not ends or one_is_enough else ends[min(ends)]
         if stuck and failure is None:
             failure = f"nothing was left to happen at {self.now:g} s, but rank {stuck[0]} had not finished"
         done = [self.processes[rank].finished_at for rank, finish in finishes.items() if finish.failure is None]

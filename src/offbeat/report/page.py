@@ -150,8 +150,8 @@ ACCURACY = f"Held-out accuracy; further left and higher is better. {BAND}; the d
 LOSS = f"Held-out loss; further left and lower is better. {BAND}."
 TIMELINE = (
     "The beginning of one run of each strategy, one row a rank. Full colour is computing, pale colour is delay that "
-    "was put in on purpose, a thin line is waiting; the marks above are the hub's updates. Look for thin lines: "
-    "that is time paid for and not used."
+    "was put in on purpose, a thin line is waiting; the marks above, where there is a hub, are its updates. Look for "
+    "thin lines: that is time paid for and not used."
 )
 SAMPLES = f"The steeper, the more samples a second go into the parameters. {BAND}."
 UPDATES = (

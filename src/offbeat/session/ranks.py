@@ -137,7 +137,7 @@ class Ranks:
         return not any(rank < self.rank for rank in self.mine.linked_at_end)
 
     def _among_equals(self) -> bool:
-        return not any(map(self.strategy.essential, range(self.processes)))
+        return self.strategy.keeps_replicas
 
     def close_files(self) -> None:
         for file in self._files:

@@ -129,8 +129,13 @@ class Strategy(Family, ABC):
         """The node of `setup.rank`."""
 
     def essential(self, rank: int) -> bool:
-        """Whether a run is over when this rank is lost: a hub's is, a peer's among equals is not."""
-        return not self.computes(rank)
+        """Whether a run is over when this rank is lost: rank 0's, unless ranks are equals, of whom any may go."""
+        return rank == 0 and not self.keeps_replicas
+
+    @property
+    def keeps_replicas(self) -> bool:
+        """Whether every rank trains parameters of its own, so that they differ until the end, and none is essential."""
+        return False
 
     @property
     def may_grow(self) -> bool:

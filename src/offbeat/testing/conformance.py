@@ -68,9 +68,9 @@ def _is_default(strategy: Strategy) -> bool:
 def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
     """Run one case plainly, and again with nodes swapped and leases taken back; both must write the same."""
     strategy = case.scenario.strategy
-    bound, has_hub = strategy.staleness_bound, not strategy.computes(0)
-    plain = _run(case, Invariants(bound, has_hub=has_hub), strict=False, trace=trace)
-    swapped = _run(case, _Swapping(bound, case.scenario.seed, has_hub), strict=True)
+    bound, replicas = strategy.staleness_bound, strategy.keeps_replicas
+    plain = _run(case, Invariants(bound, replicas=replicas), strict=False, trace=trace)
+    swapped = _run(case, _Swapping(bound, case.scenario.seed, replicas), strict=True)
     changed = "a node that went through state() and restore(), or had its leases taken back, behaved differently; "
     equal = record_bytes(plain.records) == record_bytes(swapped.records)
     demand(equal, f"{changed}first at {_first_difference(plain.records, swapped.records)}")
@@ -103,8 +103,8 @@ def _first_difference(plain: list[Record], swapped: list[Record]) -> str:
 class _Swapping(Invariants):
     """Replaces nodes by new ones that were restored from their state, at random events."""
 
-    def __init__(self, staleness_max: int | None, seed: int, has_hub: bool) -> None:
-        super().__init__(staleness_max, has_hub=has_hub)
+    def __init__(self, staleness_max: int | None, seed: int, replicas: bool) -> None:
+        super().__init__(staleness_max, replicas=replicas)
         self._random = stream(seed, "swap")
         self._probability = float(self._random.choice(SWAP_PROBABILITIES))
 

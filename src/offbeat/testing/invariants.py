@@ -9,9 +9,9 @@
 - Everyone who is alive finishes, with the same parameters and buffers, once the samples asked for have been applied;
   whoever sent Stop has heard Stopped from everyone it sent it to, or lost them.
 
-Where there is no hub, what a peer has applied dies with it: a peer that comes back may repeat it, so that samples are
-told apart by life, and each peer's total is what it knows of. Peers that lost sight of each other while both were
-alive may end apart, and so may those who come back when the others have ended.
+Where every rank keeps a replica, what a peer has applied dies with it: a peer that comes back may repeat it, so that
+samples are told apart by life, and each peer's total is what it knows of. Peers that lost sight of each other while
+both were alive may end apart, and so may those who come back when the others have ended.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def demand(holds: bool, sentence: str) -> None:
 class Invariants:
     """Watches one run: a writer of records and an observer of the simulation at once."""
 
-    def __init__(self, staleness_max: int | None = None, *, has_hub: bool = True) -> None:
+    def __init__(self, staleness_max: int | None = None, *, replicas: bool = False) -> None:
         self.records: list[Record] = []
-        self._has_hub = has_hub
+        self._replicas = replicas
         self._split = False
         """Whether two that were alive lost sight of each other."""
         self._staleness_max = staleness_max
@@ -77,7 +77,7 @@ class Invariants:
         demand(counted == update.samples > 0, f"{update} says {update.samples} samples, but {counted} are in it")
         total = self._samples_total + update.samples
         counted = update.samples_total
-        right = counted == total if self._has_hub else update.samples <= counted <= total
+        right = counted == total if not self._replicas else update.samples <= counted <= total
         demand(right, f"{update} makes {counted} samples of {total}")
         self._samples_total = total
         for part in update.contributions:
@@ -100,7 +100,7 @@ class Invariants:
     # As an observer
 
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
-        if isinstance(event, Started) and not self._has_hub:
+        if isinstance(event, Started) and self._replicas:
             self._accounted[rank], self._covered[rank], self._versions[rank] = Draws(), 0, 0
             self._split |= any(process.finish is not None for process in simulation.processes)
         elif isinstance(event, PeerLost):
@@ -128,7 +128,7 @@ class Invariants:
 
     def ended(self, simulation: Simulation, outcome: Outcome) -> None:
         for rank, draws in sorted(self._accounted.items()):
-            begin = draws.ranges[0][0] if draws.ranges and not self._has_hub else 0
+            begin = draws.ranges[0][0] if draws.ranges and self._replicas else 0
             gaps = [gap for gap in draws.missing_below(draws.stop) if gap[0] >= begin]
             demand(not gaps, f"draws {gaps} of rank {rank} are not accounted for")
             if rank not in self._lost and outcome.failure is None:
@@ -143,5 +143,5 @@ class Invariants:
             first = results[0]
             same = result.version == first.version and torch.equal(result.parameters, first.parameters)
             same = same and all(map(torch.equal, result.buffers, first.buffers))
-            same = same or (self._split and not self._has_hub)
+            same = same or (self._split and self._replicas)
             demand(same, f"ranks ended with different parameters, versions {result.version} and {results[0].version}")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from offbeat.errors import ConfigurationError
 from offbeat.topology.graphs import Graph, component
 from offbeat.topology.matchings import Matching, covering
-from offbeat.validation import require
+from offbeat.validation import check_instance, require
 
 RANDOM_PARTNERS = "choose partners at random: partner=Random(), or --partner random"
 
@@ -48,6 +48,7 @@ class Topology:
     """A graph of so many peers, restricted to the members: those who are there. Does not change."""
 
     def __init__(self, graph: Graph, peers: int, members: Iterable[int] | None = None) -> None:
+        check_instance(graph, (Graph,), "the graph", "Cycle()")
         graph.check(peers)
         self.graph = graph
         self.peers = peers
@@ -78,7 +79,11 @@ class Topology:
     @functools.cached_property
     def connected(self) -> bool:
         """Whether every member can be reached from every other."""
-        return len(component(self.members[0], self._neighbours.__getitem__)) == len(self.members)
+        return len(self.reached_from(self.members[0])) == len(self.members)
+
+    def reached_from(self, rank: int) -> frozenset[int]:
+        """The members that averagings connect with this one, directly or through others; itself included."""
+        return frozenset(component(rank, self.neighbours))
 
     def laplacian(self, rate: float) -> NDArray[np.float64]:
         """The Laplacian L over the members in rising order."""
@@ -135,7 +140,7 @@ class Topology:
         if len(self.members) == 1:
             return 0.0, 0.0
         if not self.connected:
-            apart = set(self.members) - component(self.members[0], self._neighbours.__getitem__)
+            apart = set(self.members) - self.reached_from(self.members[0])
             raise ConfigurationError(
                 f"this graph is not connected: rank {min(apart)} cannot be reached from rank {self.members[0]}, so "
                 "peers cannot come to agree; take a graph that stays connected, such as 'complete' or 'exponential'"

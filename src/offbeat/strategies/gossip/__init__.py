@@ -1,7 +1,7 @@
 """The gossip family: peers without a hub.
 
 Start with `named.py` (what can be chosen) and `replica.py` (the arithmetic), then `averaging.py` (exchanges) and
-`node.py` (how peers start, count, end, and go on without those who are lost).
+`node.py` (training). How peers begin, who is there and how they end is in `together.py` and `agreement.py`.
 """
 
 from offbeat.strategies.gossip.named import Gossip, GossipAcid

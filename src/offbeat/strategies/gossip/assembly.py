@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offbeat.flat import is_averaged
 from offbeat.messages import Buffers
 from offbeat.strategies.gossip.members import STEWARDS
 from offbeat.strategies.gossip.messages import Counts, Gather, Part
@@ -85,7 +86,7 @@ class Assembly:
         self._peers += peers
         self.version = max(self.version, version)
         for mine, other in zip(self._buffers, buffers, strict=True):
-            if mine.is_floating_point() or mine.is_complex():
+            if is_averaged(mine):
                 mine.add_(other)
             else:
                 torch.maximum(mine, other, out=mine)
@@ -108,9 +109,8 @@ class Assembly:
         """The average, or what was agreed upon before; None where nobody had anything to say."""
         if self._total is None or self.result:
             return None if self._total is None else (self._total, tuple(self._buffers))
-        averaged = (buffer.is_floating_point() or buffer.is_complex() for buffer in self._buffers)
-        pairs = zip(self._buffers, averaged, strict=True)
-        return self._total / self._peers, tuple(buffer / self._peers if mean else buffer for buffer, mean in pairs)
+        buffers = tuple(buffer / self._peers if is_averaged(buffer) else buffer for buffer in self._buffers)
+        return self._total / self._peers, buffers
 
     # State
 

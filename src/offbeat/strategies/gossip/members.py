@@ -29,11 +29,6 @@ def _left(graph: Graph, size: int, there: frozenset[int]) -> Topology:
     return Topology(graph, size, there)
 
 
-@functools.lru_cache(maxsize=32)
-def _constants(graph: Graph, size: int, members: tuple[int, ...], rate: float) -> Constants:
-    return _left(graph, size, frozenset(members)).constants(rate)
-
-
 class Members:
     def __init__(self, rank: int, size: int, graph: Graph, rate: float) -> None:
         self.rank = rank
@@ -69,6 +64,11 @@ class Members:
         self.live.pop(rank, None)
         self._topology = None
 
+    def forget_all(self) -> None:
+        """A process that goes on from a checkpoint is linked to nobody yet."""
+        self.live.clear()
+        self._topology = None
+
     def told(self, ranks: Iterable[int]) -> None:
         """The root says who is there."""
         self.absent = frozenset(range(self.size)) - frozenset(ranks) - self._linked - {self.rank}
@@ -82,11 +82,7 @@ class Members:
         if self._topology is None:
             there = frozenset(rank for rank in range(self.size) if self._is_there(rank))
             whole = _left(self._graph, self.size, there)
-            reached, new = {self.rank}, [self.rank]
-            while new:
-                new = [other for rank in new for other in set(whole.neighbours(rank)) - reached]
-                reached.update(new)
-            self._topology = _left(self._graph, self.size, frozenset(reached))
+            self._topology = _left(self._graph, self.size, whole.reached_from(self.rank))
             self._constants = None
         return self._topology
 
@@ -105,7 +101,7 @@ class Members:
     def constants(self) -> Constants:
         topology = self.topology
         if self._constants is None:
-            self._constants = _constants(self._graph, self.size, topology.members, self._rate)
+            self._constants = topology.constants(self._rate)
         return self._constants
 
     @property

@@ -57,6 +57,10 @@ class Gossip(Strategy, name="gossip"):
         return linked_to(self.graph, rank, processes)
 
     @property
+    def keeps_replicas(self) -> bool:
+        return True
+
+    @property
     def may_grow(self) -> bool:
         return False
 

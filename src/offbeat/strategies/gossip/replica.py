@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.flat import is_averaged
 from offbeat.messages import Buffers
 from offbeat.pool import Pool
 
@@ -72,7 +73,7 @@ class Replica:
         difference = torch.sub(theirs, self.parameters, out=self._copies.like(self.parameters))
         distance = float(torch.linalg.vector_norm(difference)) ** 2
         pairs = list(zip(their_buffers, self.buffers, strict=True))
-        apart = tuple(other - mine if _averaged(mine) else torch.maximum(other, mine) for other, mine in pairs)
+        apart = tuple(other - mine if is_averaged(mine) else torch.maximum(other, mine) for other, mine in pairs)
         if not math.isfinite(distance) or not all(map(_finite, apart)):
             return None
         self._take(difference, apart, SHARE, alpha_tilde - SHARE)
@@ -87,7 +88,7 @@ class Replica:
         if self.lead is not None:
             self.lead.add_(difference, alpha=lead_share)
         for mine, apart in zip(self.buffers, buffers, strict=True):
-            if _averaged(mine):
+            if is_averaged(mine):
                 mine.add_(apart, alpha=share)
             else:
                 torch.maximum(mine, apart, out=mine)
@@ -95,15 +96,11 @@ class Replica:
     def absorb(self, before: Buffers, after: Buffers) -> None:
         """Let buffers change as a computation has changed them, whatever exchanges did to them meanwhile."""
         for mine, old, new in zip(self.buffers, before, after, strict=True):
-            if _averaged(mine):
+            if is_averaged(mine):
                 mine.add_(new).sub_(old)
             else:
                 torch.maximum(mine, new, out=mine)
 
 
-def _averaged(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
-
-
 def _finite(buffer: Tensor) -> bool:
-    return not _averaged(buffer) or bool(torch.isfinite(buffer).all())
+    return not is_averaged(buffer) or bool(torch.isfinite(buffer).all())

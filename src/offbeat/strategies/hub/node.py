@@ -11,39 +11,27 @@ by one per update; one copy of the parameters is made per version, and all messa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.actions import Action, ClearTimer, Evaluate, Finish, Report, Samples, Seconds, Send, SetTimer
+from offbeat.actions import Action, ClearTimer, Finish, Report, Samples, Seconds, Send, SetTimer
 from offbeat.draws import Draws, Range
 from offbeat.events import Evaluated, Event, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.messages import Stop, Stopped
 from offbeat.pool import Pool
-from offbeat.records.schema import Dropped, Evaluation, Membership, Reason, Update
+from offbeat.records.schema import Dropped, Membership, Reason, Update
+from offbeat.strategies.evaluations import Evaluations
 from offbeat.strategies.hub.collected import Collected
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.pacing import Effort, Pacing, SharePacing, TargetPacing
 from offbeat.strategies.hub.parts import Census, Every, Share, TargetBatch
-from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Node, Setup, State
+from offbeat.strategies.strategy import Node, Setup, State
 
 if TYPE_CHECKING:
     from offbeat.strategies.hub.composition import Hub
 
 HUB = 0
-EVALUATIONS_MAX = 8
-"""Evaluations under way at a time: each holds parameters of its own."""
-
-
-@dataclass
-class Evaluations:
-    """Which versions are being evaluated, and when the next is due."""
-
-    last_at: float = 0.0
-    last_version: int = -1
-    under_way: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """version → (when it was made, samples in it)"""
 
 
 class HubNode(Node):
@@ -75,7 +63,7 @@ class HubNode(Node):
         """Where gradients are added up: one at a time, so one is enough."""
         self._collected = Collected(config.collect.in_rank_order, self._sum)
         self._pacing = _pacing(config)
-        self._evaluations = Evaluations()
+        self._evaluations = Evaluations(HUB, setup.evaluate)
 
         self._gathered = False
         self._started = False
@@ -126,7 +114,7 @@ class HubNode(Node):
     def _resume(self, at: float) -> Iterator[Action]:
         """Go on from a checkpoint, in a process that knows nobody yet: whoever joins is welcomed."""
         self._live, self._idle, self._reported = {}, set(), set()
-        self._evaluations.under_way = {}
+        self._evaluations.forget()
         self._awaited = None if self._awaited is None else set()
         yield SetTimer("workers", self._config.patience_seconds)
         yield from self._set_timers(at)
@@ -282,7 +270,8 @@ class HubNode(Node):
                     contributions=tuple(collected.contributions),
                 )
             )
-            yield from self._evaluate_if_due(at)
+            if self._evaluations.due(at, self._version):
+                yield from self._evaluate(at)
         if self._has_enough():
             yield from self._stop(at)
         else:
@@ -306,38 +295,12 @@ class HubNode(Node):
 
     # Evaluate
 
-    def _evaluate_if_due(self, at: float) -> Iterator[Action]:
-        cadence, last = self._setup.evaluate, self._evaluations
-        if len(last.under_way) >= EVALUATIONS_MAX:
-            return  # updates are faster than evaluation; the next one that is due will do
-        if isinstance(cadence, EveryUpdates):
-            due = self._version - last.last_version >= cadence.updates
-        elif isinstance(cadence, EverySeconds):
-            due = at - last.last_at >= cadence.seconds
-        else:
-            due = False
-        if due:
-            yield from self._evaluate(at)
-
     def _evaluate(self, at: float) -> Iterator[Action]:
-        if self._setup.evaluate is None or self._evaluations.last_version == self._version:
-            return
-        self._evaluations.last_at, self._evaluations.last_version = at, self._version
-        self._evaluations.under_way[self._version] = (at, self._samples)
-        yield Evaluate(self._snapshot, self._buffers, self._version)
+        if self._evaluations.wants(self._version):
+            yield from self._evaluations.begin(at, self._version, self._samples, (self._snapshot, self._buffers))
 
     def _evaluated(self, event: Evaluated) -> Iterator[Action]:
-        at, samples = self._evaluations.under_way.pop(event.version)
-        yield Report(
-            Evaluation(
-                at=at,
-                rank=HUB,
-                version=event.version,
-                samples_total=samples,
-                loss=event.loss,
-                accuracy=event.accuracy,
-            )
-        )
+        yield from self._evaluations.ended(event)
         yield from self._finish_if_done(event.at)
 
     # Stop
@@ -401,11 +364,7 @@ class HubNode(Node):
             "nonfinite_in_a_row": {str(rank): count for rank, count in self._nonfinite_in_a_row.items()},
             "collected": self._collected.state(),
             "pacing": self._pacing.state(),
-            "evaluations": {
-                "last_at": self._evaluations.last_at,
-                "last_version": self._evaluations.last_version,
-                "under_way": {str(version): list(made) for version, made in self._evaluations.under_way.items()},
-            },
+            "evaluations": self._evaluations.state(),
             "gathered": self._gathered,
             "started": self._started,
             "began_at": self._began_at,
@@ -430,9 +389,7 @@ class HubNode(Node):
         self._nonfinite_in_a_row = {int(rank): count for rank, count in state["nonfinite_in_a_row"].items()}
         self._collected.restore(state["collected"])
         self._pacing.restore(state["pacing"])
-        evaluations = state["evaluations"]
-        under_way = {int(version): (at, samples) for version, (at, samples) in evaluations["under_way"].items()}
-        self._evaluations = Evaluations(evaluations["last_at"], evaluations["last_version"], under_way)
+        self._evaluations.restore(state["evaluations"])
         self._gathered = state["gathered"]
         self._started = state["started"]
         self._began_at = state["began_at"]
