@@ -34,6 +34,9 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/prediction.py
 	$(BIN)/python bench/acid.py
+	$(BIN)/python bench/bytes.py
+	$(BIN)/python bench/goodput.py
+	$(BIN)/python bench/compression.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,8 +16,20 @@ import msgspec
 from offbeat.errors import ConfigurationError
 from offbeat.exchanges import exchanges, exchanging
 from offbeat.records.files import RunRecords
-from offbeat.records.schema import AnyRecord, Dropped, Ended, Evaluation, Membership, RunHeader, Update
+from offbeat.records.schema import (
+    AnyRecord,
+    Dropped,
+    Ended,
+    Evaluation,
+    Flow,
+    LinkUse,
+    Membership,
+    RunHeader,
+    Undone,
+    Update,
+)
 from offbeat.records.schema import Round as RoundRecord
+from offbeat.traffic import BytesSent, bytes_received, sent_by_kind
 
 Metric = Literal["accuracy", "loss"]
 Kind = TypeVar("Kind", bound=AnyRecord)
@@ -33,15 +45,23 @@ class Target(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """One run in numbers; what does not apply to it is None.
 
-    `staleness_*` count each message once. `compute_seconds` is the time inside rounds and holds
+    `updates` and `samples` are those that count in the end; `undone` are samples that were applied and taken back, as
+    often as that happened. `staleness_*` count each message once. `compute_seconds` is the time inside rounds and holds
     `induced_seconds`, since a delayed machine stands for a slow one, not for an idle one; `idle_share` is
     idle ÷ (idle + compute) over all rounds of all ranks. `bytes_sent` is what was counted by processes that came
     to their end: what one that was killed had sent is not in it.
+
+    `traffic` is what was sent by kind of message, and `bytes_received` what arrived; of a process that was killed they
+    hold what it had counted a second before. `bytes_to_target` is what all ranks had sent for the sake of training when
+    the target was reached. Runs that were recorded before traffic was have None there, and an empty `traffic`.
 
     `exchanges` are those of two peers that were averaged, and `exchanges_lost` those without an answer. An exchange is
     an averaging for both peers, so `exchanges_per_gradient` is twice their number ÷ the updates. `consensus_distance`
     is the mean of ‖x_i − mean of x‖² over peers and the second half of the run; `offbeat.exchanges` tells how it is
     estimated where nobody has measured it.
+
+    `budget_used` is what was sent ÷ what the bandwidth budget would have allowed over the whole run, on the link and
+    direction that carried the most, and `budget_used_mean` the mean over all of them; None where there was no budget.
     """
 
     strategy: str
@@ -71,6 +91,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     induced_seconds: float
     dropped_by_reason: dict[str, int]
     samples_to_target: float | None
+    bytes_to_target: int | None
+    bytes_received: int | None
+    traffic: dict[str, Flow]
     failure: str | None
     exchanges: int
     exchanges_per_gradient: float | None
@@ -78,6 +101,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     round_trip_seconds: float | None
     consensus_distance: float | None
     consensus_estimated: bool | None
+    budget_used: float | None
+    budget_used_mean: float | None
+    undone: int
 
     def __str__(self) -> str:
         """A few lines to read."""
@@ -95,12 +121,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             measured.append(f"staleness {self.staleness_mean:.1f} on average, at most {self.staleness_max}")
         if self.idle_share is not None:
             measured.append(f"idle {self.idle_share:.0%}")
-        counts = {"dropped": "dropped samples", "lost_peers": "lost peers", "rejoined_peers": "rejoined peers"}
+        counts = {
+            "dropped": "dropped samples",
+            "undone": "undone samples",
+            "lost_peers": "lost peers",
+            "rejoined_peers": "rejoined peers",
+        }
         measured += [f"{value:,} {text}" for name, text in counts.items() if (value := getattr(self, name))]
         if measured:
             lines.append("  " + ", ".join(measured))
         if self.exchanges:
             lines.append("  " + ", ".join(self._exchanged()))
+        if self.budget_used is not None:
+            lines.append(
+                f"  {self.budget_used:.0%} of the budget used on the busiest link and direction, "
+                f"{self.budget_used_mean:.0%} on average"
+            )
         if self.failure is not None:
             lines.append(f"  failed: {self.failure}")
         return "\n".join(lines)
@@ -183,6 +219,12 @@ def samples_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: 
     return _crossing(evaluations, Target(metric, value), lambda evaluation: float(evaluation.samples_total))
 
 
+def bytes_to_target(run: RunRecords, seconds: float | None) -> int | None:
+    """How many bytes all ranks had sent after so many seconds, which the target took; None where either is unknown."""
+    sent = None if seconds is None else BytesSent(run).by(seconds)
+    return None if sent is None else round(sent)
+
+
 def _crossing(
     evaluations: Sequence[Evaluation], target: Target, position: Callable[[Evaluation], float]
 ) -> float | None:
@@ -227,16 +269,16 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     header = run.header
     target = target or target_of(header)
     curve = evaluations(run)
+    reached = seconds_to_target(curve, target.metric, target.value) if target else None
     updates = list(of_kind(run, Update))
     stalenesses = [contribution.staleness for update in updates for contribution in update.contributions]
-    dropped: Counter[str] = Counter()
-    for record in of_kind(run, Dropped):
-        dropped[record.reason] += record.stop - record.first
+    dropped = _dropped(run)
     ends = list(of_kind(run, Ended))
     ended = end_of(run)
     bytes_sent = sum(end.bytes_sent for end in ends) if ended else None
     seconds = ended.at if ended else max((record.at for record in run.records), default=0.0)
-    samples = _samples(updates)
+    undone = list(of_kind(run, Undone))
+    samples = _samples(updates) if not undone else _samples_left(run)
     rounds = list(of_kind(run, RoundRecord))
     compute_seconds = math.fsum(record.seconds for record in rounds)
     idle_seconds = math.fsum(record.idle_seconds for record in rounds)
@@ -248,15 +290,16 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         workers=header.workers,
         seed=header.seed,
         seconds=seconds,
-        updates=len(updates),
+        updates=len(updates) - sum(record.version - 1 - record.to_version for record in undone),
         samples=samples,
         loss=finite(curve[-1].loss) if curve else None,
         accuracy=finite(curve[-1].accuracy) if curve else None,
-        seconds_to_target=seconds_to_target(curve, target.metric, target.value) if target else None,
+        seconds_to_target=reached,
         staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
         staleness_max=max(stalenesses, default=None),
         idle_share=_ratio(idle_seconds, idle_seconds + compute_seconds),
         dropped=dropped.total(),
+        undone=sum(record.samples for record in undone),
         lost_peers=_lost(memberships),
         rejoined_peers=_rejoined(memberships),
         bytes_sent=bytes_sent,
@@ -270,6 +313,9 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         induced_seconds=math.fsum(record.induced_seconds for record in rounds),
         dropped_by_reason=dict(sorted(dropped.items())),
         samples_to_target=samples_to_target(curve, target.metric, target.value) if target else None,
+        bytes_to_target=bytes_to_target(run, reached),
+        bytes_received=bytes_received(run),
+        traffic=sent_by_kind(run),
         failure=ended.failure if ended else "the records stop before the run's end: it was killed, or it still runs",
         exchanges=exchanged.averaged,
         exchanges_per_gradient=_ratio(2 * exchanged.averaged, len(updates)) if exchanged.averaged else None,
@@ -277,7 +323,20 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         round_trip_seconds=exchanged.round_trip_seconds,
         consensus_distance=exchanged.consensus_distance,
         consensus_estimated=exchanged.estimated,
+        **_budget_used(run, seconds),
     )
+
+
+def _budget_used(run: RunRecords, seconds: float) -> dict[str, float | None]:
+    """What was sent over what the budget would have allowed in this time: at the most, and on average."""
+    allowed = 0.0
+    sent: Counter[tuple[int, str]] = Counter()
+    for record in of_kind(run, LinkUse):
+        allowed = record.bytes_per_second * seconds
+        for peer, nbytes in record.used.items():
+            sent[record.rank, peer] += nbytes
+    used = [nbytes / allowed for nbytes in sent.values()] if allowed > 0 else []
+    return {"budget_used": max(used, default=None), "budget_used_mean": statistics.fmean(used) if used else None}
 
 
 def per_rank(run: RunRecords) -> list[RankSummary]:
@@ -330,10 +389,23 @@ def end_of(run: RunRecords) -> Ended | None:
     return min(last.values(), key=lambda end: (end.failure is not None, end.rank), default=None)
 
 
+def _dropped(run: RunRecords) -> Counter[str]:
+    """Samples by the reason why they were not applied."""
+    dropped: Counter[str] = Counter()
+    for record in of_kind(run, Dropped):
+        dropped[record.reason] += record.stop - record.first
+    return dropped
+
+
 def _samples(updates: Sequence[Update]) -> int:
     """How many were applied. A hub counts all; peers count what they know of, and what they applied themselves."""
     known = max((update.samples_total for update in updates), default=0)
     return max(known, sum(update.samples for update in updates)) if any(update.rank for update in updates) else known
+
+
+def _samples_left(run: RunRecords) -> int:
+    """How many were applied and not undone, as the hub counted them last."""
+    return [record.samples_total for record in run.records if isinstance(record, Update | Undone)][-1]
 
 
 def _ratio(part: float, whole: float) -> float | None:

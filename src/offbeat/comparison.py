@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times sooner the target was reached than by the baseline; above 1 is sooner.
+    """How many times sooner the target was reached than by the baseline, or with how many times fewer bytes.
 
-    `pairs` seeds went into it, and `missed` more did not, for want of a time to compare on either side.
+    Above 1 is sooner, or fewer. `pairs` seeds went into it, and `missed` more did not, for want of a number to compare
+    on either side.
     """
 
     mean: float
@@ -62,33 +63,54 @@ def interval(values: Iterable[float | None]) -> Interval | None:
     return Interval(mean, mean - half, mean + half, len(known))
 
 
+Cost = Callable[[Summary], float | None]
+"""What a run paid for reaching its target; None where it did not, or nobody counted."""
+
+
+def _seconds(summary: Summary) -> float | None:
+    return summary.seconds_to_target
+
+
+def _bytes(summary: Summary) -> float | None:
+    return summary.bytes_to_target
+
+
 def speedup(baseline: Sequence[Summary], other: Sequence[Summary]) -> Speedup | None:
     """The seconds to target of `baseline` over those of `other`, paired by seed; None without any such pair."""
-    ratios, missed = _ratios(baseline, other)
+    return _compared(baseline, other, _seconds)
+
+
+def bytes_ratio(baseline: Sequence[Summary], other: Sequence[Summary]) -> Speedup | None:
+    """The bytes to target of `baseline` over those of `other`, paired by seed; None without any such pair."""
+    return _compared(baseline, other, _bytes)
+
+
+def _compared(baseline: Sequence[Summary], other: Sequence[Summary], cost: Cost) -> Speedup | None:
+    ratios, missed = _ratios(baseline, other, cost)
     over = interval(ratios)
     return Speedup(over.mean, over.low, over.high, over.count, missed) if over else None
 
 
-def _ratios(baseline: Sequence[Summary], other: Sequence[Summary]) -> tuple[list[float], int]:
+def _ratios(baseline: Sequence[Summary], other: Sequence[Summary], cost: Cost) -> tuple[list[float], int]:
     """One ratio a pair, and how many pairs have none. A target that was met from the start compares nothing."""
-    times, paired = _by_seed(baseline), _by_seed(other)
+    costs, paired = _by_seed(baseline, cost), _by_seed(other, cost)
     ratios, missed = [], 0
-    for key in times.keys() & paired.keys():
-        slow, quick = times[key], paired[key]
-        if slow and quick:
-            ratios.append(slow / quick)
+    for key in costs.keys() & paired.keys():
+        more, less = costs[key], paired[key]
+        if more and less:
+            ratios.append(more / less)
         else:
             missed += 1
     return sorted(ratios), missed
 
 
-def _by_seed(summaries: Sequence[Summary]) -> dict[tuple[int, int], float | None]:
+def _by_seed(summaries: Sequence[Summary], cost: Cost) -> dict[tuple[int, int], float | None]:
     """Keyed by seed and occurrence, so that a seed that was run twice is paired twice."""
-    times: dict[tuple[int, int], float | None] = {}
+    costs: dict[tuple[int, int], float | None] = {}
     for summary in summaries:
-        occurrence = sum(seed == summary.seed for seed, _ in times)
-        times[summary.seed, occurrence] = summary.seconds_to_target
-    return times
+        occurrence = sum(seed == summary.seed for seed, _ in costs)
+        costs[summary.seed, occurrence] = cost(summary)
+    return costs
 
 
 @dataclass(frozen=True)
@@ -136,19 +158,24 @@ class Comparison:
     def speedup_of(self, strategy: str) -> Speedup | None:
         return speedup(self.runs_of(self.baseline), self.runs_of(strategy))
 
+    def bytes_ratio_of(self, strategy: str) -> Speedup | None:
+        return bytes_ratio(self.runs_of(self.baseline), self.runs_of(strategy))
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data without NaN: `runs`, `target`, `baseline` and `speedup` per strategy."""
+        """Plain data without NaN: `runs`, `target`, `baseline`, and `speedup` and `bytes_ratio` per strategy."""
         return {
             "runs": [_plain(msgspec.to_builtins(summary)) for summary in self.summaries],
             "target": msgspec.to_builtins(self.target) if self.target else None,
             "baseline": self.baseline,
-            "speedup": {strategy: self._speedup_json(strategy) for strategy in self.strategies},
+            "speedup": {strategy: self._ratio_json(strategy, _seconds) for strategy in self.strategies},
+            "bytes_ratio": {strategy: self._ratio_json(strategy, _bytes) for strategy in self.strategies},
         }
 
-    def _speedup_json(self, strategy: str) -> dict[str, Any]:
-        known = self.speedup_of(strategy)
+    def _ratio_json(self, strategy: str, cost: Cost) -> dict[str, Any]:
+        baseline, runs = self.runs_of(self.baseline), self.runs_of(strategy)
+        known = _compared(baseline, runs, cost)
         if known is None:
-            _, missed = _ratios(self.runs_of(self.baseline), self.runs_of(strategy))
+            _, missed = _ratios(baseline, runs, cost)
             return {"mean": None, "low": None, "high": None, "pairs": 0, "missed": missed}
         plain: dict[str, Any] = _plain(msgspec.to_builtins(known))
         return plain

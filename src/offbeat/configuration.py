@@ -97,8 +97,8 @@ def hints(cls: Any) -> dict[str, Any]:
 
 
 def options(cls: type[Any]) -> Iterator[Option]:
-    """The fields of a configuration class, in order."""
-    for item in dataclasses.fields(cls):
+    """The fields of a configuration class, in the order in which Python takes them: by keyword alone comes last."""
+    for item in sorted(dataclasses.fields(cls), key=lambda item: bool(item.kw_only)):
         if item.init:
             yield Option(item.name, hints(cast(Any, cls))[item.name], item.default, item.metadata.get("help", ""))
 

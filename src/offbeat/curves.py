@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from offbeat.analysis import Metric, evaluations, of_kind
 from offbeat.exchanges import consensus_series
 from offbeat.records.files import RunRecords
-from offbeat.records.schema import Round, Update
+from offbeat.records.schema import Round, Undone, Update
+from offbeat.traffic import BytesSent
 
 Array = NDArray[np.float64]
 ROUNDING = 1e-8
@@ -23,7 +24,7 @@ ROUNDING = 1e-8
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over seconds."""
+    """Values over seconds; one over bytes sent has these in their place."""
 
     seconds: Array
     values: Array
@@ -56,10 +57,21 @@ def evaluation_curve(run: RunRecords, metric: Metric) -> Curve:
     return _curve([(at, value) for at, value in points if value is not None and np.isfinite(value)])
 
 
+def quality_over_bytes(run: RunRecords, metric: Metric) -> Curve:
+    """Held-out loss or accuracy over the bytes that all ranks had sent by then; empty where nobody counted them."""
+    curve, sent = evaluation_curve(run, metric), BytesSent(run)
+    if not sent.known:
+        return _curve([])
+    return Curve(np.array([sent.by(seconds) for seconds in curve.seconds], dtype=np.float64), curve.values)
+
+
 def samples_curve(run: RunRecords) -> Curve:
-    """Samples applied over time, from zero at the start."""
-    points = sorted((update.at, float(update.samples_total)) for update in of_kind(run, Update))
+    """Samples applied over time, from zero at the start; it falls where some are undone."""
+    counts = [record for record in run.records if isinstance(record, Update | Undone)]
+    points = sorted(((record.at, float(record.samples_total)) for record in counts), key=lambda point: point[0])
     curve = _curve([(0.0, 0.0), *points])
+    if any(isinstance(record, Undone) for record in counts):
+        return curve
     # Peers without a hub know of each other's samples late, so their totals can seem to fall.
     return Curve(curve.seconds, np.maximum.accumulate(curve.values))
 

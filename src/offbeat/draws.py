@@ -39,6 +39,14 @@ class Draws:
             if left >= 0 and left + 1 < len(self._ranges) and self._ranges[left][1] == self._ranges[left + 1][0]:
                 self._ranges[left : left + 2] = [(self._ranges[left][0], self._ranges[left + 1][1])]
 
+    def remove(self, first: int, stop: int) -> None:
+        """Take back that the draws in [first, stop) are accounted for."""
+        at = bisect_right(self._ranges, first, key=lambda found: found[0]) - 1
+        if at < 0 or self._ranges[at][1] < stop:
+            raise ContractViolation(f"draws {first} to {stop} were not accounted for: {self._ranges}")
+        before, after = (self._ranges[at][0], first), (stop, self._ranges[at][1])
+        self._ranges[at : at + 1] = [found for found in (before, after) if found[0] < found[1]]
+
     @property
     def first_missing(self) -> int:
         """Where a worker that lost its position goes on: nothing below is missing."""

@@ -25,7 +25,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from offbeat.actions import Budget, Samples, Seconds
 from offbeat.cluster import Cluster, load_cluster
@@ -33,7 +33,7 @@ from offbeat.cluster.speeds import SECONDS_PER_SAMPLE
 from offbeat.configuration import build, from_plain, option, read_toml, to_plain
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.strategies.strategy import Cadence, EveryUpdates, Strategy
-from offbeat.validation import check_instance, check_types, require
+from offbeat.validation import check_instance, check_types, require, require_budget
 from offbeat.workloads import NamedWorkload, Target, Workload
 
 DEFAULT_WORKERS = 10
@@ -46,12 +46,15 @@ class Experiment:
     workload: NamedWorkload | Workload
     strategy: Strategy
     cluster: Cluster = Cluster()
-    workers: int = DEFAULT_WORKERS
+    workers: int = cast(int, None)
+    """Left out: as many as the cluster says, or else 10."""
     until: Budget | None = None
     seed: int = 0
     evaluate: Cadence | None = EveryUpdates()
     target: Target | None = None
     label: str | None = None
+    bytes_per_second: float | None = None
+    """The budget: what each direction of each link may carry."""
 
     def __post_init__(self) -> None:
         check_instance(self.workload, (NamedWorkload, Workload), "the workload", "offbeat.Digits()")
@@ -62,8 +65,10 @@ class Experiment:
         if isinstance(self.until, int | str) and not isinstance(self.until, bool):
             object.__setattr__(self, "until", Budget.shorthand(str(self.until)))
         check_instance(self.until, (Samples, Seconds, type(None)), "until", "offbeat.Samples(60_000)")
+        object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))
         _require_whole("workers", self.workers, 1)
         _require_whole("seed", self.seed, 0)
+        require_budget(self.bytes_per_second)
 
     @property
     def name(self) -> str:
@@ -90,9 +95,12 @@ class Experiment:
         if not self.strategy.name or not isinstance(self.workload, NamedWorkload):
             return None
         try:
-            return {item.name: to_plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+            plain = {item.name: to_plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
         except ConfigurationError:
             return None
+        if self.bytes_per_second is None:  # as in runs that were recorded before there were budgets
+            del plain["bytes_per_second"]
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Experiment:
@@ -106,6 +114,7 @@ class Experiment:
             evaluate=from_plain(Cadence | None, plain["evaluate"], "evaluate"),
             target=from_plain(Target | None, plain["target"], "target"),
             label=plain["label"],
+            bytes_per_second=plain.get("bytes_per_second"),
         )
 
 
@@ -113,13 +122,18 @@ class Experiment:
 class Settings:
     """What the runs of a plan share, besides the workload."""
 
-    workers: int = option(DEFAULT_WORKERS, "workers that compute")
+    workers: int = option(
+        cast(int, None), f"workers that compute; none: as many as the cluster says, or else {DEFAULT_WORKERS}"
+    )
     seeds: tuple[int, ...] = option((0,), "seeds; each draws its own initial parameters, data order and stragglers")
     cluster: Cluster = option(Cluster(), "how fast machines and links are and what goes wrong")
     until: Budget | None = option(
         None, "how long to train: samples (60000) or seconds (90s); none: as suits the workload"
     )
     evaluate: Cadence | None = option(EveryUpdates(), "how often to evaluate: updates:N, seconds:N, or none")
+    bytes_per_second: float | None = option(
+        None, "budget in bytes per second, for each link and direction; none: as much as the links can carry"
+    )
     target: Target | None = option(None, "what is timed: accuracy:0.9 or loss:0.1; none: as suits the workload")
     baseline: str | None = option(None, "the label that speed-ups are measured against; none: fmb, or else the first")
 
@@ -133,8 +147,10 @@ class Plan(Settings):
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))
         check_types(self)
         _require_whole("workers", self.workers, 1)
+        require_budget(self.bytes_per_second)
         require(bool(self.strategies), "there is no strategy to run; name at least one, for example fmb")
         require(bool(self.seeds), "there is no seed to run; give at least one")
         if not self.labels:
@@ -160,6 +176,7 @@ class Plan(Settings):
                     self.evaluate,
                     self.target,
                     label,
+                    self.bytes_per_second,
                 )
 
     @classmethod
@@ -196,6 +213,12 @@ class Plan(Settings):
         if self.evaluate is None:
             plain["evaluate"] = "none"
         return plain
+
+
+def workers_for(workers: int | None, cluster: Cluster, otherwise: int = DEFAULT_WORKERS) -> int:
+    """How many workers there are: as many as was said, or else as the cluster says, or else so many."""
+    size = cluster.size if isinstance(cluster, Cluster) else None
+    return (otherwise if size is None else size) if workers is None else workers
 
 
 def _require_whole(name: str, value: Any, least: int) -> None:

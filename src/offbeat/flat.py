@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -166,6 +167,11 @@ def is_averaged(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
+def is_finite(vector: Tensor) -> bool:
+    """Whether every element is finite. A finite sum proves it, at a fraction of the cost of looking at each."""
+    return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())
+
+
 def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
     """Buffers of several workers as one: floats averaged by samples, integers and booleans by their maximum.
 
@@ -185,6 +191,15 @@ def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
             else:
                 torch.maximum(mean, flat, out=mean)
     return merged
+
+
+def renewed_buffers(before: Buffers, parts: Sequence[tuple[Buffers, int]]) -> Buffers:
+    """Those of a hub, after these parts. Counters never fall: what is stale has counted less than it knows already."""
+    counted = [(buffers, samples) for buffers, samples in parts if buffers and samples > 0]
+    if not counted:
+        return before
+    pairs = zip(merge_buffers(counted), before, strict=True)
+    return tuple(new if is_averaged(new) else torch.maximum(new, old) for new, old in pairs)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,29 @@ HEADER_BYTES = 64
 
 @dataclass(frozen=True)
 class Message:
-    """The root of all messages; `kinds` finds a type by its name on the receiving side."""
+    """The root of all messages; `kinds` finds a type by its name on the receiving side.
+
+    A tensor that is declared in none of `increments`, `values` and `conveyed` always travels exactly as it is.
+    """
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
+    increments: ClassVar[tuple[str, ...]] = ()
+    """Tensors that may be compressed and are added to something: what is lost of one is added to the next."""
+    values: ClassVar[tuple[str, ...]] = ()
+    """Tensors that may be compressed and take the place of something."""
+    conveyed: ClassVar[tuple[str, ...]] = ()
+    """Tensors that went through `Compression.conveyed`, as their sender has to use what arrives: coded without loss."""
+    parted_by: ClassVar[tuple[str, ...]] = ()
+    """Header fields that tell increments apart that are about different entries, such as the number of a fragment."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Message.kinds[cls.__name__] = cls
+
+    @classmethod
+    def compressible(cls) -> tuple[str, ...]:
+        """The names of the tensors that may be compressed."""
+        return (*cls.increments, *cls.values, *cls.conveyed)
 
     def tensors(self) -> list[Tensor]:
         """The payload, in the order of the fields."""

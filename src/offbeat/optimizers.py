@@ -233,6 +233,8 @@ class Stepper:
     def __init__(self, config: Optimizer, parameters: Tensor, layout: Layout) -> None:
         self._config = config
         self._layout = layout
+        self.rate_factor = 1.0
+        """On the learning rate of the configuration; not part of the state."""
         self._updates = 0
         self._clipped: Tensor | None = None
         self._views = [nn.Parameter(view) for view in layout.shaped(parameters)]
@@ -246,7 +248,7 @@ class Stepper:
         """
         groups: Groups = self._torch.param_groups
         if self._config.lr is not None:
-            rate = rate_at(self._config.lr, samples)
+            rate = rate_at(self._config.lr, samples) * self.rate_factor
             for group in groups:
                 group["lr"] = rate
         self._config.before_step(groups, self._updates + 1)

@@ -21,7 +21,7 @@ from offbeat.configuration import to_plain
 from offbeat.engines.computing import Computing
 from offbeat.engines.simulated import Scenario, Simulation
 from offbeat.errors import RunFailed
-from offbeat.experiment import DEFAULT_WORKERS, Experiment, Plan
+from offbeat.experiment import Experiment, Plan, workers_for
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, RunRecords
 from offbeat.records.schema import RunHeader
 from offbeat.strategies.strategy import Cadence, EveryUpdates, Strategy
@@ -75,16 +75,22 @@ def simulate(
     until: Budget | None = None,
     seed: int = 0,
     *,
-    workers: int = DEFAULT_WORKERS,
+    workers: int | None = None,
     evaluate: Cadence | None = EveryUpdates(),  # noqa: B008  (frozen)
+    bytes_per_second: float | None = None,
     out: str | Path | None = None,
 ) -> Run:
     """Run one experiment in virtual time.
 
-    What is left out is filled in from the workload: its optimizer, how long to train, what to reach. With `out`,
-    records are written to that directory as well.
+    What is left out is filled in from the workload: its optimizer, how long to train, what to reach; and from the
+    cluster: how many workers it has, or else 10. `bytes_per_second` is what each direction of each link may carry.
+    With `out`, records are written to that directory as well.
     """
-    experiment = Experiment(workload, strategy, cluster or Cluster(), workers, until, seed, evaluate)
+    cluster = cluster or Cluster()
+    workers = workers_for(workers, cluster)
+    experiment = Experiment(
+        workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
+    )
     return simulate_experiment(experiment, out)
 
 
@@ -102,6 +108,7 @@ def simulate_experiment(
         experiment.until,
         experiment.seed,
         experiment.evaluate,
+        bytes_per_second=experiment.bytes_per_second,
     )
     with one_thread():
         memory = MemoryWriter()

@@ -139,6 +139,7 @@ def be_rank(
         until=experiment.until,
         seed=experiment.seed,
         cluster=experiment.cluster,
+        bytes_per_second=experiment.bytes_per_second,
         every=experiment.evaluate,
         target=experiment.target,
         header=header,

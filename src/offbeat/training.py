@@ -27,7 +27,7 @@ from offbeat.checkpoints import checkpoint_path
 from offbeat.cluster import Cluster
 from offbeat.engines.checkpointing import read_checkpoint
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.experiment import Experiment
+from offbeat.experiment import Experiment, workers_for
 from offbeat.launch import (
     Child,
     Seat,
@@ -85,21 +85,27 @@ def train(
     strategy: Strategy,
     until: Budget | None = None,
     *,
-    workers: int = DEFAULT_WORKERS,
+    workers: int | None = None,
     cluster: Cluster | None = None,
     seed: int = 0,
     evaluate: Cadence | None = EVALUATE_LIVE,
+    bytes_per_second: float | None = None,
     out: str | Path | None = None,
     live: Live = Live(),  # noqa: B008  (frozen)
 ) -> Run:
-    """Train on local processes, `workers` of which compute.
+    """Train on local processes, `workers` of which compute: as many as the cluster says, or else two.
 
-    They are copies of this process where that is possible, so a workload of your own needs no name. With `out`,
-    records and checkpoints stay in that directory. In a script that mpirun, torchrun or srun has started, this process
-    is one of the run's: there are as many workers as that makes, and rank 0 returns the records of all.
+    They are copies of this process where that is possible, so a workload of your own needs no name. `bytes_per_second`
+    is what each direction of each link may carry. With `out`, records and checkpoints stay in that directory. In a
+    script that mpirun, torchrun or srun has started, this process is one of the run's: there are as many workers as
+    that makes, and rank 0 returns the records of all.
     """
     place = seat(transport=live.transport)
-    experiment = Experiment(workload, strategy, cluster or Cluster(), workers, until, seed, evaluate)
+    cluster = cluster or Cluster()
+    workers = workers_for(workers, cluster, DEFAULT_WORKERS)
+    experiment = Experiment(
+        workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
+    )
     directory = None if out is None else Path(out)
     if place.alone:
         return train_experiment(experiment, directory, live)

@@ -90,6 +90,16 @@ def require_positive(config: Any, *names: str) -> None:
         )
 
 
+def require_budget(bytes_per_second: Any) -> None:
+    """What each direction of a link may carry is enough for something to leave some day, or None."""
+    number = isinstance(bytes_per_second, numbers.Real) and not isinstance(bytes_per_second, bool)
+    require(
+        bytes_per_second is None or (number and 0 < float(bytes_per_second) < float("inf")),
+        f"the budget of a link, bytes_per_second, must be a number greater than 0, such as 1e6, but is "
+        f"{bytes_per_second!r}",
+    )
+
+
 def require_not_negative(config: Any, *names: str) -> None:
     """Each named field is zero or more, or None where that is allowed."""
     for name in names:

@@ -21,11 +21,25 @@ from offbeat.strategies.hub.node import HubNode
 from offbeat.strategies.hub.worker import Worker
 from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
 
-NAMES = ("amb", "apam", "async-fmb", "async-timed", "fmb", "gossip", "k-of-n", "sync-amsgrad")
-VARIED = {"gossip-acid"}
+NAMES = (
+    "amb",
+    "apam",
+    "async-fmb",
+    "async-timed",
+    "decoupled-diloco",
+    "delayed-exchange",
+    "diloco",
+    "fmb",
+    "gossip",
+    "k-of-n",
+    "population",
+    "restart",
+    "sync-amsgrad",
+)
+VARIED = {"gossip-acid", "local-sgd"}
 """Another default of one that is checked, whose cases vary just that."""
-CHUNK = 24
-CHUNKS = 12
+CHUNK = 20
+CHUNKS = 8
 
 
 def test_two_thousand_cases_are_checked_and_no_strategy_is_left_out() -> None:

@@ -71,7 +71,7 @@ class RawHead(Message):
 
 def encode_or_not(message: Message, checksum: bool = False) -> wire.Encoded:
     if isinstance(message, RawHead):
-        return wire.Encoded(message.head, None, [], wire.HEAD_BYTES)
+        return wire.Encoded(message.head, None, [], wire.HEAD_BYTES, "RawHead", wire.HEAD_BYTES)
     return ENCODE(message, checksum)
 
 

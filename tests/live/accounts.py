@@ -8,7 +8,8 @@ from pathlib import Path
 from offbeat.analysis import of_kind
 from offbeat.draws import Draws
 from offbeat.records.files import RunRecords
-from offbeat.records.schema import Dropped, Update
+from offbeat.records.schema import Dropped, Ended, Traffic, Update
+from offbeat.traffic import counts
 
 
 def check_accounts(run: RunRecords) -> None:
@@ -27,6 +28,23 @@ def check_accounts(run: RunRecords) -> None:
         accounted[dropped.rank].add(dropped.first, dropped.stop)
     for rank, draws in accounted.items():
         assert list(draws.missing_below(draws.stop)) == [], f"samples of rank {rank} were skipped unnoticed"
+
+
+def check_traffic(run: RunRecords) -> None:
+    """Every process that came to its end has counted what it says that it sent, and its counts have never fallen."""
+    last = {(record.rank, record.at): record.sent.values() for record in of_kind(run, Traffic)}
+    ends = list(of_kind(run, Ended))
+    assert ends
+    for end in ends:
+        sent = last[end.rank, end.at]
+        assert sum(flow.bytes for flow in sent) == end.bytes_sent
+        assert sum(flow.messages for flow in sent) == end.messages_sent
+    for records in counts(run):
+        assert records[0].since <= records[0].at
+        for way in ("sent", "received"):
+            totals = [sum(flow.bytes for flow in getattr(record, way).values()) for record in records]
+            assert totals == sorted(totals)
+        assert all(flow.bytes_uncompressed >= flow.bytes > 0 for flow in records[-1].sent.values())
 
 
 def processes_of(parent: int) -> dict[int, int]:

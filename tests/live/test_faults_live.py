@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from accounts import check_accounts, processes_of
+from accounts import check_accounts, check_traffic, processes_of
 
 import offbeat as ob
 from offbeat.analysis import of_kind, summarize
 from offbeat.experiment import Experiment
 from offbeat.records.files import read_run
 from offbeat.records.schema import AnyRecord, Evaluation, Membership, Update
-from offbeat.strategies.hub.node import HubNode
+from offbeat.strategies.centre import Centre
 from offbeat.strategies.strategy import Node
 from offbeat.training import train_experiment
 
 
 def until_back(node: Node, rank: int) -> Node:
     """A hub that also trains until this worker has come back: how long that takes is the machine's business."""
-    if isinstance(node, HubNode):
+    if isinstance(node, Centre):
         has_enough = node._has_enough
         node._has_enough = lambda: has_enough() and node._live.get(rank, 0) > 0  # type: ignore[method-assign]
     return node
@@ -40,6 +40,22 @@ class PatientAsync(ob.AsyncFixed):
 
 @dataclass(frozen=True)
 class PatientFMB(ob.FixedMinibatch):
+    back: int = 0
+
+    def node(self, setup: ob.Setup) -> Node:
+        return until_back(super().node(setup), self.back)
+
+
+@dataclass(frozen=True)
+class PatientDiLoCo(ob.DecoupledDiLoCo):
+    back: int = 0
+
+    def node(self, setup: ob.Setup) -> Node:
+        return until_back(super().node(setup), self.back)
+
+
+@dataclass(frozen=True)
+class PatientPopulation(ob.Population):
     back: int = 0
 
     def node(self, setup: ob.Setup) -> Node:
@@ -84,18 +100,27 @@ def experiment(strategy: ob.Strategy, workers: int, samples: int, faults: tuple[
     return Experiment(ob.Digits(), strategy, cluster, workers, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
 
 
-@PATIENT
-def test_a_killed_worker_is_started_again_and_nothing_is_lost(
-    strategy: type[PatientAsync | PatientFMB], tmp_path: Path
-) -> None:
+KILLED = [
+    PatientAsync(batch=32, back=2),
+    PatientFMB(batch=32, back=2),
+    PatientDiLoCo(batch=32, every=8, back=2),
+    PatientPopulation(batch=32, every=8, back=2),
+]
+
+
+@pytest.mark.parametrize("strategy", KILLED, ids=["async-fmb", "fmb", "decoupled-diloco", "population"])
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(strategy: ob.Strategy, tmp_path: Path) -> None:
     culprit = Culprit(tmp_path / "run", 20, lambda it: it.signal(2, signal.SIGKILL))
-    run = train_experiment(experiment(strategy(batch=32, back=2), 4, 15_000), tmp_path / "run", watcher=culprit)
+    run = train_experiment(experiment(strategy, 4, 15_000), tmp_path / "run", watcher=culprit)
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     assert run.summary.accuracy is not None
     assert run.summary.accuracy >= 0.9
     assert run.summary.seconds_to_target is not None
     check_accounts(run.records)
+    check_traffic(run.records)
+    assert run.summary.bytes_to_target is not None
+    assert 0 < run.summary.bytes_to_target < sum(flow.bytes for flow in run.summary.traffic.values())
     assert any("worker 2 was killed by SIGKILL" in sentence for sentence in culprit.said)
 
 
@@ -149,6 +174,7 @@ def test_a_killed_hub_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert run.summary.accuracy is not None
     assert run.summary.accuracy >= 0.9
     check_accounts(run.records)
+    check_traffic(run.records)
     evaluated = [record.version for record in of_kind(run.records, Evaluation)]
     assert evaluated == sorted(evaluated)
     with pytest.raises(ob.ConfigurationError, match="has ended already"):

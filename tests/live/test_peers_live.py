@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounts import processes_of
+from accounts import check_traffic, processes_of
 from test_faults_live import Culprit
 from test_mpi_live import OFFBEAT, ended, mpirun, ranks_of, running, slow_cluster, wait_for
 
@@ -107,7 +107,10 @@ def test_peers_train_and_the_command_says_how_it_went(tmp_path: Path) -> None:
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["workers"], run["failure"], run["lost_peers"]) == (4, None, 0)
     assert run["accuracy"] >= 0.9
+    assert 0 < run["bytes_to_target"] <= run["bytes_sent"]
+    assert sum(flow["bytes"] for flow in run["traffic"].values()) == run["bytes_sent"]
     check_peers(read_run(tmp_path / "runs/gossip-seed0"), 30_000)
+    check_traffic(read_run(tmp_path / "runs/gossip-seed0"))
 
 
 def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:

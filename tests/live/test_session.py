@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accounts import check_traffic
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -71,9 +73,10 @@ def test_every_strategy_trains_in_a_process_of_its_own(strategy: ob.Strategy, da
     assert run.summary.accuracy == pytest.approx(accuracy(net, data))  # the last evaluation is of the result
 
 
-def test_every_sample_is_accounted_for(data: TensorDataset) -> None:
-    net = model()
-    with ob.join(net, STRATEGIES[2], until=3_000) as run:
+@pytest.mark.parametrize("compression", [None, ob.BFloat16()])
+def test_every_sample_is_accounted_for(compression: ob.Compression | None, data: TensorDataset) -> None:
+    net = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2))  # large enough to be compressed at all
+    with ob.join(net, dataclasses.replace(STRATEGIES[2], compression=compression), until=3_000) as run:
         for x, y in run.batches(data):
             run.backward(F.cross_entropy(net(x), y, reduction="none"))
     records = run.records.records
@@ -82,6 +85,11 @@ def test_every_sample_is_accounted_for(data: TensorDataset) -> None:
     dropped = sum(record.stop - record.first for record in records if isinstance(record, Dropped))
     assert computed == applied + dropped
     assert applied == run.summary.samples
+    check_traffic(run.records)
+    assert run.summary.traffic["Gradient"].messages >= sum(isinstance(record, Update) for record in records)
+    assert run.summary.bytes_received
+    gradients = run.summary.traffic["Gradient"]
+    assert (gradients.bytes < gradients.bytes_uncompressed) == (compression is not None)
 
 
 def test_break_ends_in_order_and_the_model_holds_what_was_learnt(data: TensorDataset) -> None:

@@ -40,6 +40,26 @@ def test_draws_behave_like_a_set_that_refuses_duplicates(pairs: list[tuple[int, 
         assert not any(draw in model for draw in range(start, start + room))
 
 
+@given(ranges, ranges)
+def test_draws_that_are_taken_back_are_missing_again(
+    pairs: list[tuple[int, int]], removed: list[tuple[int, int]]
+) -> None:
+    draws, model = Draws(), set()
+    for first, stop in pairs:
+        if not model & set(range(first, stop)):
+            draws.add(first, stop)
+            model |= set(range(first, stop))
+    for first, stop in removed:
+        wanted = set(range(first, stop))
+        if wanted <= model:
+            draws.remove(first, stop)
+            model -= wanted
+        else:
+            with pytest.raises(ContractViolation):
+                draws.remove(first, stop)
+    assert {draw for first, stop in draws.ranges for draw in range(first, stop)} == model
+
+
 @given(ranges)
 def test_ranges_are_disjoint_sorted_and_joined(pairs: list[tuple[int, int]]) -> None:
     draws = Draws()

@@ -62,7 +62,7 @@ def test_apam_updates_on_every_gradient_and_answers_its_sender_alone() -> None:
     staleness = [update.contributions[0].staleness for update in scene.of(Update)][4:]
     assert set(staleness) == {3}, "with equal speeds, the three others have updated in between"
     # One message each way per round, besides the welcome, Stop and Stopped of each worker.
-    assert scene.simulation.mail.messages_sent == pytest.approx(2 * len(scene.of(Round)) + 4, abs=8)
+    assert scene.simulation.mail.traffic.messages_sent == pytest.approx(2 * len(scene.of(Round)) + 4, abs=8)
 
 
 def test_apam_uses_amsgrad_at_the_learning_rate_that_suits_the_workload() -> None:

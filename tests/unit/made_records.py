@@ -16,11 +16,13 @@ from offbeat.records.schema import (
     Ended,
     Evaluation,
     Exchange,
+    Flow,
     Membership,
     Notice,
     Outcome,
     Round,
     RunHeader,
+    Traffic,
     Update,
 )
 
@@ -100,6 +102,13 @@ def an_update(at: float, total: int, *contributions: tuple[int, int, int, int], 
     )
 
 
+def a_traffic(at: float, rank: int = 0, since: float = 0.0, **sent: int) -> Traffic:
+    """So many bytes of each kind, in messages of a hundred; nine of ten have arrived, and half was saved on the way."""
+    flows = {kind: Flow(nbytes // 100, nbytes, 2 * nbytes) for kind, nbytes in sent.items()}
+    received = {kind: Flow(nbytes // 100, nbytes * 9 // 10, 2 * nbytes) for kind, nbytes in sent.items()}
+    return Traffic(at=at, rank=rank, since=since, sent=flows, received=received)
+
+
 def a_small_run(**changed: Any) -> RunRecords:
     """Two workers, two updates, one drop, one crash and return: every number can be worked out in the head."""
     return run(
@@ -160,6 +169,7 @@ def a_toy(label: str, seed: int, workers: int = 10, seconds: float = 60.0) -> Ru
         if int(clock / 2) > int(before / 2):
             progress = 1 - 0.9 * 2.7 ** (-clock * pace / 14) + 0.01 * dice.gauss(0, 1) - 0.03
             accuracy = min(max(progress, 0.05), 0.995)
+            records.append(a_traffic(clock, Gradient=version * 9620, Parameters=version * 9620))
             records.append(
                 Evaluation(
                     at=clock,
@@ -173,6 +183,7 @@ def a_toy(label: str, seed: int, workers: int = 10, seconds: float = 60.0) -> Ru
     if not waits:
         records.append(Dropped(at=clock, rank=1, first=0, stop=320, staleness=9, reason="stale"))
         records.append(Notice(at=3.0, rank=0, text="3 gradients were older than staleness_max and were dropped"))
+    records.append(a_traffic(clock, Gradient=version * 9620, Parameters=version * 9620))
     records.append(Ended(at=clock, bytes_sent=version * 19240, messages_sent=version, failure=None))
     return run(records, label=label, seed=seed, workers=workers)
 
@@ -229,6 +240,7 @@ def a_gossip(
             )
             if not live:
                 records.append(Consensus(at=clock + length, peers=peers, distance=distance))
+            records.append(a_traffic(clock + length, Mix=total * 100))
     if not live:
         records.append(Consensus(at=max(free), peers=peers, distance=0.0))
     records.append(Ended(at=max(free), bytes_sent=total, messages_sent=total // 64, failure=None))

@@ -44,6 +44,9 @@ KEYS = [
     "induced_seconds",
     "dropped_by_reason",
     "samples_to_target",
+    "bytes_to_target",
+    "bytes_received",
+    "traffic",
     "failure",
     "exchanges",
     "exchanges_per_gradient",
@@ -51,6 +54,9 @@ KEYS = [
     "round_trip_seconds",
     "consensus_distance",
     "consensus_estimated",
+    "budget_used",
+    "budget_used_mean",
+    "undone",
 ]
 
 
@@ -239,11 +245,13 @@ def test_an_interval_over_nothing_is_none() -> None:
 
 def test_the_keys_of_the_json_are_pinned_in_order() -> None:
     answer = Comparison.of([a_small_run(), a_small_run(label="amb")]).to_json()
-    assert list(answer) == ["runs", "target", "baseline", "speedup"]
+    assert list(answer) == ["runs", "target", "baseline", "speedup", "bytes_ratio"]
     assert list(answer["runs"][0]) == KEYS
     assert answer["target"] == {"metric": "accuracy", "value": 0.9}
     assert list(answer["speedup"]) == ["fmb", "amb"]
     assert list(answer["speedup"]["amb"]) == ["mean", "low", "high", "pairs", "missed"]
+    assert list(answer["bytes_ratio"]) == ["fmb", "amb"]
+    assert list(answer["bytes_ratio"]["amb"]) == ["mean", "low", "high", "pairs", "missed"]
 
 
 def test_json_never_holds_what_is_not_a_number() -> None:

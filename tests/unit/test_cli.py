@@ -35,21 +35,23 @@ from offbeat.workloads import NamedWorkload, Quadratic
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
 
 SIMULATE = """
-    --acid --baseline --batch --clock --cluster --condition --crash-seen-seconds --damping --dimension --evaluate
-    --examples --factors --faults --graph --hidden --hub-seconds --in-flight-max --json --k --link.bytes-per-second
-    --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --momentum --no-acid --no-report
-    --noise --nonfinite-max --optimizer --optimizer.alpha --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm
-    --optimizer.decay-1d --optimizer.epsilon --optimizer.lr --optimizer.momentum --optimizer.nesterov
-    --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --overwrite --partner
-    --patience-seconds --quiet --rate --samples-max --seconds --seconds-per-call --seconds-per-round
-    --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --split --spread --staleness-max
-    --straggle --target --until --width --worker-seconds --workers
+    --acid --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster --compression
+    --condition --crash-seen-seconds --damping --delay --dimension --evaluate --every --examples --factors --faults
+    --fragments --grace --graph --hidden --hub-seconds --in-flight-max --initial --inner --json --k
+    --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --momentum
+    --no-acid --no-report --noise --nonfinite-max --optimizer --optimizer.alpha --optimizer.beta1 --optimizer.beta2
+    --optimizer.clip-norm --optimizer.decay-1d --optimizer.epsilon --optimizer.lr --optimizer.momentum
+    --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --outer
+    --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates --samples-max --seconds
+    --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --send
+    --silence-seconds --sources --split --spread --staleness-max --straggle --target --until --width
+    --worker-seconds --workers
 """
 COMPARE = """
-    --baseline --cluster --crash-seen-seconds --evaluate --factors --faults --json --link.bytes-per-second
-    --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet --seconds-per-call
-    --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds --spread --straggle
-    --target --until --workers
+    --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
+    --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
+    --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds
+    --spread --straggle --target --until --workers
 """
 SIMULATED_ONLY = """
     --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --spread

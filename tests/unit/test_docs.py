@@ -56,6 +56,8 @@ WITH_COMMANDS = [
     FROM_DDP,
     LIVE,
     NETWORK,
+    "docs/bandwidth.md",
+    "docs/compression.md",
     "docs/gossip.md",
     "docs/topology.md",
     GUIDE,

@@ -190,12 +190,12 @@ def mixed() -> list[RunRecords]:
 
 def test_the_page_of_gossip_has_two_more_figures_and_that_of_hubs_has_not(mixed: list[RunRecords]) -> None:
     page = report_page(mixed)
-    assert page.count("<svg ") == page.count("<figcaption>") == 7
+    assert page.count("<svg ") == page.count("<figcaption>") == 8
     assert "Consensus distance over time" in page
     assert "Who talked to whom" in page
     assert "stimated" not in page.split("</footer>")[0].split("Consensus distance over time")[1].split("</figure>")[0]
     hubs = report_page(mixed[:2])
-    assert hubs.count("<svg ") == 5
+    assert hubs.count("<svg ") == 6
     assert "onsensus" not in hubs
 
 

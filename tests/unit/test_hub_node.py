@@ -16,9 +16,9 @@ from offbeat.events import GradientReady, Leave, MessageArrived, PeerJoined, Pee
 from offbeat.flat import FlatModule
 from offbeat.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
+from offbeat.strategies.evaluations import EVALUATIONS_MAX
 from offbeat.strategies.hub import Distinct, Every, Messages
 from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
-from offbeat.strategies.hub.node import EVALUATIONS_MAX
 from offbeat.strategies.hub.pacing import Effort, SharePacing, TargetPacing
 from offbeat.strategies.hub.parts import All, Census, Share, TargetBatch
 
@@ -335,3 +335,43 @@ def test_nothing_takes_the_place_of_a_welcome_in_a_queue() -> None:
     list(hub.handle(Started(0.0)))
     welcomes = [a for a in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(a, Send) and isinstance(a.message, Welcome)]
     assert [send.supersedes for send in welcomes] == [None]
+
+
+RESTARTING = ob.Hub(compute=ob.Samples(4), optimizer=ob.SGD(lr=1.0), checkpoint_interval_seconds=10.0)
+
+
+def test_a_worker_that_says_goodbye_sends_nobody_back_to_a_checkpoint() -> None:
+    hub = hub_of(RESTARTING)
+    list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
+    list(hub.handle(arrives(2, Stopped(0, 0))))
+    assert len(updates(hub.handle(PeerLost(1.0, 2, 0)))) == 1  # nobody is waited for any more
+    assert hub.state()["parameters"].tolist() == [-1.0, 0.0]
+
+
+def test_a_hub_that_goes_on_from_disk_waits_for_all_and_begins_at_its_checkpoint_in_memory() -> None:
+    before = hub_of(RESTARTING)
+    for rank in (1, 2):
+        list(before.handle(arrives(rank, gradient([4.0, 0.0], 0, (0, 4)))))
+    assert before.state()["parameters"].tolist() == [-1.0, 0.0]
+    hub = RESTARTING.node(setup_for(0, 2))
+    hub.restore(before.state())
+    list(hub.handle(Started(2.0)))
+    assert hub.state()["parameters"].tolist() == [0.0, 0.0]
+    assert sent(hub.handle(PeerJoined(3.0, 1, 1)), Welcome) == []
+    welcomed = [action for action in hub.handle(PeerJoined(4.0, 2, 1)) if isinstance(action, Send)]
+    assert [(send.to, send.message.draw) for send in welcomed if isinstance(send.message, Welcome)] == [(1, 0), (2, 0)]
+
+
+def test_a_gradient_on_what_was_undone_is_passed_over() -> None:
+    hub = hub_of(RESTARTING)
+    list(hub.handle(PeerLost(1.0, 2, 0)))
+    assert list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4))))) == []
+    assert hub.state()["draws"]["1"] == []
+
+
+def test_a_welcome_that_was_overtaken_by_a_later_one_is_passed_over() -> None:
+    worker = RESTARTING.node(setup_for(1, 2))
+    list(worker.handle(PeerJoined(0.0, 0, 0)))
+    list(worker.handle(arrives(0, Welcome(torch.ones(2), (), 7, ob.Samples(4), 8, ()))))
+    assert list(worker.handle(arrives(0, Welcome(torch.zeros(2), (), 5, ob.Samples(4), 0, ())))) == []
+    assert worker.state()["newest"]["version"] == 7

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from made_records import a_round, a_small_run, an_update
+from made_records import a_round, a_small_run, a_traffic, an_update
 from rich.console import Console
 
 from offbeat.cli.live_board import RECENT_SECONDS, Board
@@ -89,6 +89,19 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     made.add([a_round(1, 0.0, 1.0), an_update(1.0, 1000, (1, 0, 1000, 0))])
     made.add([a_round(1, 99.0, 1.0), an_update(100.0, 1010, (1, 1000, 1010, 0))])
     assert made.samples_per_second == made.computed_per_second(made.workers[1]) == 10 / RECENT_SECONDS
+
+
+def test_bytes_a_second_are_added_up_over_those_who_have_told_lately() -> None:
+    made = Board([1, 2])
+    assert made.bytes_per_second is None
+    made.add([a_traffic(1.0, rank=1, since=0.5, Gradient=1000)])
+    assert made.bytes_per_second == 2000
+    made.add([a_traffic(float(at), rank=1, since=0.5, Gradient=100 * at) for at in range(90, 101)])
+    made.add([a_traffic(100.0, rank=2, since=98.0, Gradient=4000), a_traffic(99.0, rank=0, Parameters=990)])
+    assert made.bytes_per_second == pytest.approx(100 + 2000 + 10)
+    assert "2.11 kB sent a second" in made.facts()
+    made.add([a_traffic(200.0, rank=0, Parameters=2000)])
+    assert made.bytes_per_second == pytest.approx(10)
 
 
 def test_workers_that_were_not_expected_are_shown_and_the_hub_is_not_one() -> None:

@@ -12,15 +12,16 @@ import offbeat as ob
 SOURCE = Path(ob.__file__).parent
 
 EXPORTED = """
-    AMSGrad Acid Adam AdamW AnytimeMinibatch AsyncAdaptive AsyncDataParallel AsyncFixed AsyncTimed BackupWorkers
-    ByLabel CEDAR Cluster Comparison Complete ConfigurationError Constant ContractViolation Corrupt Crash Cycle
-    Digits DigitsCNN DigitsLogistic Edges EverySeconds EveryUpdates Examples Experiment Exponential ExponentialGraph
-    FirstAvailable FixedMinibatch Gossip GossipAcid Graph Hub Linear LinearRegression Link Live Lognormal Matchings
-    Milestones MissingDependency Mixture NIAGARA NamedWorkload NoStraggle Node OffbeatError Optimizer Pareto
-    Partition Pause Plan Poisson Quadratic RMSprop Random Regular Run RunFailed SGD Samples Schedule Seconds Session
-    Setup Sharded Shared ShiftedExponential Slowdown Star Straggle Strategy SyncAdaptive Target Topology
-    TorchOptimizer Trace TwoGaussians WarmUp WorkerOverride Workload __version__ calibrate compare join large_batch
-    load_cluster simulate train
+    AMSGrad Acid Adam AdamW All AnytimeMinibatch AsyncAdaptive AsyncDataParallel AsyncFixed AsyncTimed BFloat16
+    BackupWorkers Best Better ByLabel CEDAR Cluster Comparison Complete Compression ConfigurationError Constant
+    ContractViolation Corrupt Crash Cycle DecoupledDiLoCo DelayedExchange DiLoCo Differences Digits DigitsCNN
+    DigitsLogistic Edges EverySeconds EveryUpdates Examples Experiment Exponential ExponentialGraph FirstAvailable
+    FixedMinibatch Gossip GossipAcid Gradients Graph Hub Int8 Linear LinearRegression Link Live LocalSGD LocalSteps
+    Lognormal Matchings Milestones MissingDependency Mixture NIAGARA NamedWorkload NoStraggle Node OffbeatError
+    Optimizer Pareto Partition Pause Plan Poisson Population Quadratic RMSprop Random Regular RestartFromCheckpoint
+    Run RunFailed SGD Same Samples Schedule Seconds Session Setup Sharded Shared ShiftedExponential Shuffled
+    Slowdown Star Straggle Strategy SyncAdaptive Target TopK Topology TorchOptimizer Trace TwoGaussians WarmUp
+    WorkerOverride Workload __version__ calibrate compare failures join large_batch load_cluster simulate train
 """
 
 

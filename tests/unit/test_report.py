@@ -14,7 +14,13 @@ from rich.console import Console
 
 from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.plots.figures import accuracy_over_time, loss_over_time, samples_over_time, updates_made_of
+from offbeat.plots.figures import (
+    accuracy_over_time,
+    loss_over_time,
+    quality_over_bytes,
+    samples_over_time,
+    updates_made_of,
+)
 from offbeat.plots.style import looks, save, svg_text
 from offbeat.plots.timeline import timeline
 from offbeat.records.files import RunRecords
@@ -161,10 +167,10 @@ def test_the_page_opens_without_a_network(page: str) -> None:
 
 
 def test_the_page_holds_every_figure_and_every_strategy(page: str) -> None:
-    assert page.count("<svg ") == page.count("<figcaption>") == 5
+    assert page.count("<svg ") == page.count("<figcaption>") == 6
     for label in ("fmb", "amb", "apam"):
         assert f'<th scope="row">{label}</th>' in page
-    assert page.count('<svg role="img" aria-labelledby=') == 5
+    assert page.count('<svg role="img" aria-labelledby=') == 6
 
 
 def test_the_same_records_give_the_same_bytes(toys: list[RunRecords], page: str, tmp_path: Path) -> None:
@@ -210,7 +216,10 @@ def test_a_place_that_cannot_be_written_is_answered_with_a_sentence(tmp_path: Pa
         write_report([run([])], tmp_path / "file" / "report.html")
 
 
-@pytest.mark.parametrize("draw", [accuracy_over_time, loss_over_time, samples_over_time, updates_made_of, timeline])
+FIGURES = [accuracy_over_time, loss_over_time, quality_over_bytes, samples_over_time, updates_made_of, timeline]
+
+
+@pytest.mark.parametrize("draw", FIGURES)
 def test_every_figure_can_be_drawn_of_much_of_little_and_of_nothing(draw, toys: list[RunRecords]) -> None:  # type: ignore[no-untyped-def]
     for runs in (toys, [a_small_run()], [run([])]):
         ElementTree.fromstring(svg_text(draw(runs)))

@@ -53,8 +53,9 @@ METAVARS = {
 }
 SHORTCUTS = {"acid": ("momentum", "acid")}
 """Flags without a value that stand for a field and one of its values; with `no` in front, for none."""
-TOML_ONLY = ("workers", "measured")
-"""Fields of a cluster that are too long for a command line, or that only `offbeat calibrate` can know."""
+TOML_ONLY = ("workers", "measured", "size")
+"""Fields of a cluster that are too long for a command line, that only `offbeat calibrate` can know, or that a flag of
+the run says, as --workers does."""
 SIMULATED_ONLY = (
     "seconds_per_sample",
     "seconds_per_call",
@@ -189,7 +190,8 @@ def all_flags() -> tuple[Flag, ...]:
 def live_flags() -> tuple[Flag, ...]:
     """Everything that `train` takes: without what real machines settle themselves, with what concerns processes."""
     texts = {
-        "workers": f"workers that compute [{live_defaults()['workers']}: one per core, 4 at the most]",
+        "workers": "workers that compute [as many as the cluster says, or else "
+        f"{live_defaults()['workers']}: one per core, 4 at the most]",
         "evaluate": "how often to evaluate: updates:N, seconds:N, or none [seconds:0.5]",
     }
     kept = [

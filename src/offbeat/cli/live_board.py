@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offbeat.records.schema import AnyRecord, Evaluation, Membership, Round, Update
-from offbeat.report.numbers import fixed, number
+from offbeat.records.schema import AnyRecord, Evaluation, Membership, Round, Traffic, Undone, Update
+from offbeat.report.numbers import fixed, number, size
 
 RECENT_SECONDS = 5.0
 """What rates and losses are taken over, so that they show how it goes now."""
@@ -105,6 +105,8 @@ class Board:
         self._applied = 0
         self.evaluation: Evaluation | None = None
         self._updates: deque[Update] = deque()
+        self._traffic: dict[tuple[int, float], deque[tuple[float, int]]] = {}
+        """For each count when it stood where, in bytes sent; the last that is too old is kept, to count from."""
 
     def add(self, records: Sequence[AnyRecord]) -> None:
         for record in records:
@@ -113,8 +115,12 @@ class Board:
                 self._worker(record.rank).add(record)
             elif isinstance(record, Update):
                 self._updated(record)
+            elif isinstance(record, Undone):
+                self.version, self.samples = record.version, record.samples_total
             elif isinstance(record, Membership):
                 self._met(record)
+            elif isinstance(record, Traffic):
+                self._counted(record)
             elif isinstance(record, Evaluation) and (self.evaluation is None or self.evaluation.at <= record.at):
                 self.evaluation = record
         since = self.elapsed - RECENT_SECONDS
@@ -122,6 +128,9 @@ class Board:
             worker.forget(since)
         while self._updates and self._updates[0].at < since:
             self._updates.popleft()
+        for count in self._traffic.values():
+            while len(count) > 1 and count[1][0] < since:
+                count.popleft()
 
     def _worker(self, rank: int) -> Worker:
         return self.workers.setdefault(rank, Worker(rank))
@@ -135,6 +144,10 @@ class Board:
         for part in record.contributions:
             self._worker(part.rank).staleness.append(part.staleness)
 
+    def _counted(self, record: Traffic) -> None:
+        count = self._traffic.setdefault((record.rank, record.since), deque([(record.since, 0)]))
+        count.append((record.at, sum(flow.bytes for flow in record.sent.values())))
+
     def _met(self, record: Membership) -> None:
         if record.peer not in self.workers and record.rank != 0:
             return  # a worker that meets the hub
@@ -144,6 +157,16 @@ class Board:
     def samples_per_second(self) -> float | None:
         """Samples applied a second, lately."""
         return _ratio(sum(update.samples for update in self._updates), min(self.elapsed, RECENT_SECONDS))
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What all ranks send a second, lately; of those that have told."""
+        rates = [
+            _ratio(count[-1][1] - count[0][1], count[-1][0] - count[0][0])
+            for count in self._traffic.values()
+            if count[-1][0] >= self.elapsed - RECENT_SECONDS
+        ]
+        return sum(rate or 0.0 for rate in rates) if rates else None
 
     def computed_per_second(self, worker: Worker) -> float | None:
         return _ratio(sum(record.samples for record in worker.recent), min(self.elapsed, RECENT_SECONDS))
@@ -162,6 +185,7 @@ class Board:
             f"{self.updates:,} updates" if self.among_equals else f"version {self.version:,}",
             f"{self.samples:,} samples",
             f"{number(self.samples_per_second)} a second" if self.samples_per_second is not None else None,
+            f"{size(self.bytes_per_second)} sent a second" if self.bytes_per_second is not None else None,
             f"train loss {number(self.train_loss)}" if self.train_loss is not None else None,
             f"test loss {number(test.loss)}" if test is not None and test.loss is not None else None,
             f"accuracy {fixed(test.accuracy, 3)}" if test is not None and test.accuracy is not None else None,

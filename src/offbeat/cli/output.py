@@ -60,7 +60,7 @@ def print_comparison(comparison: Comparison, places: Iterable[str]) -> None:
     from offbeat.report.table import comparison_table
 
     out = console()
-    out.print(comparison_table(comparison))
+    out.print(comparison_table(comparison, out.width))
     out.print()
     out.print(headline(comparison), markup=False, soft_wrap=not out.is_terminal)
     out.print()

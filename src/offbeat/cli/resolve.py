@@ -41,8 +41,14 @@ from offbeat.workloads import NamedWorkload
 NO_DEFAULTS: Mapping[str, Any] = {}
 
 
-def plan_of(words: Sequence[str], given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Plan:
-    """The plan that a command line of `simulate` or `train` describes; `defaults` are for what it leaves open."""
+def plan_of(
+    words: Sequence[str], given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True
+) -> Plan:
+    """The plan that a command line of `simulate` or `train` describes; `defaults` are for what it leaves open.
+
+    A cluster that says how many workers it has comes before a default, unless `sized` says that
+    the size of the cluster does not count, as under a launcher.
+    """
     names = [word for word in words if not _is_setting(word)]
     require(bool(names), f"neither a workload nor a strategy is named; {EXAMPLE}")
     workload_class, workload_label = find_workload(names[0])
@@ -53,7 +59,8 @@ def plan_of(words: Sequence[str], given: Given, defaults: Mapping[str, Any] = NO
     workload = _workload(workload_class, workload_label, given[WORKLOAD], own)
     chosen = [_Choice(cls, label, own.get(label, {})) for (cls, _), label in zip(found, labels, strict=True)]
     built = _strategies(chosen, workload, given)
-    settings = {**defaults, **settings_of(given)}
+    settings = settings_of(given)
+    settings = {**defaults, **_size_of(settings["cluster"], sized), **settings}
     return checked(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
 
 
@@ -67,13 +74,20 @@ def workload_of(words: Sequence[str], given: Given) -> NamedWorkload:
     return _workload(cls, label, given[WORKLOAD], own)
 
 
-def plan_from_file(path: str, given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Plan:
+def plan_from_file(path: str, given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True) -> Plan:
     """The plan in an experiment file, with what the command line says otherwise; `defaults` are for what both leave."""
     strategies()
     table = read_toml(path, "experiment")
     load_files(table, path)
     plan = Plan.from_plain({**{key: to_plain(value) for key, value in defaults.items()}, **table}, path)
-    return checked(dataclasses.replace(plan, **settings_of(given, plan.cluster)))
+    settings = settings_of(given, plan.cluster)
+    size = _size_of(settings["cluster"], sized and "workers" not in table)
+    return checked(dataclasses.replace(plan, **{**size, **settings}))
+
+
+def _size_of(cluster: Cluster, counts: bool) -> dict[str, Any]:
+    """The setting that a cluster makes by saying how many workers it has, where that counts."""
+    return {"workers": cluster.size} if counts and cluster.size is not None else {}
 
 
 def settings_of(given: Given, cluster: Cluster = Settings.cluster) -> dict[str, Any]:

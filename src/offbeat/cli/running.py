@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -57,8 +58,21 @@ def present(runs: list[RunRecords], output: Output, directory: Path, baseline: s
         print_json(comparison.to_json())
     else:
         shown = [f"records: {directory}"] + ([f"page:    {page}"] if page else [])
-        print_comparison(comparison, shown)
+        print_comparison(comparison, [*_budgets(comparison.summaries), *shown])
     return _failures(comparison.summaries)
+
+
+def _budgets(summaries: Sequence[Summary]) -> list[str]:
+    """What each strategy used of its budget, where there was one, over its seeds."""
+    used: dict[str, list[tuple[float, float]]] = {}
+    for summary in summaries:
+        if summary.budget_used is not None and summary.budget_used_mean is not None:
+            used.setdefault(summary.strategy, []).append((summary.budget_used, summary.budget_used_mean))
+    return [
+        f"budget:  {label} used {max(most for most, _ in shares):.0%} of it on the busiest link and direction, "
+        f"{statistics.fmean(mean for _, mean in shares):.0%} on average"
+        for label, shares in used.items()
+    ]
 
 
 def places_of(plan: Plan) -> dict[Experiment, str]:

@@ -99,7 +99,8 @@ def _plan(words: Sequence[str], told: Given, place: Seat) -> Plan:
     """What the words describe. Where a launcher has started the processes, they say how many workers there are."""
     if place.alone:
         return _described(words, told, live_defaults())
-    plan = _described(words, told, {**live_defaults(), "workers": place.processes})  # at the most; see below
+    most = {**live_defaults(), "workers": place.processes}  # at the most; see below
+    plan = _described(words, told, most, sized=False)
     found = [workers_in(strategy, place.processes) for strategy in plan.strategies]
     require(
         "workers" not in told[RUN] or {plan.workers} == set(found),
@@ -118,14 +119,14 @@ def _plan(words: Sequence[str], told: Given, place: Seat) -> Plan:
     return checked(dataclasses.replace(plan, workers=found[0]))
 
 
-def _described(words: Sequence[str], told: Given, defaults: dict[str, Any]) -> Plan:
+def _described(words: Sequence[str], told: Given, defaults: dict[str, Any], sized: bool = True) -> Plan:
     if not words or not words[0].endswith(".toml"):
-        return plan_of(words, told, defaults)
+        return plan_of(words, told, defaults, sized=sized)
     require(len(words) == 1, f"{words[0]} says what is trained, so {words[-1]!r} is one word too many")
     for section in (STRATEGY, OPTIMIZER, WORKLOAD):
         for path in told[section]:
             raise ConfigurationError(f"{flag_of(path)} does not go with an experiment file; write it into {words[0]}")
-    return plan_from_file(words[0], told, defaults)
+    return plan_from_file(words[0], told, defaults, sized=sized)
 
 
 def _processes(plan: Plan) -> int:

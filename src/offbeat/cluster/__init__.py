@@ -1,6 +1,7 @@
 """How fast machines and links are and what goes wrong."""
 
 from offbeat.cluster.cluster import Cluster, WorkerOverride
+from offbeat.cluster.failures import failures
 from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.cluster.links import Link
 from offbeat.cluster.presets import PRESETS, SUMMARIES, load_cluster
@@ -42,5 +43,6 @@ __all__ = [
     "Straggle",
     "Trace",
     "WorkerOverride",
+    "failures",
     "load_cluster",
 ]

@@ -56,12 +56,13 @@ class Cluster:
     seconds_per_round: float = option(0.0, "seconds that each round costs on top: values read in, the gradient sent")
     spread: Trace | None = option(None, "how the speed varies over time, as it was recorded; none: it does not")
     measured: bool = option(False, "whether speeds and links are what was measured here, which live runs do not induce")
+    size: int | None = option(None, "workers that it has, for runs that do not say how many; none: any number")
 
     def __post_init__(self) -> None:
         check_types(self)
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
         require_not_negative(self, "seconds_per_round")
-        require_positive(self, "silence_seconds")
+        require_positive(self, "silence_seconds", "size")
         require(
             self.seconds_per_sample + self.seconds_per_call > 0,
             "a cluster where computing takes no time would never get anywhere; give seconds_per_sample or "

@@ -11,6 +11,8 @@ from offbeat.cluster.speeds import CEDAR, NIAGARA, Lognormal, Pareto
 from offbeat.configuration import build, read_toml
 from offbeat.errors import unknown
 
+_GIGABYTE = Link(latency_seconds=1.5e-4, bytes_per_second=1e9)
+
 _TABLE: dict[str, tuple[str, Cluster]] = {
     "uniform": ("machines of one speed, nothing disturbs them", Cluster()),
     "niagara": (
@@ -27,6 +29,14 @@ _TABLE: dict[str, tuple[str, Cluster]] = {
     "thin": (
         "links of 100 Mbit/s and 50 ms, as between sites",
         Cluster(link=Link(latency_seconds=0.05, bytes_per_second=12.5e6, delay_std_seconds=0.02)),
+    ),
+    "pc-star": (
+        "eight workers and a hub at one switch, 1 GB/s each",
+        Cluster(link=_GIGABYTE, size=8),
+    ),
+    "pc-star-slow": (
+        "the same, but the first worker is 4 times slower than the rest",
+        Cluster(link=_GIGABYTE, factors=(4.0,), size=8),
     ),
     "preemptible": (
         "rank 1 is taken away after 60 s and given back 30 s later",

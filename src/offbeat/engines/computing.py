@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import ConfigurationError
-from offbeat.flat import FlatModule
+from offbeat.flat import FlatModule, is_finite
 from offbeat.messages import Buffers
 from offbeat.workloads.examples import Order
 from offbeat.workloads.workload import Workload, on_device
@@ -128,11 +128,6 @@ class Computing:
             return
         self.flat.load(parameters, buffers)
         self._loaded = wanted
-
-
-def is_finite(vector: Tensor) -> bool:
-    """Whether every element is finite. A finite sum proves it, at a fraction of the cost of looking at each."""
-    return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())
 
 
 def _has_batch_norm(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -29,10 +30,12 @@ from offbeat.actions import (
     Send,
     SetTimer,
 )
+from offbeat.engines.budget import PacedOutbox
 from offbeat.engines.clock import Clock
 from offbeat.engines.evaluator import Evaluator, Measure
 from offbeat.engines.induced import Induced
 from offbeat.engines.live_round import LiveRound
+from offbeat.engines.traffic import TrafficCount, Weight, weigh
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.events import (
     Event,
@@ -48,7 +51,7 @@ from offbeat.events import (
 )
 from offbeat.messages import Buffers, Stopped
 from offbeat.records.files import Writer
-from offbeat.records.schema import Ended, Round
+from offbeat.records.schema import Ended, LinkUse, Round
 from offbeat.strategies.strategy import Node
 from offbeat.transports.journal import Journal, JournalWriter
 from offbeat.transports.links import CLOSED
@@ -63,13 +66,39 @@ Ready = Callable[..., GradientReady | StepReady]
 JOURNAL = "journal "
 """How the keys of journals begin: the node has not sent them, and is not told that they have left."""
 JOURNAL_SECONDS = 1.0
+TRAFFIC_SECONDS = 1.0
+"""How long what was sent and received may go unrecorded, while the process lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What waits for this peer may leave."""
+
+    peer: int
+
+
+Due = str | Arrived | Lost | Turn
+"""What becomes due: a timer by its name, a message or a loss that was held up, a turn."""
 
 
 class Participant:
     """One node with everything that makes its actions happen."""
 
+    finish: Finish | None = None
     linked_at_end: frozenset[int] = frozenset()
     """The peers that were there when the node finished."""
+    on_failure: Callable[[BaseException], None] | None = None
+    _error: BaseException | None = None
+    _round: LiveRound | None = None
+    _leaving = False
+    _closed = False
+    _free_since = 0.0
+    _send_seconds = 0.0
+    _flushed_at = 0.0
+    _counted_at = 0.0
+    _clock_set = False
+    _dated = False
+    _use_recorded = False
 
     def __init__(
         self,
@@ -86,17 +115,16 @@ class Participant:
         device: torch.device | None = None,
         irreplaceable: Iterable[int] = (),
         returned: bool = False,
+        bytes_per_second: float | None = None,
     ) -> None:
         """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute.
 
         Peers that are `irreplaceable` do not come back once they are lost. A rank that has lost all of them gives up.
         So does one that has `returned` to a run, when all are gone before it has learnt from them how far that was.
+        With `bytes_per_second`, no more than that leaves for each peer; what would be more waits.
         """
         self.rank = rank
         self.clock = clock
-        self.finish: Finish | None = None
-        self.bytes_sent = 0
-        self.messages_sent = 0
         self._node = node
         self._transport = transport
         self._writer = writer
@@ -107,28 +135,24 @@ class Participant:
         self._knows_nothing = returned
         self._device = device if device is not None and device.type != "cpu" else None
         self._monitor = threading.Condition()
-        self._error: BaseException | None = None
         self._known: dict[int, int] = {}
         """peer → the incarnation that the node has been told of"""
         self._met: set[int] = set()
         self._unmet: dict[int, list[Send]] = {}
         """What waits for peers that have not joined for the first time."""
-        self._round: LiveRound | None = None
-        self._leaving = False
-        self._free_since = 0.0
-        self._send_seconds = 0.0
-        self._flushed_at = 0.0
-        self._clock_set = False
+        self._traffic = TrafficCount(rank)
         self._undated: list[Record] = []
         """Records from before the clock was set; see `_date`."""
-        self._dated = False
-        self._due: list[tuple[float, int, str | Arrived | Lost]] = []
-        """A heap of what becomes due when: names of timers, messages that are held up, and losses behind them."""
+        self._due: list[tuple[float, int, Due]] = []
+        """A heap of what becomes due when: timers, messages held up, losses behind them, turns of those that wait."""
         self._timers: dict[str, int] = {}
         """name → the number of the entry that counts"""
+        self._paced = None if bytes_per_second is None else PacedOutbox(bytes_per_second, transport.weight)
+        self._turns: dict[int, int] = {}
+        """peer → the number of the entry at which what waits for it may leave"""
+        self._used: dict[int, int] = {}
+        """peer → bytes that have left for it, without records"""
         self._numbers = itertools.count()
-        self.on_failure: Callable[[BaseException], None] | None = None
-        self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"offbeat rank {rank}", daemon=True)
         self._evaluator = None if evaluate is None else Evaluator(evaluate, self._deliver_evaluated, self.fail, clock)
 
@@ -137,7 +161,8 @@ class Participant:
     def start(self) -> None:
         """Let the node begin."""
         with self._monitor:
-            self._free_since = self.clock.now()
+            self._free_since = self._counted_at = self.clock.now()
+            self._traffic.begin(self._counted_at)
             self._guarded(lambda: self._handle(Started(self.clock.now())))
         self._thread.start()
 
@@ -236,8 +261,13 @@ class Participant:
             return frozenset(self._known)
 
     def close(self, linger_seconds: float = 5.0) -> None:
-        """End the threads and say goodbye to the peers."""
+        """End the threads and say goodbye to the peers.
+
+        What waits for the budget leaves before: all of it where the node has come to its end in order, however long
+        that takes, and otherwise as much as can in these seconds.
+        """
         with self._monitor:
+            self._let_leave(linger_seconds)
             self._closed = True
         if self._evaluator is not None:
             self._evaluator.close()
@@ -263,6 +293,8 @@ class Participant:
         """Write the last record. Where not even that can be written, that is the failure."""
         with self._monitor:
             self._guarded(self._date)
+            self._guarded(lambda: self._record_traffic(record.at))
+            self._guarded(lambda: self._record_link_use(record.at))
             self._guarded(lambda: self._writer.write(record))
 
     # The background thread
@@ -282,15 +314,22 @@ class Participant:
             if incoming is not None:
                 self._guarded(lambda: self._take(incoming))
             self._guarded(self._fire)
+            now = self.clock.now()
+            if (due := self._traffic_due()) is not None and due <= now:
+                self._guarded(lambda: self._record_traffic(now))
 
     def _next_due(self) -> float | None:
         with self._monitor:
             while self._due and self._is_stale(self._due[0][1], self._due[0][2]):
                 heapq.heappop(self._due)
-            return max(0.0, self._due[0][0] - self.clock.now()) if self._due else None
+            dues = [self._due[0][0] if self._due else None, self._traffic_due()]
+            due = min((due for due in dues if due is not None), default=None)
+            return None if due is None else max(0.0, due - self.clock.now())
 
-    def _is_stale(self, number: int, entry: str | Arrived | Lost) -> bool:
-        """Whether it is a timer that was cleared, or set anew."""
+    def _is_stale(self, number: int, entry: Due) -> bool:
+        """Whether it is a timer that was cleared or set anew, or a turn that has been moved."""
+        if isinstance(entry, Turn):
+            return self._turns.get(entry.peer) != number
         return isinstance(entry, str) and self._timers.get(entry) != number
 
     def _fire(self) -> None:
@@ -300,7 +339,12 @@ class Participant:
                 self._arrived(entry)
             elif isinstance(entry, Lost):
                 self._take(entry)
-            elif not self._is_stale(number, entry):
+            elif self._is_stale(number, entry):
+                continue
+            elif isinstance(entry, Turn):
+                del self._turns[entry.peer]
+                self._pace(entry.peer)
+            else:
                 del self._timers[entry]
                 self._handle(TimerFired(self.clock.now(), entry))
 
@@ -314,17 +358,21 @@ class Participant:
                 else:
                     self._arrived(incoming)
             case Departed(to=to, key=key):
-                self.bytes_sent += incoming.nbytes
-                self.messages_sent += 1
+                self._traffic.sent(Weight(incoming.kind, incoming.nbytes, incoming.nbytes_uncompressed))
                 self._send_seconds = incoming.seconds
-                if self._known.get(to) == incoming.incarnation and not (key or "").startswith(JOURNAL):
-                    self._handle(Sent(now, to, key))
+                if not (key or "").startswith(JOURNAL):
+                    self._used[to] = self._used.get(to, 0) + incoming.nbytes
+                    if self._known.get(to) == incoming.incarnation:
+                        self._handle(Sent(now, to, key))
             case Joined(peer=peer, incarnation=incarnation):
                 self._set_clock(peer)
                 if (before := self._known.pop(peer, None)) is not None:
+                    self._give_up(peer)
                     self._handle(PeerLost(self.clock.now(), peer, before))
                 self._known[peer] = incarnation
                 self._met.add(peer)
+                if self._paced is not None:
+                    self._paced.open(peer, time.monotonic())
                 for send in self._unmet.pop(peer, []):
                     self._send(send)
                 self._handle(PeerJoined(self.clock.now(), peer, incarnation))
@@ -336,6 +384,7 @@ class Participant:
                     heapq.heappush(self._due, (last, next(self._numbers), incoming))
                 elif self._known.get(peer) == incarnation:
                     del self._known[peer]
+                    self._give_up(peer)
                     if self._knows_nothing and not self._known and not self.ended:
                         raise RunFailed(f"rank {self.rank} came back when the others were ending, or were lost as well")
                     self._handle(PeerLost(now, peer, incarnation))
@@ -359,10 +408,15 @@ class Participant:
             shift = self.clock.now() - before
             self._due = [(due + shift, number, entry) for due, number, entry in self._due]
             self._free_since += shift
+            self._counted_at += shift
+            self._traffic.shift(shift)
             self._date(shift)
 
+    def _knows_the_time(self) -> bool:
+        return self._clock_set or self._dated or self.rank == 0
+
     def _record(self, record: Record) -> None:
-        if self._clock_set or self._dated or self.rank == 0:
+        if self._knows_the_time():
             self._writer.write(record)
         else:
             self._undated.append(record)
@@ -377,6 +431,7 @@ class Participant:
         message = arrived.message
         if self._known.get(arrived.source) != arrived.incarnation:
             return  # held up for so long that its link is gone
+        self._traffic.received(weigh(message, arrived.nbytes))
         if isinstance(message, Journal):
             if self._on_journal is not None:
                 self._on_journal(arrived.source, message)
@@ -444,7 +499,10 @@ class Participant:
         if isinstance(send.message, Stopped):
             self._end_journal()
         incarnation = self._known.get(send.to)
-        if incarnation is not None:
+        if incarnation is not None and self._paced is not None:
+            self._paced.put(send)
+            self._pace(send.to)
+        elif incarnation is not None:
             self._transport.send(send.to, incarnation, send.message, send.supersedes)
         elif send.to not in self._met:  # links take a moment to come up; in virtual time they are there at once
             self._unmet.setdefault(send.to, []).append(send)
@@ -473,6 +531,60 @@ class Participant:
         if threading.current_thread() is not self._thread:
             self._transport.wake()
 
+    # The budget: what it has not paid for waits
+
+    def _pace(self, peer: int) -> None:
+        """Let leave what is paid for, and come back when the next will be."""
+        assert self._paced is not None
+        now = time.monotonic()
+        while (send := self._paced.take(peer, now)) is not None:
+            self._transport.send(peer, self._known[peer], send.message, send.supersedes)
+        due = self._paced.due(peer, now)
+        if due is not None:
+            number = self._turns[peer] = next(self._numbers)
+            heapq.heappush(self._due, (self.clock.now() + due - now, number, Turn(peer)))
+            if threading.current_thread() is not self._thread:
+                self._transport.wake()
+        elif self.ended:
+            self._monitor.notify_all()
+
+    def _give_up(self, peer: int) -> None:
+        """What waits for a peer that is gone has nowhere to go."""
+        self._turns.pop(peer, None)
+        if self._paced is not None:
+            self._paced.lose(peer)
+            self._monitor.notify_all()
+
+    def _let_leave(self, linger_seconds: float) -> None:
+        paced, me = self._paced, threading.current_thread()
+        if paced is None or not self._thread.is_alive() or self._thread is me:
+            return
+        now = time.monotonic()
+        in_order = self.finish is not None and self.finish.failure is None
+        rest = paced.last_due(now) - now if in_order else 0.0
+        self._monitor.wait_for(lambda: len(paced) == 0, linger_seconds + rest)
+
+    def _record_link_use(self, at: float) -> None:
+        if self._paced is not None and not self._use_recorded:
+            self._use_recorded = True
+            used = {str(peer): nbytes for peer, nbytes in sorted(self._used.items())}
+            rate = self._paced.bytes_per_second
+            self._writer.write(LinkUse(at=at, rank=self.rank, bytes_per_second=rate, used=used))
+
+    # What was sent and received
+
+    def _traffic_due(self) -> float | None:
+        """When the next record of it is to be written; None where there is nothing new, or the time is not known."""
+        if not self._traffic.moved or self.ended or not self._knows_the_time():
+            return None
+        return self._counted_at + TRAFFIC_SECONDS
+
+    def _record_traffic(self, at: float) -> None:
+        self._counted_at = at
+        traffic = self._traffic.record(at)
+        if traffic is not None:
+            self._writer.write(traffic)
+
     # Records of a rank that shares no disk with rank 0 travel there
 
     def _flush_journal(self) -> None:
@@ -491,14 +603,17 @@ class Participant:
     def _end_journal(self) -> None:
         """Before Stopped, which is the last that rank 0 waits for."""
         if isinstance(self._writer, JournalWriter):
-            self._writer.write(self.ended_record())
+            ended = self.ended_record()
+            self._record_traffic(ended.at)
+            self._record_link_use(ended.at)
+            self._writer.write(ended)
             self._flush_journal()
 
     def ended_record(self) -> Ended:
         return Ended(
             at=self.clock.now(),
-            bytes_sent=self.bytes_sent,
-            messages_sent=self.messages_sent,
+            bytes_sent=self._traffic.bytes_sent,
+            messages_sent=self._traffic.messages_sent,
             failure=self.failure,
             rank=self.rank,
         )

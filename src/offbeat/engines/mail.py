@@ -1,15 +1,20 @@
-"""Messages in virtual time: they leave one after the other, travel, and arrive unless their link is gone."""
+"""Messages in virtual time: they leave one after the other, travel, and arrive unless their link is gone.
+
+`network.py` says what they wait for; this makes it happen.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from offbeat.actions import Send
-from offbeat.engines.network import LinkState
+from offbeat.engines.network import LinkState, Outbox
 from offbeat.engines.sent_tensors import SentTensors
+from offbeat.engines.traffic import TrafficCount, Weight, weigh
 from offbeat.errors import ContractViolation
 from offbeat.events import Event, GradientReady, MessageArrived, Sent, StepReady
 from offbeat.messages import Message
@@ -24,8 +29,7 @@ class Mail:
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
         self.sent = SentTensors()
-        self.bytes_sent = 0
-        self.messages_sent = 0
+        self.traffic = TrafficCount()
 
     def send(self, rank: int, send: Send) -> None:
         link = self._sim.network.link(rank, send.to)
@@ -38,47 +42,107 @@ class Mail:
             self._transmit(rank, link)
 
     def _transmit(self, rank: int, link: LinkState) -> None:
-        outbox, incarnation = link.outboxes[rank], link.incarnation
-        send = outbox.next()
-        if send is None:
-            return
-        nbytes = send.message.nbytes
-        self.bytes_sent += nbytes
-        self.messages_sent += 1
-        seconds = outbox.config.transmit_seconds(nbytes)
+        """Let leave what can, of what a rank has for one of its peers."""
+        outbox = link.outboxes[rank]
+        while outbox.leaving is None and outbox.queue and self._has_its_turn(rank, link, outbox):
+            leaving = self._begin(rank, link, outbox)
+            if outbox.out is not None:
+                self._sim.at(self._sim.now + leaving.seconds, rank, functools.partial(self._left, leaving))
+            else:
+                self._leave(leaving)
 
-        def left() -> None:
-            if link.incarnation != incarnation or outbox.leaving is not send:
-                return
-            outbox.leaving = None
-            self._sim.processes[rank].send_seconds = seconds
-            self._sim.deliver(self._sim.now, rank, lambda at: Sent(at, send.to, send.supersedes))
-            self._travel(rank, send, link)
+    def _has_its_turn(self, rank: int, link: LinkState, outbox: Outbox) -> bool:
+        """Whether the first in the queue is paid for, and the card is free; otherwise its turn will come."""
+        to = outbox.queue[0].to
+        if outbox.budget is not None:
+            due = outbox.budget.due(outbox.queue[0].message.nbytes, self._sim.now)
+            if due > self._sim.now:
+                if due != outbox.alarm:
+                    outbox.alarm = due
+                    self._sim.at(due, rank, functools.partial(self._paid, rank, link, due))
+                return False
+        if outbox.out is not None and outbox.out.sending is not None:
+            outbox.out.waiting[to] = None
+            return False
+        return True
+
+    def _paid(self, rank: int, link: LinkState, due: float) -> None:
+        outbox = link.outboxes[rank]
+        if outbox.alarm == due:
+            outbox.alarm = None
             self._transmit(rank, link)
-            if self._sim.processes[rank].finish is not None:
-                self.close(rank, send.to)
 
-        if seconds > 0:
-            self._sim.at(self._sim.now + seconds, rank, left)
+    def _begin(self, rank: int, link: LinkState, outbox: Outbox) -> Leaving:
+        send = outbox.leaving = outbox.queue.popleft()
+        weight = weigh(send.message)
+        self.traffic.sent(weight)
+        if outbox.budget is not None:
+            outbox.budget.pay(weight.nbytes)
+            outbox.paid_bytes += weight.nbytes
+        seconds = 0.0
+        if outbox.out is not None:
+            outbox.out.sending = send
+            seconds = weight.nbytes / outbox.out.bytes_per_second
+        return Leaving(rank, send, link, link.incarnation, weight, self._sim.now, seconds)
+
+    def _left(self, leaving: Leaving) -> None:
+        """The last byte has left: the card goes on with the next whose turn it is."""
+        rank, card = leaving.rank, leaving.link.outboxes[leaving.rank].out
+        if leaving.counts:
+            self._leave(leaving)
+            self._transmit(rank, leaving.link)
+        if card is None or card.sending is not leaving.send:
+            return
+        card.sending = None
+        while card.sending is None and (peer := card.next()) is not None:
+            self._transmit(rank, self._sim.troubles.link(rank, peer))
+
+    def _leave(self, leaving: Leaving) -> None:
+        rank, send = leaving.rank, leaving.send
+        self._sim.processes[rank].send_seconds = leaving.seconds
+        self._sim.deliver(self._sim.now, rank, lambda at: Sent(at, send.to, send.supersedes))
+        free_at = self._travel(leaving)
+        if free_at > self._sim.now:
+            self._sim.at(free_at, rank, functools.partial(self._free, leaving))
         else:
-            left()
+            self._end(leaving)
 
-    def _travel(self, source: int, send: Send, link: LinkState) -> None:
-        config = link.outboxes[source].config
-        delay = config.latency_seconds
-        if config.delay_std_seconds > 0:
-            delay += config.draw_delay(self._sim.processes[send.to].delay_random)
+    def _free(self, leaving: Leaving) -> None:
+        """The receiver's card has had time for a message, so the next of its link may begin to leave."""
+        if leaving.counts:
+            self._end(leaving)
+            self._transmit(leaving.rank, leaving.link)
 
-        arrival = Arrival(self, source, send, link, link.incarnation)
-        outbox = link.outboxes[source]
-        outbox.last_arrival = max(outbox.last_arrival, self._sim.now + delay)
-        self._sim.deliver(self._sim.now + delay, send.to, arrival)
+    def _end(self, leaving: Leaving) -> None:
+        leaving.link.outboxes[leaving.rank].leaving = None
+        if self._sim.processes[leaving.rank].finish is not None:
+            self.close(leaving.rank, leaving.send.to)
+
+    def _travel(self, leaving: Leaving) -> float:
+        """Let a message that has left arrive; returns when its link is free for the next."""
+        send, now, outbox = leaving.send, self._sim.now, leaving.link.outboxes[leaving.rank]
+        delay = outbox.config.latency_seconds
+        last = now + delay
+        if outbox.config.delay_std_seconds > 0:
+            delay += outbox.config.draw_delay(self._sim.processes[send.to].delay_random)
+        arrives = now + delay
+        free_at = now
+        if outbox.into is not None:
+            latency = outbox.config.latency_seconds
+            received = outbox.into.receive(leaving.began + latency, last, leaving.weight.nbytes)
+            if received > last:
+                arrives, free_at = received + delay - latency, received - latency
+        arrival = Arrival(self, leaving.rank, send, leaving.link, leaving.incarnation, leaving.weight)
+        outbox.last_arrival = max(outbox.last_arrival, arrives)
+        self._sim.deliver(arrives, send.to, arrival)
+        return free_at
 
     def hold(self, until: float, rank: int, arrival: Arrival) -> None:
         """Let a message arrive later."""
         self._sim.deliver(until, rank, arrival)
 
-    def arrived(self, at: float, source: int, message: Message) -> MessageArrived:
+    def arrived(self, at: float, source: int, message: Message, weight: Weight) -> MessageArrived:
+        self.traffic.received(weight)
         for tensor in message.tensors():
             if self.sent.changed(tensor):
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
@@ -127,6 +191,24 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """A message that has begun to leave, and keeps its card busy for so many seconds."""
+
+    rank: int
+    send: Send
+    link: LinkState
+    incarnation: int
+    weight: Weight
+    began: float
+    seconds: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the link is still the one that it leaves by, and busy with it."""
+        return self.link.incarnation == self.incarnation and self.link.outboxes[self.rank].leaving is self.send
+
+
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """A message under way. It arrives unless the link it left by is gone; a partition may hold it up."""
 
@@ -135,6 +217,7 @@ class Arrival:
     send: Send
     link: LinkState
     incarnation: int
+    weight: Weight
 
     def __call__(self, at: float) -> Event | None:
         if not self.link.up or self.link.incarnation != self.incarnation:
@@ -142,4 +225,4 @@ class Arrival:
         if self.link.held_until > at:
             self.mail.hold(self.link.held_until, self.send.to, self)
             return None
-        return self.mail.arrived(at, self.source, self.send.message)
+        return self.mail.arrived(at, self.source, self.send.message, self.weight)

@@ -159,6 +159,7 @@ class Rounds:
     def evaluate(self, rank: int, action: Evaluate) -> None:
         loss, accuracy = self._sim.computing.evaluate(action.parameters, action.buffers)
         self.record_consensus(self._sim.now, (process for process in self._sim.processes if process.active))
+        self._sim.record_traffic(self._sim.now)
         self._sim.deliver(self._sim.now, rank, lambda at: Evaluated(at, action.version, loss, accuracy))
 
     def record_consensus(self, at: float, processes: Iterable[Process]) -> None:

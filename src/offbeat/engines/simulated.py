@@ -30,7 +30,7 @@ from offbeat.actions import (
 from offbeat.cluster import Cluster, Speed
 from offbeat.engines.computing import Computing
 from offbeat.engines.mail import Mail
-from offbeat.engines.network import Network
+from offbeat.engines.network import Card, Network
 from offbeat.engines.process import Delivery, Happening, Process
 from offbeat.engines.rounds import Rounds
 from offbeat.engines.troubles import Troubles
@@ -45,7 +45,8 @@ from offbeat.events import (
 from offbeat.optimizers import Optimizer
 from offbeat.randomness import stream
 from offbeat.records.files import Writer
-from offbeat.records.schema import Ended, Update
+from offbeat.records.schema import Ended, LinkUse, Update
+from offbeat.strategies.compressed import node_of
 from offbeat.strategies.strategy import Cadence, Node, Setup, Strategy
 from offbeat.workloads.workload import Workload
 
@@ -72,6 +73,8 @@ class Scenario:
     """Where given, every worker steps this optimizer of its own, as a user's loop would, and nodes get StepReady."""
     notice_seconds: float = 0.0
     """So much later, at the most, some notice that a peer is lost than others do."""
+    bytes_per_second: float | None = None
+    """The budget: what each direction of each link may carry."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +137,7 @@ class Simulation:
         worker = self.computing_ranks.index(rank) if self.scenario.strategy.computes(rank) else None
         speed = cluster.speed(worker) if worker is not None else Speed(seconds_per_update=cluster.seconds_per_update)
         return Process(
-            node=self.scenario.strategy.node(self._setup(rank, life=0)),
+            node=node_of(self.scenario.strategy, self._setup(rank, life=0)),
             worker=worker,
             speed=speed,
             disturbances=speed.straggle.draws(stream(seed, "speed", rank)),
@@ -155,12 +158,21 @@ class Simulation:
         )
 
     def _connect(self) -> Network:
-        network, cluster = Network(), self.scenario.cluster
+        cluster = self.scenario.cluster
+        network = Network({} if cluster.measured else self._cards(), self.scenario.bytes_per_second)
         for rank in range(self.size):
             for peer in self.scenario.strategy.peers(rank, self.size):
                 link = cluster.link_between(self.processes[rank].worker, self.processes[peer].worker)
-                network.connect(rank, peer, link)
+                # What was measured was so while all links were busy: nothing has to be shared once more.
+                network.connect(rank, peer, link, shared=not cluster.measured)
         return network
+
+    def _cards(self) -> dict[int, Card]:
+        limits = {
+            rank: self.scenario.cluster.link_of(process.worker).bytes_per_second
+            for rank, process in enumerate(self.processes)
+        }
+        return {rank: Card(limit) for rank, limit in limits.items() if limit is not None}
 
     # Running
 
@@ -197,10 +209,27 @@ class Simulation:
         done = [self.processes[rank].finished_at for rank, finish in finishes.items() if finish.failure is None]
         seconds = max(done) if done and failure is None else self.now
         self.rounds.record_consensus(seconds, (process for process in self.processes if process.alive))
+        self.record_traffic(seconds)
+        self._record_link_use(seconds)
+        sent = self.mail.traffic
         self.writer.write(
-            Ended(at=seconds, bytes_sent=self.mail.bytes_sent, messages_sent=self.mail.messages_sent, failure=failure)
+            Ended(at=seconds, bytes_sent=sent.bytes_sent, messages_sent=sent.messages_sent, failure=failure)
         )
         return Outcome(seconds, self.events, finishes, failure)
+
+    def _record_link_use(self, at: float) -> None:
+        """Write down what each rank has sent on its budget, where there is one."""
+        budget = self.scenario.bytes_per_second
+        if budget is not None:
+            for rank in range(self.size):
+                used = {str(peer): nbytes for peer, nbytes in self.network.paid_bytes(rank).items()}
+                self.writer.write(LinkUse(at=at, rank=rank, bytes_per_second=budget, used=used))
+
+    def record_traffic(self, at: float) -> None:
+        """Write down what all ranks together have sent and received."""
+        traffic = self.mail.traffic.record(at)
+        if traffic is not None:
+            self.writer.write(traffic)
 
     def at(self, time: float, rank: int, happening: Happening) -> int:
         self._sequence += 1
@@ -298,7 +327,7 @@ class Simulation:
 
     def fresh_node(self, rank: int) -> Node:
         """A new node of this rank, as after a restart."""
-        return self.scenario.strategy.node(self._setup(rank, self.processes[rank].life))
+        return node_of(self.scenario.strategy, self._setup(rank, self.processes[rank].life))
 
     def _set_timer(self, rank: int, name: str, seconds: float) -> None:
         if not seconds >= 0:

@@ -66,6 +66,7 @@ class Troubles:
         reason = f"crash of {fault.rank}, life {life}"
         for peer in self._sim.network.peers(fault.rank):
             self.link(fault.rank, peer).outboxes[fault.rank].clear()
+        self._sim.network.reset_card(fault.rank)
 
         def seen(peer: int) -> None:
             if self._sim.processes[fault.rank].life == life:  # else it is back, and its coming back was the news
@@ -89,6 +90,7 @@ class Troubles:
         process.busy_until, process.free_since, process.asleep = self._sim.now, self._sim.now, False
         process.unfinished, process.waiting = [], deque()
         process.node = self._sim.fresh_node(rank)
+        self._sim.network.reset_card(rank)
         self._sim.deliver(self._sim.now, rank, lambda at: Started(at))
         for peer in self._sim.network.peers(rank):
             link = self.link(rank, peer)

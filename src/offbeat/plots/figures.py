@@ -1,4 +1,4 @@
-"""The figures over all seeds: quality and samples against time, and how updates are made up.
+"""The figures over all seeds: quality against time and bytes, samples against time, and how updates are made up.
 
 Every function takes runs and returns a matplotlib `Figure`; `style.save` and `style.svg_text` write it. Who
 computes and who waits is drawn in `timeline.py`.
@@ -6,7 +6,7 @@ computes and who waits is drawn in `timeline.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 9.0
 LOG_FROM = 10.0
-"""A loss that falls by this factor is drawn on a logarithmic axis."""
+"""A loss that falls by this factor is drawn on a logarithmic axis, and so are bytes that differ by it among runs."""
 BINS = 40
 
 
@@ -56,10 +56,43 @@ def loss_over_time(runs: Sequence[RunRecords]) -> Figure:
     """Held-out loss against time, on a logarithmic axis where it falls far."""
     figure, axes = _quality(runs, "loss")
     axes.set_ylabel("held-out loss")
+    _logarithmic_where_it_falls_far(axes, runs)
+    return figure
+
+
+@styled
+def quality_over_bytes(runs: Sequence[RunRecords]) -> Figure:
+    """What the target is set in, or else the loss, against the bytes that all ranks together had sent.
+
+    Bytes are on a logarithmic axis where one run sends many times as much as another: what is frugal is on the left.
+    """
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
+    metric = metric_over_bytes(runs)
+    figure, axes = _quality(runs, metric, curves.quality_over_bytes)
+    axes.set_xlabel("sent by all ranks together")
+    sent = [curves.quality_over_bytes(run, metric).seconds for run in runs]
+    ends = [series[-1] for series in sent if len(series) and series[-1] > 0]
+    if ends and max(ends) >= LOG_FROM * min(ends):
+        axes.set_xscale("log")
+        axes.set_xlim(left=min(series[series > 0].min() for series in sent if len(series) and series[-1] > 0))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.set_ylabel(f"held-out {metric}")
+    if metric == "loss":
+        _logarithmic_where_it_falls_far(axes, runs)
+    return figure
+
+
+def metric_over_bytes(runs: Sequence[RunRecords]) -> Metric:
+    """The metric that is drawn against bytes."""
+    return next((target.metric for run in runs if (target := target_of(run.header)) is not None), "loss")
+
+
+def _logarithmic_where_it_falls_far(axes: Axes, runs: Sequence[RunRecords]) -> None:
     values = np.concatenate([curves.evaluation_curve(run, "loss").values for run in runs] or [np.empty(0)])
     if values.size and values.min() > 0 and values.max() >= LOG_FROM * values.min():
         _logarithmic(axes, values)
-    return figure
 
 
 def _logarithmic(axes: Axes, values: np.ndarray) -> None:
@@ -172,10 +205,14 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _quality(runs: Sequence[RunRecords], metric: Metric) -> tuple[Figure, Axes]:
+def _quality(
+    runs: Sequence[RunRecords],
+    metric: Metric,
+    curve: Callable[[RunRecords, Metric], curves.Curve] = curves.evaluation_curve,
+) -> tuple[Figure, Axes]:
     figure, axes = _canvas(4.0)
     groups = by_strategy(runs)
-    _draw_bands(axes, {key: [curves.evaluation_curve(run, metric) for run in group] for key, group in groups.items()})
+    _draw_bands(axes, {key: [curve(run, metric) for run in group] for key, group in groups.items()})
     for target in dict.fromkeys(target_of(run.header) for run in runs):
         if target is not None and target.metric == metric:
             _draw_target(axes, target)

@@ -59,6 +59,19 @@ class Update(Record, frozen=True, tag="update"):
     contributions: tuple[Contribution, ...]
 
 
+class Undone(Record, frozen=True, tag="undone"):
+    """`rank` went back to what it was at version `to_version`: the updates after that do not count, nor their samples.
+
+    They are computed again. What it went back to is called `version` from now on, and `samples_total` are left.
+    """
+
+    rank: int
+    version: int
+    to_version: int
+    samples: int
+    samples_total: int
+
+
 Outcome = Literal["averaged", "declined", "lost"]
 Reason = Literal["stale", "late", "nonfinite", "stopped", "lost"]
 
@@ -124,6 +137,46 @@ class Notice(Record, frozen=True, tag="notice"):
     text: str
 
 
+class Flow(msgspec.Struct, frozen=True):
+    """Messages of one kind that went one way: how many, what they weighed, and what they would have uncompressed.
+
+    Bytes are those on the wire, heads included; where nothing is compressed, both numbers are equal.
+    """
+
+    messages: int
+    bytes: int
+    bytes_uncompressed: int
+
+
+class Traffic(Record, frozen=True, tag="traffic"):
+    """What was sent and received by kind of message, written by the engine, from `since` up to `at`.
+
+    A simulated run has one count for all its ranks, under rank 0, written before each evaluation and at the end. In a
+    live run each process counts for its own rank, about once a second and at its end, and one that takes over a rank
+    begins at nothing: another `since` tells its counts from those of the one before.
+    """
+
+    rank: int
+    since: float
+    sent: dict[str, Flow]
+    received: dict[str, Flow]
+
+
+RECORDS_ON_THE_WAY = "Journal"
+"""The kind of message in which records travel where no disk is shared: traffic, but not for the sake of training."""
+
+
+class LinkUse(Record, frozen=True, tag="link_use"):
+    """What `rank` sent to each of its peers, in bytes, where each direction of a link had a budget of so many a second.
+
+    Written once at the end, by the engine, and only where there was a budget. Of training traffic alone.
+    """
+
+    rank: int
+    bytes_per_second: float
+    used: dict[str, int]
+
+
 class Ended(Record, frozen=True, tag="ended", omit_defaults=True):
     """The last record of a run, written by the engine. `failure` is None where all went well.
 
@@ -137,7 +190,20 @@ class Ended(Record, frozen=True, tag="ended", omit_defaults=True):
     rank: int = 0
 
 
-AnyRecord = Round | Update | Dropped | Evaluation | Exchange | Consensus | Membership | Notice | Ended
+AnyRecord = (
+    Round
+    | Update
+    | Undone
+    | Dropped
+    | Evaluation
+    | Exchange
+    | Consensus
+    | Membership
+    | Notice
+    | Traffic
+    | LinkUse
+    | Ended
+)
 
 RECORD_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 """Reads a line of records. One for all threads, made before there are any: two that are made at once may be broken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NONE = "–"
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def number(value: float | None) -> str:
@@ -25,6 +26,17 @@ def percent(value: float | None) -> str:
 def seconds(value: float) -> str:
     """Seconds to a tenth, finer where they are few."""
     return f"{value:.1f} s" if value >= 10 else f"{value:.3g} s"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes to three digits, in units of a thousand."""
+    if nbytes is None:
+        return NONE
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = 0 if unit == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {UNITS[unit]}"
 
 
 def plural(count: int, noun: str) -> str:

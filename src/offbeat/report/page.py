@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from string import Template
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from offbeat.plots.figures import (
     accuracy_over_time,
     consensus_over_time,
     loss_over_time,
+    metric_over_bytes,
+    quality_over_bytes,
     samples_over_time,
     updates_made_of,
 )
@@ -27,9 +30,9 @@ from offbeat.plots.heat_map import who_talked_to_whom
 from offbeat.plots.style import svg_text
 from offbeat.plots.timeline import timeline
 from offbeat.records.files import RunRecords
-from offbeat.records.schema import Notice, Round, Update
+from offbeat.records.schema import Flow, Notice, Round, Traffic, Update
 from offbeat.report.headline import goal, headline
-from offbeat.report.numbers import plural
+from offbeat.report.numbers import fixed, number, plural, size
 from offbeat.report.table import columns
 
 if TYPE_CHECKING:
@@ -64,6 +67,7 @@ def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
         table=_table(comparison),
         meanings=_meanings(comparison),
         figures="\n".join(_figures(runs)),
+        traffic=_traffic(comparison),
         notices=_notices(runs),
         configurations="\n".join(_configuration(run) for run in runs),
         versions=escape(_versions(runs)),
@@ -127,6 +131,9 @@ def _figures(runs: Sequence[RunRecords]) -> Iterator[str]:
         yield _figure("Accuracy over time", ACCURACY, accuracy_over_time, runs)
     if curve:
         yield _figure("Loss over time", LOSS, loss_over_time, runs)
+    if curve and any(isinstance(record, Traffic) for run in runs for record in run.records):
+        name = metric_over_bytes(runs).capitalize()
+        yield _figure(f"{name} over bytes sent", OVER_BYTES, quality_over_bytes, runs)
     if any(isinstance(record, Round) for run in runs for record in run.records):
         yield _figure("Who computes and who waits", TIMELINE, timeline, runs)
     if any(isinstance(record, Update) for run in runs for record in run.records):
@@ -148,6 +155,10 @@ def _gossip_figures(runs: Sequence[RunRecords]) -> Iterator[str]:
 BAND = "The line is the mean over seeds, the band runs from the lowest to the highest seed"
 ACCURACY = f"Held-out accuracy; further left and higher is better. {BAND}; the dashed line is the target."
 LOSS = f"Held-out loss; further left and lower is better. {BAND}."
+OVER_BYTES = (
+    "The same against what all ranks together had sent by then, heads of messages included; further left is less "
+    f"traffic. {BAND}. Runs that did not count their traffic are left out."
+)
 TIMELINE = (
     "The beginning of one run of each strategy, one row a rank. Full colour is computing, pale colour is delay that "
     "was put in on purpose, a thin line is waiting; the marks above, where there is a hub, are its updates. Look for "
@@ -176,6 +187,43 @@ def _figure(name: str, caption: str, draw: Callable[[Sequence[RunRecords]], Figu
     key = name.lower().replace(" ", "-")
     svg = svg_text(draw(runs)).replace("<svg ", f'<svg role="img" aria-labelledby="{key}" ', 1)
     return f'<figure>\n<h2 id="{key}">{escape(name)}</h2>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>'
+
+
+def _traffic(comparison: Comparison) -> str:
+    """What was sent in which kind of message, with and without compression."""
+    bodies = [_traffic_of(comparison, strategy) for strategy in comparison.strategies]
+    if not any(bodies):
+        return ""
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("messages", "sent", "uncompressed", "compressed by"))
+    lines = (
+        '<section>\n<h2 id="traffic">What was sent</h2>',
+        '<div class="wide" role="region" aria-labelledby="traffic" tabindex="0">\n<table aria-labelledby="traffic">',
+        f'<thead><tr><th scope="col">strategy</th><th scope="col" class="kind">message</th>{heads}</tr></thead>',
+        *filter(None, bodies),
+        f'</table>\n</div>\n<p class="about">{escape(TRAFFIC)}</p>\n</section>',
+    )
+    return "\n".join(lines)
+
+
+TRAFFIC = (
+    "By all ranks together in a whole run, heads of messages included; means over seeds. Uncompressed is what the same "
+    "messages would have weighed, and compressed by is how many times that is what was sent."
+)
+
+
+def _traffic_of(comparison: Comparison, strategy: str) -> str:
+    runs = [summary.traffic for summary in comparison.runs_of(strategy) if summary.traffic]
+    kinds = {kind: [run.get(kind, Flow(0, 0, 0)) for run in runs] for run in runs for kind in run}
+    rows = []
+    for kind, flows in sorted(kinds.items(), key=lambda item: -sum(flow.bytes for flow in item[1])):
+        messages = fmean(flow.messages for flow in flows)
+        sent, uncompressed = fmean(flow.bytes for flow in flows), fmean(flow.bytes_uncompressed for flow in flows)
+        cells = (number(messages), size(sent), size(uncompressed), f"{fixed(uncompressed / sent)}×")
+        rows.append(f'<td class="kind">{escape(kind)}</td>' + "".join(f"<td>{cell}</td>" for cell in cells))
+    if not rows:
+        return ""
+    rows[0] = f'<th scope="rowgroup" rowspan="{len(rows)}">{escape(strategy)}</th>{rows[0]}'
+    return "<tbody>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</tbody>"
 
 
 def _notices(runs: Sequence[RunRecords]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -10,10 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.analysis import Summary
-from offbeat.comparison import Comparison, interval
-from offbeat.report.numbers import NONE, fixed, number, percent
+from offbeat.comparison import Comparison, Speedup, interval
+from offbeat.report.numbers import NONE, fixed, number, percent, size
 
+TERMINAL_WIDTH = 100
 LABEL_MAX = 16
+GAP = 2
+"""Between two columns."""
 NEVER_STALE = "0.0/0"
 
 
@@ -25,13 +28,15 @@ class Column:
     meaning: str
     cell: Callable[[Comparison, str], str]
     on_page_only: bool = False
-    makes_room: bool = False
-    """Whether the terminal, which is narrow, goes without it where there are columns about exchanges."""
+    gives_way: int = 0
+    """Where a terminal is too narrow it goes without these, the lowest first; those with 0 always stay."""
 
 
 def columns(comparison: Comparison) -> list[Column]:
     """The columns that say something: none about a target that was not set, or an accuracy that was not measured."""
     timed = [COLUMN_SECONDS, COLUMN_SPEEDUP] if comparison.target else []
+    if any(summary.bytes_to_target is not None for summary in comparison.summaries):
+        timed += [COLUMN_BYTES, COLUMN_FEWER_BYTES]
     every = [*timed, *COLUMNS]
     return [
         column
@@ -40,12 +45,12 @@ def columns(comparison: Comparison) -> list[Column]:
     ]
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """The table for the terminal."""
+def comparison_table(comparison: Comparison, width: int = TERMINAL_WIDTH) -> Table:
+    """The table for a terminal that is so wide."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     longest = max(len(strategy) for strategy in comparison.strategies)
     table.add_column("strategy", overflow="fold", vertical="bottom", min_width=min(longest, LABEL_MAX))
-    shown = [column for column in columns(comparison) if _has_room(comparison, column)]
+    shown = _that_fit(comparison, width)
     for column in shown:
         table.add_column(column.head, justify="right", vertical="bottom")
     for strategy in comparison.strategies:
@@ -53,12 +58,25 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _has_room(comparison: Comparison, column: Column) -> bool:
-    """Whether the terminal shows a column. Some make room for exchanges, and so does staleness where there is none."""
-    if column.on_page_only or not any(run.exchanges for run in comparison.summaries):
-        return not column.on_page_only
-    cells = {column.cell(comparison, strategy) for strategy in comparison.strategies}
-    return not column.makes_room and not cells <= {NONE, NEVER_STALE}
+def _that_fit(comparison: Comparison, width: int) -> list[Column]:
+    """The columns for which a terminal has room. Where peers average, staleness is left out if there is none."""
+    shown = [column for column in columns(comparison) if not column.on_page_only]
+    if any(run.exchanges for run in comparison.summaries):
+        shown = [column for column in shown if not set(_cells(comparison, column)) <= {NONE, NEVER_STALE}]
+    for column in sorted((column for column in shown if column.gives_way), key=lambda column: column.gives_way):
+        if _width(comparison, shown) > width and (column is not COLUMN_LOSS or COLUMN_ACCURACY in shown):
+            shown.remove(column)
+    return shown
+
+
+def _cells(comparison: Comparison, column: Column) -> list[str]:
+    return [column.cell(comparison, strategy) for strategy in comparison.strategies]
+
+
+def _width(comparison: Comparison, shown: Sequence[Column]) -> int:
+    labels = min(max(len(strategy) for strategy in comparison.strategies), LABEL_MAX)
+    texts = ([*column.head.splitlines(), *_cells(comparison, column)] for column in shown)
+    return labels + sum(GAP + max(len(text) for text in column) for column in texts)
 
 
 def _mean(comparison: Comparison, strategy: str, value: Callable[[Summary], float | None]) -> float | None:
@@ -79,9 +97,14 @@ def _seconds(comparison: Comparison, strategy: str) -> str:
 
 
 def _speedup(comparison: Comparison, strategy: str) -> str:
-    if strategy == comparison.baseline:
-        return "baseline"
-    gain = comparison.speedup_of(strategy)
+    return "baseline" if strategy == comparison.baseline else _factor(comparison.speedup_of(strategy))
+
+
+def _fewer_bytes(comparison: Comparison, strategy: str) -> str:
+    return "baseline" if strategy == comparison.baseline else _factor(comparison.bytes_ratio_of(strategy))
+
+
+def _factor(gain: Speedup | None) -> str:
     if gain is None:
         return NONE
     if gain.high is None:
@@ -122,6 +145,29 @@ COLUMN_SPEEDUP = Column(
     "how many times sooner than the baseline, paired by seed, ± half its 95% interval; above 1 is sooner",
     _speedup,
 )
+COLUMN_BYTES = Column(
+    "bytes\nto target",
+    "what all ranks together had sent when the target was reached, heads of messages included; mean over the seeds "
+    "that reached it",
+    lambda compared, strategy: size(_mean(compared, strategy, lambda run: run.bytes_to_target)),
+)
+COLUMN_FEWER_BYTES = Column(
+    "fewer\nbytes",
+    "how many times fewer bytes to target than the baseline, paired by seed, ± half its 95% interval; above 1 is fewer",
+    _fewer_bytes,
+    gives_way=1,
+)
+COLUMN_ACCURACY = Column(
+    "accuracy",
+    "at the last evaluation",
+    lambda compared, strategy: fixed(_mean(compared, strategy, lambda run: run.accuracy), 3),
+)
+COLUMN_LOSS = Column(
+    "loss",
+    "at the last evaluation",
+    lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.loss)),
+    gives_way=3,
+)
 COLUMNS = (
     Column(
         "idle",
@@ -137,18 +183,19 @@ COLUMNS = (
         "samples\nper s",
         "samples applied per second",
         lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.samples_per_second)),
+        gives_way=6,
     ),
     Column(
         "updates",
         "updates of the parameters in a run",
         lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.updates)),
-        makes_room=True,
+        gives_way=2,
     ),
     Column(
         "dropped",
         "samples computed and not applied, in a run",
         lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.dropped)),
-        makes_room=True,
+        gives_way=4,
     ),
     Column(
         "exchanges",
@@ -160,6 +207,7 @@ COLUMNS = (
         "exchanges\nper step",
         "averagings that a peer had a part in, for each gradient that it applied; what the rate asks for",
         _of_exchanges(lambda run: run.exchanges_per_gradient),
+        gives_way=5,
     ),
     Column(
         "exchanges\nlost",
@@ -178,15 +226,8 @@ COLUMNS = (
         "squared distance of a peer's model from the mean of all, over peers and the second half of the run; "
         "≈ where it is estimated from exchanges",
         _consensus,
+        gives_way=7,
     ),
-    Column(
-        "accuracy",
-        "at the last evaluation",
-        lambda compared, strategy: fixed(_mean(compared, strategy, lambda run: run.accuracy), 3),
-    ),
-    Column(
-        "loss",
-        "at the last evaluation",
-        lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.loss)),
-    ),
+    COLUMN_ACCURACY,
+    COLUMN_LOSS,
 )

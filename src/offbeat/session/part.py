@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from offbeat.actions import Budget, Finish, Samples, Seconds
 from offbeat.analysis import Summary, summarize
-from offbeat.engines.computing import is_finite
 from offbeat.engines.live import Ready
 from offbeat.engines.live_round import LiveRound
 from offbeat.events import GradientReady
-from offbeat.flat import FlatModule
+from offbeat.flat import FlatModule, is_finite
 from offbeat.launch import Seat, seat
 from offbeat.messages import Buffers
 from offbeat.pool import Pool

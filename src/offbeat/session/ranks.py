@@ -31,6 +31,7 @@ from offbeat.randomness import stream
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import RECORD_DECODER, RunHeader
 from offbeat.session.desk import Desk
+from offbeat.strategies.compressed import node_of
 from offbeat.strategies.strategy import Cadence, Node, Setup, Strategy
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.journal import Journal, JournalWriter
@@ -52,6 +53,8 @@ class Terms:
     until: Budget
     seed: int = 0
     cluster: Cluster = Cluster()
+    bytes_per_second: float | None = None
+    """The budget: what each direction of each link may carry."""
     every: Cadence | None = None
     target: Target | None = None
     header: RunHeader | None = None
@@ -222,7 +225,8 @@ class Ranks:
         return self._measure is not None and (rank == 0 or self.strategy.computes(0))
 
     def _node(self, rank: int) -> Node:
-        return self.strategy.node(
+        return node_of(
+            self.strategy,
             Setup(
                 rank=rank,
                 members=self._members(),
@@ -232,7 +236,7 @@ class Ranks:
                 random=stream(self.terms.seed, "node", rank, 0),
                 until=self.terms.until,
                 evaluate=self.terms.every if self._measures(rank) else None,
-            )
+            ),
         )
 
     def _elapsed(self) -> float:
@@ -271,6 +275,7 @@ class Ranks:
             irreplaceable=self._irreplaceable(rank),
             returned=self.place.life > 0 and self._among_equals(),
             device=self._flat.parameters.device,
+            bytes_per_second=terms.bytes_per_second,
         )
         if rank == 0 and isinstance(writer, RankWriter) and terms.checkpoint_seconds is not None:
             self.checkpointing = Checkpointing(

@@ -29,7 +29,7 @@ from offbeat.session.ranks import LIVE_SECONDS_PER_SAMPLE, Terms
 from offbeat.session.sources import source_of
 from offbeat.session.user_code import Evaluation, summed
 from offbeat.strategies.strategy import Cadence, EverySeconds, Strategy
-from offbeat.validation import check_instance, require
+from offbeat.validation import check_instance, require, require_budget
 from offbeat.workloads import Shared, Split, Target
 
 
@@ -42,6 +42,7 @@ def join(
     every: Cadence | None = EverySeconds(1.0),  # noqa: B008  (frozen)
     target: Target | None = None,
     cluster: Cluster | None = None,
+    bytes_per_second: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -50,14 +51,16 @@ def join(
     """Take part in the training of `model`; use it in a `with` statement.
 
     `until` is how long to train: `Samples(1_000_000)` or `Seconds(90)`. `evaluate(model)` measures held-out loss and
-    accuracy, on a copy, `every` so often, and never in the way of an update. With `out`, records and checkpoints are
-    written to that directory, and `resume=True` goes on from there.
+    accuracy, on a copy, `every` so often, and never in the way of an update. `bytes_per_second` is what this process
+    may send to each of its peers. With `out`, records and checkpoints are written to that directory, and `resume=True`
+    goes on from there.
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
     until = goal(until)
     check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
     check_instance(cluster, (Cluster, type(None)), "the cluster", "cluster=offbeat.Cluster()")
+    require_budget(bytes_per_second)
     place = place_for(out)
     has_directory = place.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
@@ -66,6 +69,7 @@ def join(
         until=until,
         seed=seed,
         cluster=cluster or Cluster(),
+        bytes_per_second=bytes_per_second,
         every=every,
         target=target,
         checkpoint_seconds=checkpoint_seconds,

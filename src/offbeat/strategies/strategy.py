@@ -27,13 +27,14 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
 
 from offbeat.actions import Action, Budget
+from offbeat.compression import Compression
 from offbeat.configuration import Family, option
 from offbeat.events import Event
 from offbeat.flat import Layout
@@ -112,6 +113,9 @@ class Strategy(Family, ABC):
     paper: ClassVar[str] = ""
     """Where it was published."""
 
+    _: KW_ONLY
+    compression: Compression | None = option(None, "how messages are compressed: bf16, int8, or top-k:0.01")
+
     @abstractmethod
     def processes(self, workers: int) -> int:
         """How many ranks it takes so that `workers` of them compute."""
@@ -126,7 +130,7 @@ class Strategy(Family, ABC):
 
     @abstractmethod
     def node(self, setup: Setup) -> Node:
-        """The node of `setup.rank`."""
+        """The node of `setup.rank`. Engines ask `node_of`, which compresses what it sends, where that is wanted."""
 
     def essential(self, rank: int) -> bool:
         """Whether a run is over when this rank is lost: rank 0's, unless ranks are equals, of whom any may go."""

@@ -43,6 +43,10 @@ from offbeat.strategies.gossip import (
     Random,
     Regular,
 )
+from offbeat.strategies.hub import RestartFromCheckpoint
+from offbeat.strategies.learner import Differences, Gradients
+from offbeat.strategies.local_steps.named import LocalStepsStrategy
+from offbeat.strategies.population import All, Best, Better, Population
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
 from offbeat.workloads import Quadratic, Workload
@@ -84,6 +88,12 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     varied = _vary(strategy, rng, workers)
     if isinstance(varied, Gossip):
         varied = _gossip(varied, seed, workers)
+    if isinstance(varied, LocalStepsStrategy):
+        varied = _local_steps(varied, seed, workers)
+    if isinstance(varied, Population):
+        varied = _population(varied, seed, workers)
+    if isinstance(varied, RestartFromCheckpoint):
+        varied = _restart(varied, seed)
     chosen = workload or _workload(rng)
     cluster = _cluster(rng, varied, workers, samples, faults)
     scenario = Scenario(
@@ -133,6 +143,42 @@ def _gossip(strategy: Gossip, seed: int, workers: int) -> Gossip:
         clock=[Poisson(), Regular()][int(rng.integers(2))],
         momentum=Acid() if accelerated else None,
     )
+
+
+def _local_steps(strategy: LocalStepsStrategy, seed: int, workers: int) -> Strategy:
+    """A strategy of local steps with choices that go together, from a stream of its own."""
+    rng = stream(seed, "fuzz local steps")
+    every = int(rng.integers(1, 6))
+    drawn: dict[str, Any] = {
+        "every": every,
+        "delay": int(rng.integers(0, 8)),
+        "send": [Gradients(), Differences()][int(rng.integers(2))],
+        "fragments": int(rng.integers(1, every + 1)),
+        "quorum": _maybe(rng, int(rng.integers(1, workers + 1))),
+        "grace": float(rng.choice([0.0, 0.5, 1.0])),
+        "inner": _optimizer(rng),
+        "outer": [SGD(lr=1.0), SGD(lr=0.7, momentum=0.5, nesterov=True)][int(rng.integers(2))],
+    }
+    names = {item.name for item in dataclasses.fields(strategy)}
+    return dataclasses.replace(strategy, **{name: value for name, value in drawn.items() if name in names})
+
+
+def _population(strategy: Population, seed: int, workers: int) -> Population:
+    """A population with choices that go together, from a stream of its own."""
+    rng = stream(seed, "fuzz population")
+    return dataclasses.replace(
+        strategy,
+        every=int(rng.integers(1, 6)),
+        sources=[All(), Best(), Better()][int(rng.integers(3))],
+        preempt_above=_maybe(rng, float(rng.choice([1.0, 1.25]))),
+        rates=tuple(float(10 ** rng.uniform(-1, 3)) for _ in range(int(rng.integers(0, workers + 1)))),
+    )
+
+
+def _restart(strategy: RestartFromCheckpoint, seed: int) -> Strategy:
+    """One that checkpoints after every update, or hardly ever."""
+    seconds = float(10 ** stream(seed, "fuzz restart").uniform(-3, 1))
+    return dataclasses.replace(strategy, checkpoint_interval_seconds=seconds)
 
 
 def _optimizer(rng: Generator) -> Optimizer | None:

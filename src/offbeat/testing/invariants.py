@@ -5,7 +5,10 @@
   was really computed.
 - Versions grow by one per update; no rank computes at an older version than before; staleness is never negative
   and keeps to its bound.
+- Updates that are undone are the last ones; their samples are accounted for anew.
 - A gradient that is not finite is never applied, and the parameters stay finite.
+- What was applied was computed: a contribution is one round, or several that follow one another, the oldest of which
+  says how stale it is.
 - Everyone who is alive finishes, with the same parameters and buffers, once the samples asked for have been applied;
   whoever sent Stop has heard Stopped from everyone it sent it to, or lost them.
 
@@ -26,7 +29,7 @@ from offbeat.engines.simulated import Outcome, Simulation
 from offbeat.errors import ContractViolation
 from offbeat.events import Event, MessageArrived, PeerLost, Started
 from offbeat.messages import Stop, Stopped
-from offbeat.records.schema import Dropped, Round, Update
+from offbeat.records.schema import Dropped, Round, Undone, Update
 
 
 class Violation(ContractViolation):
@@ -48,10 +51,16 @@ class Invariants:
         """Whether two that were alive lost sight of each other."""
         self._staleness_max = staleness_max
         self._accounted: dict[int, Draws] = defaultdict(Draws)
-        self._computed: dict[tuple[int, int, int], Round] = {}
+        self._computed: dict[tuple[int, int], list[Round]] = defaultdict(list)
+        """(rank, first draw) → the rounds that began there, the last one first"""
         self._lost: set[int] = set()
         self._stopping: dict[int, set[int]] = defaultdict(set)
         self._covered: dict[int, int] = defaultdict(int)
+        self._owed: dict[int, int] = defaultdict(int)
+        """rank → how far it computed at versions that were not undone: so much has to be accounted for"""
+        self._updates: list[Update] = []
+        """Those that count, of runs where somebody may undo them."""
+        self._undone_at = 0
         self._versions: dict[int, int] = defaultdict(int)
         self._computes_at: dict[tuple[int, int], int] = {}
         self._samples_total = 0
@@ -61,10 +70,15 @@ class Invariants:
     def write(self, record: Record) -> None:
         self.records.append(record)
         if isinstance(record, Round):
-            self._computed[record.rank, *record.draws] = record
+            self._computed[record.rank, record.draws[0]].insert(0, record)
             self._covered[record.rank] = max(self._covered[record.rank], record.draws[1])
+            if record.version >= self._undone_at:
+                self._owed[record.rank] = max(self._owed[record.rank], record.draws[1])
         elif isinstance(record, Update):
             self._updated(record)
+            self._updates.append(record)
+        elif isinstance(record, Undone):
+            self._undo(record)
         elif isinstance(record, Dropped):
             self._account(record.rank, record.first, record.stop)
             demand(record.stop <= self._covered[record.rank], f"{record} was never computed")
@@ -74,7 +88,8 @@ class Invariants:
         demand(update.version == before + 1, f"rank {update.rank} made version {update.version} after {before}")
         self._versions[update.rank] = update.version
         counted = sum(part.stop - part.first for part in update.contributions)
-        demand(counted == update.samples > 0, f"{update} says {update.samples} samples, but {counted} are in it")
+        demand(counted == update.samples, f"{update} says {update.samples} samples, but {counted} are in it")
+        demand(update.samples > 0 or update.messages > 0, f"{update} has nothing in it")
         total = self._samples_total + update.samples
         counted = update.samples_total
         right = counted == total if not self._replicas else update.samples <= counted <= total
@@ -82,14 +97,39 @@ class Invariants:
         self._samples_total = total
         for part in update.contributions:
             self._account(part.rank, part.first, part.stop)
-            computed = self._computed.get((part.rank, part.first, part.stop))
-            if computed is None:
+            rounds = self._rounds_of(part.rank, part.first, part.stop)
+            if rounds is None:
                 raise Violation(f"{part} was applied but never computed")
-            demand(computed.finite, f"{part} was applied although it is not finite")
-            stale = update.version - 1 - computed.version
+            demand(all(found.finite for found in rounds), f"{part} was applied although it is not finite")
+            stale = update.version - 1 - min(found.version for found in rounds)
             demand(0 <= stale == part.staleness, f"{part} is {stale} versions older than what it was applied to")
             if self._staleness_max is not None:
                 demand(part.staleness <= self._staleness_max, f"{part} is staler than {self._staleness_max}")
+
+    def _undo(self, undone: Undone) -> None:
+        """Take the last updates back; whatever was computed up to now may be computed again, or not."""
+        before = self._versions[undone.rank]
+        demand(undone.version == before + 1, f"rank {undone.rank} made version {undone.version} after {before}")
+        self._versions[undone.rank] = self._undone_at = undone.version
+        samples = 0
+        while self._updates and self._updates[-1].version > undone.to_version:
+            for part in self._updates.pop().contributions:
+                self._accounted[part.rank].remove(part.first, part.stop)
+                samples += part.stop - part.first
+        demand(samples == undone.samples, f"{undone} undoes {samples} samples")
+        self._samples_total -= samples
+        demand(undone.samples_total == self._samples_total, f"{undone} leaves {self._samples_total} samples")
+        self._owed.clear()
+
+    def _rounds_of(self, rank: int, first: int, stop: int) -> list[Round] | None:
+        """The rounds that make up these draws, one after the other."""
+        if first == stop:
+            return []
+        for found in self._computed.get((rank, first), ()):
+            rest = self._rounds_of(rank, found.draws[1], stop) if first < found.draws[1] <= stop else None
+            if rest is not None:
+                return [found, *rest]
+        return None
 
     def _account(self, rank: int, first: int, stop: int) -> None:
         try:
@@ -102,6 +142,7 @@ class Invariants:
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
         if isinstance(event, Started) and self._replicas:
             self._accounted[rank], self._covered[rank], self._versions[rank] = Draws(), 0, 0
+            self._owed[rank] = 0
             self._split |= any(process.finish is not None for process in simulation.processes)
         elif isinstance(event, PeerLost):
             self._split |= simulation.processes[event.peer].active
@@ -132,8 +173,9 @@ class Invariants:
             gaps = [gap for gap in draws.missing_below(draws.stop) if gap[0] >= begin]
             demand(not gaps, f"draws {gaps} of rank {rank} are not accounted for")
             if rank not in self._lost and outcome.failure is None:
-                end = self._covered[rank]
-                demand(draws.stop == end, f"rank {rank} computed up to draw {end}, {draws.stop} are accounted for")
+                owed, end = self._owed[rank], self._covered[rank]
+                right = owed <= draws.stop <= end
+                demand(right, f"rank {rank} computed up to draw {owed}, {draws.stop} are accounted for")
         until = simulation.scenario.until
         if isinstance(until, Samples) and outcome.failure is None:
             demand(self._samples_total >= until.count, f"it ended after {self._samples_total} of {until.count} samples")

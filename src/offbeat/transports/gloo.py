@@ -66,7 +66,7 @@ from offbeat.transports.transport import (
     Refused,
     Transport,
 )
-from offbeat.transports.wire import WIRE_VERSION
+from offbeat.transports.wire import WIRE_VERSION, encode
 
 _DATA, _NOBODY = 0, 1
 """Tags: everything travels under the first, and never anything under the second."""
@@ -352,6 +352,9 @@ class GlooTransport(Transport):
             link = self._links.get(to)
         if link is not None and link.incarnation == incarnation:
             link.post(message, key)
+
+    def weight(self, message: Message) -> int:
+        return encode(message).nbytes
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
         """As the contract says. A message of ours that could not be written raises its ContractViolation here."""

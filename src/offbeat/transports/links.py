@@ -386,7 +386,8 @@ class Link:
 
     def _departed(self, encoded: wire.Encoded, key: str | None, begun: float) -> None:
         seconds = time.perf_counter() - begun
-        self._deliver(Departed(self.peer, self.incarnation, key, encoded.nbytes, seconds))
+        weight = encoded.nbytes, seconds, encoded.kind, encoded.nbytes_uncompressed
+        self._deliver(Departed(self.peer, self.incarnation, key, *weight))
 
 
 def _opening(encoded: wire.Encoded) -> list[Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from queue import Empty, SimpleQueue
 from threading import Lock
 
+from offbeat.compression import saved_bytes
 from offbeat.errors import ConfigurationError
 from offbeat.messages import Message
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Transport
@@ -78,7 +79,9 @@ class Loopback:
             if source.linked.get(to) != incarnation:
                 return
             arrived = Arrived(source.rank, incarnation, message, nbytes)
-            self._open[to].incoming.put((arrived, Departed(to, incarnation, key, nbytes, 0.0)))
+            uncompressed = nbytes + saved_bytes(message)
+            departed = Departed(to, incarnation, key, nbytes, 0.0, type(message).__name__, uncompressed)
+            self._open[to].incoming.put((arrived, departed))
 
     def taken(self, source: int, departed: Departed) -> None:
         """For the ends only: a message has been taken, and so has left the one who sent it."""

@@ -52,7 +52,7 @@ from offbeat.transports.mpi_links import (
 )
 from offbeat.transports.mpi_thread import DIED, Library
 from offbeat.transports.transport import MESSAGE_BYTES_MAX, SILENCE_SECONDS, Arrived, Incoming, Refused, Transport
-from offbeat.transports.wire import WIRE_VERSION, WireError
+from offbeat.transports.wire import WIRE_VERSION, WireError, encode
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +178,9 @@ class MpiTransport(Transport):
         link = self._links.get(to)
         if link is not None and incarnation == INCARNATION and link.post(message, key):
             self._library.wake()
+
+    def weight(self, message: Message) -> int:
+        return encode(message).nbytes
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
         """As the contract says. A message of ours that could not be written raises its ContractViolation here."""

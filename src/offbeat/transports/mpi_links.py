@@ -272,7 +272,8 @@ class MpiLink:
             encoded, key, begun = self._departing
             self._departing = None
             seconds = time.perf_counter() - begun
-            self._deliver(Departed(self.peer, INCARNATION, key, encoded.nbytes, seconds))
+            weight = encoded.nbytes, seconds, encoded.kind, encoded.nbytes_uncompressed
+            self._deliver(Departed(self.peer, INCARNATION, key, *weight))
             return True
         return self._begin()
 

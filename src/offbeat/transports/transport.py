@@ -42,13 +42,18 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """A message has left: its link was busy with it for `seconds`. `key` is the one it was sent under."""
+    """A message has left: its link was busy with it for `seconds`. `key` is the one it was sent under.
+
+    `kind` is the name of its type, and `nbytes_uncompressed` what it would have weighed on the wire uncompressed.
+    """
 
     to: int
     incarnation: int
     key: str | None
     nbytes: int
     seconds: float
+    kind: str
+    nbytes_uncompressed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,10 @@ class Transport(ABC):
     @abstractmethod
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
         """Queue a message and return at once."""
+
+    def weight(self, message: Message) -> int:
+        """What a message weighs on the wire, as `Departed` will say of it."""
+        return message.nbytes
 
     @abstractmethod
     def receive(self, timeout: float | None = None) -> Incoming | None:

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.compression import saved_bytes
 from offbeat.configuration import Family, from_plain, to_plain
 from offbeat.errors import ContractViolation, OffbeatError
 from offbeat.messages import Buffers, Message
@@ -85,12 +86,17 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A message ready to leave: all tensors are flat bytes, `tensors` the message's own memory, empty ones left out."""
+    """A message ready to leave: all tensors are flat bytes, `tensors` the message's own memory, empty ones left out.
+
+    `kind` is the name of its type, and `nbytes_uncompressed` what `nbytes` would be if it had not been compressed.
+    """
 
     head: Tensor
     meta: Tensor | None
     tensors: list[Tensor]
     nbytes: int
+    kind: str
+    nbytes_uncompressed: int
 
     @property
     def payload_bytes(self) -> int:
@@ -123,6 +129,7 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
         plan.header.decode(header)  # what a peer could not read is refused here, where the mistake is
         counts = [len(getattr(message, name)) for name in plan.groups]
         meta = _ENCODER.encode((kind.__name__, msgspec.Raw(header), shapes, counts))
+        saved = saved_bytes(message)
     except (TypeError, ValueError, OverflowError, RuntimeError, msgspec.MsgspecError, OffbeatError) as error:
         raise ContractViolation(
             f"the message {kind.__name__} cannot be sent: {error}; header fields are plain data of the declared types, "
@@ -136,10 +143,10 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
     payload_bytes = sum(view.numel() for view in views)
     crc = _checksum(meta, views) if checksum else None
     head = _write_head(MESSAGE, meta, payload_bytes, crc)
-    if len(meta) <= _INLINE_BYTES_MAX:
-        return Encoded(head, None, views, HEAD_BYTES + payload_bytes)
-    rest = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-    return Encoded(head, rest, views, HEAD_BYTES + len(meta) + payload_bytes)
+    inline = len(meta) <= _INLINE_BYTES_MAX
+    rest = None if inline else torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+    nbytes = HEAD_BYTES + (0 if inline else len(meta)) + payload_bytes
+    return Encoded(head, rest, views, nbytes, kind.__name__, nbytes + saved)
 
 
 def control(kind: int) -> Tensor:

@@ -39,7 +39,12 @@ class Agreement(Node):
         self._expected = set(setup.members) - {setup.rank}
         size = max(setup.members) + 1
         config.processes(size)  # refuses a size that the graph does not have
-        self._replica = Replica(setup.parameters, setup.buffers, accelerated=config.momentum is not None)
+        self._replica = Replica(
+            setup.parameters,
+            setup.buffers,
+            accelerated=config.momentum is not None,
+            compression=config.compression,
+        )
         self._members = Members(setup.rank, size, config.graph, config.rate)
         self._averaging = Averaging(config, self._members, self._replica, setup.random)
         self._evaluations = Evaluations(setup.rank, setup.evaluate)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ Kind = TypeVar("Kind", bound=Message)
 class Offer(Message):
     """Here are my parameters: let us average. `pairing` is the matchmaker's number of it, or 0."""
 
+    values: ClassVar[tuple[str, ...]] = ("parameters",)
+
     parameters: Tensor
     buffers: Buffers
     sequence: int
@@ -40,8 +42,11 @@ class Offer(Message):
 class Answer(Message):
     """The sender has taken its share of `difference` = yours − mine. Take yours, by the same factors.
 
-    `buffers` are differences too, but for counters, of which the larger counts.
+    `buffers` are differences too, but for counters, of which the larger counts. Both ends must use one difference, or
+    their mean would move; so the sender uses what a compression makes of it, and coding that loses nothing.
     """
+
+    conveyed: ClassVar[tuple[str, ...]] = ("difference",)
 
     difference: Tensor
     buffers: Buffers

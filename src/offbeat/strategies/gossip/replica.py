@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.compression import Compression
 from offbeat.flat import is_averaged
 from offbeat.messages import Buffers
 from offbeat.pool import Pool
@@ -33,10 +34,13 @@ class Met(NamedTuple):
 
 
 class Replica:
-    def __init__(self, parameters: Tensor, buffers: Buffers, *, accelerated: bool) -> None:
+    def __init__(
+        self, parameters: Tensor, buffers: Buffers, *, accelerated: bool, compression: Compression | None = None
+    ) -> None:
         self.parameters = parameters.clone()
         self.lead = torch.zeros_like(parameters) if accelerated else None
         self.buffers = tuple(buffer.clone() for buffer in buffers)
+        self._compression = compression
         self._copies = Pool()
 
     def reset(self, parameters: Tensor, buffers: Buffers) -> None:
@@ -76,6 +80,8 @@ class Replica:
         apart = tuple(other - mine if is_averaged(mine) else torch.maximum(other, mine) for other, mine in pairs)
         if not math.isfinite(distance) or not all(map(_finite, apart)):
             return None
+        if self._compression is not None:
+            difference = self._compression.conveyed(difference, self._copies)
         self._take(difference, apart, SHARE, alpha_tilde - SHARE)
         return Met(difference, apart, distance)
 

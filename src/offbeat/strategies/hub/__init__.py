@@ -13,6 +13,7 @@ from offbeat.strategies.hub.named import (
     BackupWorkers,
     FixedMinibatch,
     HubStrategy,
+    RestartFromCheckpoint,
     SyncAdaptive,
 )
 from offbeat.strategies.hub.parts import All, Census, Collect, Distinct, Every, Messages, Share, TargetBatch
@@ -32,6 +33,7 @@ __all__ = [
     "Hub",
     "HubStrategy",
     "Messages",
+    "RestartFromCheckpoint",
     "Share",
     "SyncAdaptive",
     "TargetBatch",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.events import MessageArrived
-from offbeat.flat import merge_buffers
+from offbeat.flat import renewed_buffers
 from offbeat.messages import Buffers
 from offbeat.records.schema import Contribution
 from offbeat.strategies.hub.messages import Gradient
@@ -72,12 +72,8 @@ class Collected:
         return self._total.div_(self.samples)
 
     def merged_buffers(self, before: Buffers) -> Buffers:
-        """Averaged by samples. Counters never fall: what is stale has counted less than the hub knows already."""
-        if not self._buffers:
-            return before
-        merged = merge_buffers([(buffers, samples) for _, buffers, samples in self._buffers])
-        pairs = zip(merged, before, strict=True)
-        return tuple(new if new.is_floating_point() else torch.maximum(new, old) for new, old in pairs)
+        """Averaged by samples, where any came."""
+        return renewed_buffers(before, [(buffers, samples) for _, buffers, samples in self._buffers])
 
     def state(self) -> dict[str, Any]:
         return {

@@ -10,8 +10,10 @@ from typing import ClassVar
 
 from offbeat.actions import Budget, Samples
 from offbeat.optimizers import Optimizer
-from offbeat.strategies.hub.node import HUB, HubNode
+from offbeat.strategies.centre import HUB
+from offbeat.strategies.hub.node import HubNode
 from offbeat.strategies.hub.parts import All, Collect, Share, TargetBatch
+from offbeat.strategies.hub.restarting import RestartingHub
 from offbeat.strategies.hub.worker import Worker
 from offbeat.strategies.strategy import Node, Setup, Strategy
 from offbeat.validation import require, require_not_negative, require_positive
@@ -34,9 +36,12 @@ class Hub(Strategy):
     in_flight_max: int = 2
     nonfinite_max: int = 5
     patience_seconds: float = 60.0
+    checkpoint_interval_seconds: float | None = None
+    """Where given, a lost worker sends everybody back to the last checkpoint; None: the others go on without it."""
 
     def __post_init__(self) -> None:
         require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
+        require_positive(self, "checkpoint_interval_seconds")
         require_not_negative(self, "staleness_max", "damping")
 
     def processes(self, workers: int) -> int:
@@ -65,4 +70,4 @@ class Hub(Strategy):
             self.optimizer is not None,
             "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
         )
-        return HubNode(self, setup)
+        return HubNode(self, setup) if self.checkpoint_interval_seconds is None else RestartingHub(self, setup)

@@ -8,6 +8,7 @@ worker → hub   Gradient     a sum of gradients and how many samples are in it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from offbeat.messages import Buffers, Message
 @dataclass(frozen=True)
 class Parameters(Message):
     """`budget` is how much to compute at them: the limit travels with the parameters."""
+
+    values: ClassVar[tuple[str, ...]] = ("parameters",)
 
     parameters: Tensor
     buffers: Buffers
@@ -41,6 +44,8 @@ class Welcome(Message):
 @dataclass(frozen=True)
 class Gradient(Message):
     """`gradient` is the sum over `samples` samples, and empty where it was not finite."""
+
+    increments: ClassVar[tuple[str, ...]] = ("gradient",)
 
     gradient: Tensor
     buffers: Buffers

@@ -8,6 +8,8 @@ async-timed    until a time limit              every `hub_seconds`              
 apam           `batch` samples                 on each gradient, by AMSGrad         waits for its own answer
 sync-amsgrad   its share of `batch`            when all reported, by AMSGrad        waits
 k-of-n         `batch` samples                 when the first k have reported       waits
+restart        `batch` samples                 when all have reported; if one is    waits
+                                               lost, all go back to a checkpoint
 """
 
 from __future__ import annotations
@@ -213,6 +215,25 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
             f"k-of-n cannot wait for the first k = {self.k} of {workers} workers; give a smaller k or more workers",
         )
         return super().processes(workers)
+
+
+@dataclass(frozen=True)
+class RestartFromCheckpoint(HubStrategy, name="restart"):
+    """Plain synchronous training: a lost worker stops everybody, until it is back and all begin at a checkpoint.
+
+    It waits `patience_seconds` for those who are missing, and goes on without them after that. The checkpoints meant
+    here are copies in the memory of the hub, apart from those that a live run writes to disk.
+    """
+
+    summary: ClassVar[str] = "synchronous, and a lost worker stops all: they wait for it and restart at a checkpoint"
+    paper: ClassVar[str] = "common practice; the baseline under failures"
+
+    batch: int = option(256, "samples each worker computes per update")
+    checkpoint_interval_seconds: float = option(60.0, "seconds of training between two checkpoints in memory")
+
+    def hub(self, workers: int) -> Hub:
+        every = self.checkpoint_interval_seconds
+        return self.composed(compute=Samples(self.batch), collect=All(), waits=True, checkpoint_interval_seconds=every)
 
 
 def _amsgrad(optimizer: Optimizer) -> AMSGrad:

@@ -1,0 +1,418 @@
+"""A learner: trains a replica of its own with an optimizer of its own, and exchanges what it learned now and then.
+
+    every `every` steps, for each fragment of the parameters in turn:
+        send       what was learned in it since it was last sent, and remember the values (a mark)
+        Merged     x ← merged values + whatever was learned since the mark: at step `delay` after it was sent, or on
+                   arrival if that is later; without a delay on arrival
+
+With a delay the learner waits at that step for what has not arrived: 0 waits at once, so that everybody computes at
+the same values. Without one it never waits. What was merged without the newest exchanges of this learner (it says how
+many are in it) is laid under them, so that nothing is lost or counted twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from offbeat.actions import Action, Compute, Samples, Send
+from offbeat.configuration import Family
+from offbeat.draws import Range
+from offbeat.errors import ConfigurationError
+from offbeat.events import GradientReady, MessageArrived, StepReady
+from offbeat.flat import is_finite
+from offbeat.messages import Buffers
+from offbeat.optimizers import Optimizer, Stepper
+from offbeat.pool import Pool
+from offbeat.strategies.follower import HUB, Follower
+from offbeat.strategies.progress import Begin, Merged, Progress, Stretch
+from offbeat.strategies.strategy import Setup, State
+
+SCORE_KEPT = 0.9
+"""How much of the running training loss each further step keeps."""
+
+
+class Content(Family):
+    """What a learner sends of what it has learned."""
+
+
+@dataclass(frozen=True)
+class Gradients(Content, name="gradients"):
+    """The sum of the mean gradients of its steps; the hub makes one step of the optimizer with their mean."""
+
+
+@dataclass(frozen=True)
+class Differences(Content, name="differences"):
+    """How far the parameters have moved."""
+
+
+@dataclass(frozen=True)
+class Values(Content, name="values"):
+    """The parameters themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a learner works."""
+
+    optimizer: Optimizer
+    batch: int
+    microbatch: int
+    every: int
+    delay: int | None
+    content: Content
+    fragments: int = 1
+    in_flight_max: int = 2
+    nonfinite_max: int = 5
+    patience_seconds: float = 60.0
+
+
+def pieces(numel: int, fragments: int) -> list[slice]:
+    """A vector in fragments of about the same size, one after the other."""
+    cuts = [numel * fragment // fragments for fragment in range(fragments + 1)]
+    return [slice(first, stop) for first, stop in itertools.pairwise(cuts)]
+
+
+@dataclass
+class _Fragment:
+    """What a learner keeps of one fragment of the parameters."""
+
+    place: slice
+    anchor: Tensor
+    """The last values that the hub has sent."""
+    version: int = -1
+    included: int = -1
+    """The last exchange that is in them."""
+    marks: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    """Exchanges that are not yet known to be merged: number, step, and the values when it was sent."""
+    samples: int = 0
+    """Learned since it was last sent."""
+    sent_at_step: int = 0
+    held: list[Merged] = field(default_factory=list)
+    """What has arrived before its step, the newest last."""
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """What has arrived last: its version and the last exchange that is in it."""
+        last = self.held[-1] if self.held else self
+        return last.version, last.included
+
+    @property
+    def sent(self) -> Tensor:
+        """The values up to which everything has been sent."""
+        return self.marks[-1][2] if self.marks else self.anchor
+
+
+class Learner(Follower):
+    def __init__(self, setup: Setup, plan: Plan) -> None:
+        super().__init__(setup, plan.patience_seconds)
+        self._plan = plan
+        self._parameters = setup.parameters.clone()
+        self._buffers = setup.buffers
+        self._stepper = self._fresh_stepper()
+        self._mean = torch.empty_like(self._parameters)
+        self._accumulated = torch.zeros_like(self._parameters) if isinstance(plan.content, Gradients) else None
+        self._copies = Pool()
+        self._fragments = self._fresh_fragments()
+        self._begun = False
+        self._version = 0
+        self._steps = 0
+        self._turns = 0
+        """How many times an exchange has been due."""
+        self._exchange = 0
+        self._unsent: list[tuple[int, int, int, int]] = []
+        """Rounds not all of whose fragments have been sent: first and last draw, version, step."""
+        self._broken: list[Range] = []
+        self._broken_in_a_row = 0
+        self._samples_total = 0
+        self._samples_since = 0
+        self._learners = 1
+        self._score = 0.0
+        self._scored = 0
+
+    def _fresh_fragments(self) -> list[_Fragment]:
+        places = pieces(self._parameters.numel(), self._plan.fragments)
+        return [_Fragment(place, self._parameters[place].clone()) for place in places]
+
+    def _fresh_stepper(self) -> Stepper:
+        return self._plan.optimizer.build(self._parameters, self._setup.layout)
+
+    def replica(self) -> Tensor | None:
+        return self._parameters if self._begun else None
+
+    def _newest(self) -> tuple[Tensor, Buffers, int]:
+        return self._parameters.clone(), self._buffers, self._version
+
+    # The hub
+
+    def _received(self, event: MessageArrived) -> Iterable[Action]:
+        message = event.keep()
+        return self._begin(message) if isinstance(message, Begin) else self._merged(cast(Merged, message))
+
+    def _begin(self, begin: Begin) -> Iterator[Action]:
+        if begin.parameters.numel():
+            self._parameters.copy_(begin.parameters)
+            self._buffers = begin.buffers
+        self._fragments = self._fresh_fragments()
+        if self._accumulated is not None:
+            self._accumulated.zero_()
+        self._begun = True
+        self._version = begin.version
+        self._steps = self._turns = 0
+        self._exchange = begin.exchange
+        self._unsent, self._broken = [], []
+        self._broken_in_a_row = 0
+        self._told_of(begin)
+        yield from self._go_on_at(begin.draw, begin.done)
+        yield from self._compute()
+
+    def _told_of(self, message: Begin | Merged) -> None:
+        self._samples_total, self._learners = message.samples_total, message.learners
+        self._samples_since = 0
+
+    def _merged(self, merged: Merged) -> Iterator[Action]:
+        fragment = self._fragments[merged.fragment]
+        if not self._begun or (merged.version, merged.included) <= fragment.newest:
+            return  # overtaken on the way
+        fragment.held.append(merged)
+        self._apply_what_is_due()
+        yield from self._compute()
+
+    def _apply_what_is_due(self) -> None:
+        for fragment in self._fragments:
+            merged = self._due(fragment)
+            if merged is not None:
+                applied = (merged.version, merged.included)
+                fragment.held = [held for held in fragment.held if (held.version, held.included) > applied]
+                self._apply(merged)
+
+    def _due(self, fragment: _Fragment) -> Merged | None:
+        """What is to be applied now: without a delay the newest; else the first that has all that is due in it."""
+        delay = self._plan.delay
+        if delay is None or not fragment.marks:
+            return fragment.held[-1] if fragment.held else None
+        due = max((number for number, step, _ in fragment.marks if self._steps >= step + delay), default=None)
+        if due is None:
+            return None
+        return next((held for held in fragment.held if held.included >= due), None)
+
+    def _apply(self, merged: Merged) -> None:
+        """Lay the merged values under what was learned since the newest exchange that is in them."""
+        fragment = self._fragments[merged.fragment]
+        under = fragment.anchor
+        while fragment.marks and fragment.marks[0][0] <= merged.included:
+            _, _, under = fragment.marks.pop(0)
+        for values in (self._parameters[fragment.place], *(mark for _, _, mark in fragment.marks)):
+            values.sub_(under).add_(merged.parameters)  # exactly the merged values where nothing was learned since
+        fragment.anchor, fragment.version, fragment.included = merged.parameters, merged.version, merged.included
+        self._version = max(self._version, merged.version)
+        if merged.buffers:
+            self._buffers = merged.buffers
+        self._told_of(merged)
+
+    def _forget_hub(self) -> None:
+        self._begun = False
+
+    # Steps
+
+    def _compute(self) -> Iterator[Action]:
+        if self._computing or not self._begun or self._ending or self._waits():
+            return
+        self._computing = True
+        budget = self._room_for(Samples(self._plan.batch))
+        yield Compute(self._parameters, self._buffers, self._version, self._draw, budget, self._plan.microbatch)
+
+    def _waits(self) -> bool:
+        """Whether it has come to the step at which something should have been merged that is not."""
+        delay = self._plan.delay
+        if delay is None:
+            return False
+        return any(self._steps >= step + delay for fragment in self._fragments for _, step, _ in fragment.marks)
+
+    def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
+        self._steps += 1
+        if event.finite:
+            self._learn(event)
+        else:
+            self._broken.append(event.draws)
+            self._broken_in_a_row += 1
+        self._apply_what_is_due()
+        yield from self._exchange_if_due()
+        yield from self._compute()
+
+    def _learn(self, event: GradientReady | StepReady) -> None:
+        if event.samples == 0:
+            return
+        if isinstance(event, StepReady):
+            if self._accumulated is not None:
+                raise ConfigurationError(
+                    "a strategy that sends gradients cannot use steps of your own optimizer; choose send=Differences()"
+                )
+            self._parameters.add_(event.delta)
+        else:
+            mean = torch.div(event.gradient, event.samples, out=self._mean)
+            self._stepper.step(mean, self._samples_total + self._learners * self._samples_since)
+            if self._accumulated is not None:
+                self._accumulated.add_(mean)
+        self._buffers = tuple(buffer.clone() for buffer in event.buffers)
+        self._broken_in_a_row = 0
+        self._samples_since += event.samples
+        self._unsent.append((*event.draws, event.version, self._steps))
+        for fragment in self._fragments:
+            fragment.samples += event.samples
+        if event.loss is not None:
+            kept = SCORE_KEPT if self._scored else 0.0
+            self._score = kept * self._score + (1.0 - kept) * event.loss / event.samples
+            self._scored += 1
+
+    # Exchanges
+
+    def _exchange_if_due(self) -> Iterator[Action]:
+        """Send the fragment whose turn it is. Where the link does not keep up, and nobody waits, the turn is passed."""
+        gives_up = self._broken_in_a_row == self._plan.nonfinite_max
+        due = -(-(self._turns + 1) * self._plan.every // self._plan.fragments)
+        if self._steps < due and not gives_up:
+            return
+        self._turns += self._steps >= due
+        if self._plan.delay is None and self._in_flight >= self._plan.in_flight_max and not gives_up:
+            return
+        self._in_flight += 1
+        yield Send(HUB, self._progress())
+
+    def _progress(self) -> Progress:
+        index = self._exchange % self._plan.fragments
+        fragment = self._fragments[index]
+        change = self._change(fragment)
+        samples = fragment.samples if change.numel() else 0
+        fragment.samples, fragment.sent_at_step = 0, self._steps
+        fragment.marks.append((self._exchange, self._steps, self._copies.copy(self._parameters[fragment.place])))
+        message = Progress(
+            change=change,
+            buffers=self._buffers if index == 0 and samples else (),
+            exchange=self._exchange,
+            fragment=index,
+            samples=samples,
+            complete=self._complete() if samples else (),  # what says nothing may be in no update
+            broken=tuple(self._broken),
+            broken_in_a_row=self._broken_in_a_row,
+            score=self._score if self._scored and not self._broken_in_a_row else float("inf"),
+        )
+        self._broken = []
+        self._exchange += 1
+        return message
+
+    def _change(self, fragment: _Fragment) -> Tensor:
+        """What goes out; nothing where nothing was learned. Parameters that have blown up go back to what was sent."""
+        values = self._parameters[fragment.place]
+        if fragment.samples == 0:
+            return values.new_empty(0)
+        change = self._copies.like(values)
+        if self._accumulated is not None:
+            change.copy_(self._accumulated[fragment.place])
+            self._accumulated[fragment.place].zero_()
+        elif isinstance(self._plan.content, Values):
+            change.copy_(values)
+        else:
+            torch.sub(values, fragment.sent, out=change)
+        if is_finite(change) and is_finite(values):
+            return change
+        values.copy_(fragment.sent)
+        self._stepper = self._fresh_stepper()
+        self._broken += [(first, stop) for first, stop, _, _ in self._unsent]
+        self._broken_in_a_row += 1
+        self._unsent = []
+        return values.new_empty(0)
+
+    def _complete(self) -> tuple[Stretch, ...]:
+        """The draws whose effect on every fragment has been sent by now, each once."""
+        step = min(fragment.sent_at_step for fragment in self._fragments)
+        stretches: list[Stretch] = []
+        while self._unsent and self._unsent[0][3] <= step:
+            first, stop, version, _ = self._unsent.pop(0)
+            if stretches and stretches[-1][1] == first:
+                begun, _, oldest = stretches.pop()
+                stretches.append((begun, stop, min(oldest, version)))
+            else:
+                stretches.append((first, stop, version))
+        return tuple(stretches)
+
+    # State
+
+    def state(self) -> State:
+        return {
+            **super().state(),
+            "parameters": self._parameters.clone(),
+            "buffers": [buffer.clone() for buffer in self._buffers],
+            "optimizer": self._stepper.state(),
+            "accumulated": None if self._accumulated is None else self._accumulated.clone(),
+            "fragments": [_packed(fragment) for fragment in self._fragments],
+            "begun": self._begun,
+            "version": self._version,
+            "steps": self._steps,
+            "turns": self._turns,
+            "exchange": self._exchange,
+            "unsent": [list(entry) for entry in self._unsent],
+            "broken": [list(draws) for draws in self._broken],
+            "broken_in_a_row": self._broken_in_a_row,
+            "samples_total": self._samples_total,
+            "samples_since": self._samples_since,
+            "learners": self._learners,
+            "score": self._score,
+            "scored": self._scored,
+        }
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self._parameters.copy_(state["parameters"])
+        self._buffers = tuple(state["buffers"])
+        self._stepper.restore(state["optimizer"])
+        if self._accumulated is not None:
+            self._accumulated.copy_(state["accumulated"])
+        for fragment, packed in zip(self._fragments, state["fragments"], strict=True):
+            fragment.anchor = packed["anchor"]
+            fragment.version, fragment.included = packed["version"], packed["included"]
+            fragment.marks = [(number, step, values) for number, step, values in packed["marks"]]
+            fragment.samples, fragment.sent_at_step = packed["samples"], packed["sent_at_step"]
+            fragment.held = [Merged(**{**held, "buffers": tuple(held["buffers"])}) for held in packed["held"]]
+        self._begun = state["begun"]
+        self._version = state["version"]
+        self._steps = state["steps"]
+        self._turns = state["turns"]
+        self._exchange = state["exchange"]
+        self._unsent = [(first, stop, version, step) for first, stop, version, step in state["unsent"]]
+        self._broken = [(first, stop) for first, stop in state["broken"]]
+        self._broken_in_a_row = state["broken_in_a_row"]
+        self._samples_total = state["samples_total"]
+        self._samples_since = state["samples_since"]
+        self._learners = state["learners"]
+        self._score = state["score"]
+        self._scored = state["scored"]
+
+
+def _packed(fragment: _Fragment) -> State:
+    return {
+        "anchor": fragment.anchor.clone(),
+        "version": fragment.version,
+        "included": fragment.included,
+        "marks": [[number, step, values.clone()] for number, step, values in fragment.marks],
+        "samples": fragment.samples,
+        "sent_at_step": fragment.sent_at_step,
+        "held": [_packed_merged(merged) for merged in fragment.held],
+    }
+
+
+def _packed_merged(merged: Merged) -> dict[str, Any]:
+    return {
+        "parameters": merged.parameters.clone(),
+        "buffers": [buffer.clone() for buffer in merged.buffers],
+        "version": merged.version,
+        "fragment": merged.fragment,
+        "included": merged.included,
+        "samples_total": merged.samples_total,
+        "learners": merged.learners,
+    }

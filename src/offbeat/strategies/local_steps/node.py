@@ -1,0 +1,305 @@
+"""The hub of learners: merges what they send, fragment by fragment, and hands out the new values.
+
+    Progress arrives → it is put in order, counted and collected → perhaps a merge:
+        change = Σ samples_i · change_i / Σ samples_i;  outer step on −change (or on +change, where it is a gradient)
+    → Merged to all who are there
+
+Each learner's exchanges are taken in the order of their numbers, so that `included` says all. How the hub gathers its
+learners and ends the run stands in `centre.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from offbeat.actions import Action, ClearTimer, Report, Send, SetTimer
+from offbeat.events import MessageArrived, TimerFired
+from offbeat.flat import Layout, Slot, renewed_buffers
+from offbeat.messages import Buffers, Message
+from offbeat.optimizers import Stepper
+from offbeat.pool import Pool
+from offbeat.records.schema import Contribution, Update
+from offbeat.strategies.centre import HUB, Centre
+from offbeat.strategies.learner import Gradients, pieces
+from offbeat.strategies.local_steps.collected import Collected
+from offbeat.strategies.local_steps.parts import Everyone, Quorum
+from offbeat.strategies.progress import Begin, Merged, Progress
+from offbeat.strategies.strategy import Setup, State
+
+if TYPE_CHECKING:
+    from offbeat.strategies.local_steps.composition import LocalSteps
+
+CYCLE_KEPT = 0.5
+"""How much of its running mean each further interval between a learner's messages keeps."""
+
+
+class Merger(Centre):
+    def __init__(self, config: LocalSteps, setup: Setup) -> None:
+        super().__init__(setup, config.patience_seconds)
+        self.timers = tuple(_timer(fragment) for fragment in range(config.fragments))  # type: ignore[misc]
+        self._config = config
+        self._parameters = setup.parameters.clone()
+        self._buffers = setup.buffers
+        self._copies = Pool()
+        self._whole: tuple[int, Tensor] = (0, self._parameters.clone())
+        """The last copy of all parameters, and its version."""
+        self._places = pieces(self._parameters.numel(), config.fragments)
+        self._steppers = [self._stepper(setup.layout, place) for place in self._places]
+        self._open: dict[int, Collected] = {}
+        """What waits to be merged: by the number of the exchange where all are waited for, otherwise by fragment."""
+        self._exchange = 0
+        """Where all are waited for: the exchange that is merged next."""
+        self._next: dict[int, int] = {}
+        """rank → the number of its next exchange"""
+        self._early: dict[int, dict[int, Progress]] = {}
+        """rank → exchanges that have overtaken others"""
+        self._included: dict[int, dict[int, int]] = {}
+        """rank → fragment → its last exchange that is merged"""
+        self._heard_at: dict[int, float] = {}
+        self._intervals: dict[int, float] = {}
+        """rank → seconds between its messages, a running mean"""
+        self._in_grace: set[int] = set()
+
+    def _stepper(self, layout: Layout, place: slice) -> Stepper:
+        if self._config.fragments > 1:
+            numel = place.stop - place.start
+            layout = Layout(layout.dtype, (Slot("fragment", (numel,), (1,), 0, numel),))
+        return self._config.outer_optimizer.build(self._parameters[place], layout)
+
+    # Members
+
+    def _result(self) -> tuple[Tensor, Buffers]:
+        if self._whole[0] != self._version:
+            self._whole = (self._version, self._copies.copy(self._parameters))
+        return self._whole[1], self._buffers
+
+    def _welcome(self, rank: int) -> Message:
+        self._next[rank] = self._exchange
+        self._included[rank] = {}
+        draw, done = self._position(rank)
+        learners = len(self._live)
+        return Begin(*self._result(), self._version, self._exchange, self._samples, learners, draw, done)
+
+    def _forget(self, rank: int) -> None:
+        self._early.pop(rank, None)
+        self._heard_at.pop(rank, None)
+        self._intervals.pop(rank, None)
+
+    def _went(self, at: float) -> Iterator[Action]:
+        for key in sorted(self._open):
+            yield from self._merge_if_ready(at, key)
+
+    def _discard(self) -> list[Contribution]:
+        unused = [
+            contribution for _, collected in sorted(self._open.items()) for contribution in collected.contributions
+        ]
+        self._open = {}
+        return unused
+
+    # Collect
+
+    def _received(self, event: MessageArrived) -> Iterator[Action]:
+        rank, message = event.source, cast(Progress, event.keep())
+        if self._awaited is not None:
+            for first, stop, _ in message.complete:
+                yield from self._too_late(event.at, rank, (first, stop))
+            for draws in message.broken:
+                yield from self._too_late(event.at, rank, draws)
+            return
+        early = self._early.setdefault(rank, {})
+        early[message.exchange] = message
+        while self._awaited is None and self._next[rank] in early:
+            message = early.pop(self._next[rank])
+            self._next[rank] += 1
+            yield from self._collect(event.at, rank, message)
+
+    def _collect(self, at: float, rank: int, message: Progress) -> Iterator[Action]:
+        for draws in message.broken:
+            yield from self._drop(at, rank, draws, "nonfinite")
+        for first, stop, _ in message.complete:
+            self._draws[rank].add(first, stop)
+        self._time(at, rank)
+        key = message.exchange if self._waits_for_all else message.fragment
+        self._open.setdefault(key, Collected()).add(rank, self._live[rank], message, self._version)
+        if message.broken_in_a_row >= self._config.nonfinite_max:
+            self._failure = (
+                f"worker {rank} reported {self._config.nonfinite_max} gradients in a row that were not finite; "
+                "lower the learning rate, clip the gradient (clip_norm), or look at that worker's data"
+            )
+            yield from self._stop(at)
+        else:
+            yield from self._merge_if_ready(at, key)
+
+    @property
+    def _waits_for_all(self) -> bool:
+        return isinstance(self._config.merge, Everyone)
+
+    def _time(self, at: float, rank: int) -> None:
+        if rank in self._heard_at:
+            interval = at - self._heard_at[rank]
+            before = self._intervals.get(rank, interval)
+            self._intervals[rank] = CYCLE_KEPT * before + (1.0 - CYCLE_KEPT) * interval
+        self._heard_at[rank] = at
+
+    # Merge
+
+    def _merge_if_ready(self, at: float, key: int) -> Iterator[Action]:
+        if self._awaited is not None or key not in self._open:
+            return
+        if self._waits_for_all:
+            while self._exchange in self._open and self._live.items() <= self._open[self._exchange].entries.keys():
+                self._exchange += 1
+                yield from self._merge(at, self._exchange - 1)
+                if self._awaited is not None:
+                    return
+        else:
+            yield from self._merge_a_quorum(at, key)
+
+    def _merge_a_quorum(self, at: float, fragment: int) -> Iterator[Action]:
+        """Merge at once where nobody is missing or somebody has come round again, otherwise after the grace window."""
+        quorum = cast(Quorum, self._config.merge)
+        entries = self._open[fragment].entries
+        there = self._live.items() & entries.keys()
+        if len(there) < quorum.size(len(self._live)) or not self._live:
+            return
+        round_again = any(entries[learner].messages > 1 for learner in there)
+        fastest = min((self._intervals[rank] for rank in self._live if rank in self._intervals), default=0.0)
+        grace = quorum.grace * fastest * self._config.fragments
+        if len(there) == len(self._live) or round_again or grace <= 0:
+            yield from self._merge(at, fragment)
+        elif fragment not in self._in_grace:
+            self._in_grace.add(fragment)
+            yield SetTimer(_timer(fragment), grace)
+
+    def _fired(self, event: TimerFired) -> Iterator[Action]:
+        """A grace window has ended."""
+        fragment = int(event.name.removeprefix(_GRACE))
+        self._in_grace.discard(fragment)
+        if self._awaited is None and fragment in self._open:
+            yield from self._merge(event.at, fragment)
+
+    def _merge(self, at: float, key: int) -> Iterator[Action]:
+        collected = self._open.pop(key)
+        index = key % self._config.fragments
+        if index in self._in_grace:
+            self._in_grace.discard(index)
+            yield ClearTimer(_timer(index))
+        for (rank, incarnation), entry in collected.entries.items():
+            if self._live.get(rank) == incarnation:
+                self._included[rank][index] = entry.exchange
+        if collected.samples:
+            yield from self._update(at, index, collected)
+        if self._has_enough():
+            yield from self._stop(at)
+        else:
+            yield from self._hand_out(index)
+
+    def _update(self, at: float, index: int, collected: Collected) -> Iterator[Action]:
+        mean = collected.mean()
+        gradient = mean if isinstance(self._config.content, Gradients) else mean.neg_()
+        rate = self._steppers[index].step(gradient, self._samples)
+        self._buffers = renewed_buffers(self._buffers, collected.buffers())
+        self._version += 1
+        for others in self._open.values():
+            others.older(1)
+        samples = sum(found.stop - found.first for found in collected.contributions)
+        self._samples += samples
+        yield Report(
+            Update(
+                at=at,
+                rank=HUB,
+                version=self._version,
+                messages=collected.messages,
+                samples=samples,
+                samples_total=self._samples,
+                learning_rate=rate,
+                contributions=tuple(sorted(collected.contributions, key=lambda found: (found.rank, found.first))),
+            )
+        )
+        if self._evaluations.due(at, self._version):
+            yield from self._evaluate(at)
+
+    def _hand_out(self, index: int) -> Iterable[Action]:
+        values = self._copies.copy(self._parameters[self._places[index]])
+        buffers = self._buffers if index == 0 else ()
+        for rank in sorted(self._live):
+            included = self._included[rank].get(index, -1)
+            learners = len(self._live)
+            merged = Merged(values, buffers, self._version, index, included, self._samples, learners)
+            yield Send(rank, merged, supersedes="parameters" if len(self._places) == 1 else f"fragment {index}")
+
+    # State
+
+    def state(self) -> State:
+        return {
+            **super().state(),
+            "parameters": self._parameters.clone(),
+            "buffers": [buffer.clone() for buffer in self._buffers],
+            "optimizers": [stepper.state() for stepper in self._steppers],
+            "open": {str(key): collected.state() for key, collected in self._open.items()},
+            "exchange": self._exchange,
+            "next": {str(rank): number for rank, number in self._next.items()},
+            "early": {str(rank): [_packed(message) for message in held.values()] for rank, held in self._early.items()},
+            "included": {
+                str(rank): {str(fragment): number for fragment, number in numbers.items()}
+                for rank, numbers in self._included.items()
+            },
+            "heard_at": {str(rank): at for rank, at in self._heard_at.items()},
+            "intervals": {str(rank): seconds for rank, seconds in self._intervals.items()},
+            "in_grace": sorted(self._in_grace),
+        }
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self._parameters.copy_(state["parameters"])
+        self._whole = (self._version, self._parameters.clone())
+        self._buffers = tuple(state["buffers"])
+        for stepper, packed in zip(self._steppers, state["optimizers"], strict=True):
+            stepper.restore(packed)
+        self._open = {int(key): Collected.restored(packed) for key, packed in state["open"].items()}
+        self._exchange = state["exchange"]
+        self._next = {int(rank): number for rank, number in state["next"].items()}
+        self._early = {
+            int(rank): {packed["exchange"]: _unpacked(packed) for packed in held}
+            for rank, held in state["early"].items()
+        }
+        self._included = {
+            int(rank): {int(fragment): number for fragment, number in numbers.items()}
+            for rank, numbers in state["included"].items()
+        }
+        self._heard_at = {int(rank): at for rank, at in state["heard_at"].items()}
+        self._intervals = {int(rank): seconds for rank, seconds in state["intervals"].items()}
+        self._in_grace = set(state["in_grace"])
+
+
+_GRACE = "grace "
+
+
+def _timer(fragment: int) -> str:
+    return f"{_GRACE}{fragment}"
+
+
+def _packed(message: Progress) -> State:
+    return {
+        "change": message.change.clone(),
+        "buffers": [buffer.clone() for buffer in message.buffers],
+        "exchange": message.exchange,
+        "fragment": message.fragment,
+        "samples": message.samples,
+        "complete": [list(stretch) for stretch in message.complete],
+        "broken": [list(draws) for draws in message.broken],
+        "broken_in_a_row": message.broken_in_a_row,
+        "score": message.score,
+    }
+
+
+def _unpacked(packed: State) -> Progress:
+    tuples = {
+        "buffers": tuple(packed["buffers"]),
+        "complete": tuple((first, stop, version) for first, stop, version in packed["complete"]),
+        "broken": tuple((first, stop) for first, stop in packed["broken"]),
+    }
+    return Progress(**{**packed, **tuples})

@@ -1,0 +1,111 @@
+"""A member of a population: a learner that sends its parameters, and can take another's place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, cast
+
+from offbeat.actions import Action, Cancel, Send
+from offbeat.draws import Range
+from offbeat.events import GradientReady, MessageArrived, StepReady
+from offbeat.optimizers import Stepper
+from offbeat.strategies.follower import HUB
+from offbeat.strategies.learner import Learner
+from offbeat.strategies.population.messages import Lend, Lent, Takeover, flattened, nested
+from offbeat.strategies.progress import Begin, Progress, Snapshot
+from offbeat.strategies.strategy import Setup, State
+
+if TYPE_CHECKING:
+    from offbeat.strategies.population.named import Population
+
+
+class Member(Learner):
+    def __init__(self, config: Population, setup: Setup) -> None:
+        self._config = config
+        self._settings = setup.rank
+        """The rank whose settings these are: its own, until it takes another's place."""
+        self._takeovers = 0
+        self._abandoned: list[Range] = []
+        """Draws that were for what it was before, and of which the hub does not know."""
+        self._in_vain = False
+        """Whether the round that is under way belongs to what it was before."""
+        begins_with = config.initial.parameters(setup.parameters, setup.layout, setup.random)
+        super().__init__(dataclasses.replace(setup, parameters=begins_with), config.plan())
+
+    def _fresh_stepper(self) -> Stepper:
+        stepper = super()._fresh_stepper()
+        stepper.rate_factor = self._config.rate_of(self._settings)
+        return stepper
+
+    def _received(self, event: MessageArrived) -> Iterable[Action]:
+        if isinstance(event.message, Lend):
+            return [self._lent()]
+        if isinstance(event.message, Takeover):
+            return self._take_over(cast(Takeover, event.keep()))
+        return super()._received(event)
+
+    def _lent(self) -> Send:
+        self._in_flight += 1
+        state, shape = flattened(self._stepper.state())
+        parameters = self._parameters.clone()
+        return Send(HUB, Lent(parameters, self._buffers, state, shape, self._settings))
+
+    def _begin(self, begin: Begin) -> Iterator[Action]:
+        self._takeovers, self._in_vain, self._abandoned = 0, False, []
+        yield from super()._begin(begin)
+
+    def _take_over(self, given: Takeover) -> Iterator[Action]:
+        """Go on as another. A gradient that is under way was taken elsewhere and is of no use any more."""
+        if not self._begun:
+            return
+        self._takeovers = given.takeovers
+        self._settings = given.settings
+        self._parameters.copy_(given.parameters)
+        self._buffers = given.buffers
+        self._stepper = self._fresh_stepper()
+        if given.shape:
+            self._stepper.restore(nested(given.state, given.shape))
+        self._abandoned += [(first, stop) for first, stop, _, _ in self._unsent]
+        self._unsent = []
+        self._fragments = self._fresh_fragments()
+        # An answer to what it was before comes too late.
+        self._fragments[0].version, self._fragments[0].included = given.version, self._exchange - 1
+        self._version = max(self._version, given.version)
+        self._broken_in_a_row = self._scored = 0
+        if self._computing and not self._discard:
+            self._in_vain = True
+            yield Cancel()
+        yield from self._compute()
+
+    def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
+        if self._in_vain:
+            self._in_vain = False
+            if event.samples:
+                self._abandoned.append(event.draws)
+            yield from self._compute()
+        else:
+            yield from super()._computed(event)
+
+    def _progress(self) -> Progress:
+        progress = super()._progress()
+        fields = {item.name: getattr(progress, item.name) for item in dataclasses.fields(progress)}
+        abandoned, self._abandoned = tuple(self._abandoned), []
+        return Snapshot(**{**fields, "takeovers": self._takeovers, "abandoned": abandoned})
+
+    def state(self) -> State:
+        return {
+            **super().state(),
+            "settings": self._settings,
+            "takeovers": self._takeovers,
+            "abandoned": [list(draws) for draws in self._abandoned],
+            "in_vain": self._in_vain,
+        }
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self._settings = state["settings"]
+        self._takeovers = state["takeovers"]
+        self._abandoned = [(first, stop) for first, stop in state["abandoned"]]
+        self._in_vain = state["in_vain"]
+        self._stepper.rate_factor = self._config.rate_of(self._settings)

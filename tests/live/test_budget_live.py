@@ -1,0 +1,234 @@
+"""Budgets in live runs: no more leaves than they allow, all of it is used, and nothing is lost at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accounts import check_traffic
+from torch import Tensor, nn
+
+import offbeat as ob
+from offbeat.actions import Action, Finish, Send
+from offbeat.analysis import of_kind
+from offbeat.engines.clock import Clock
+from offbeat.engines.live import Participant
+from offbeat.events import Event, MessageArrived, PeerJoined, PeerLost, Sent
+from offbeat.messages import Message
+from offbeat.records.files import MemoryWriter, RunRecords
+from offbeat.records.schema import Ended, LinkUse, Round, Traffic
+from offbeat.strategies.strategy import Node
+from offbeat.transports.loopback import Loopback
+
+BUDGET = 1e6
+JOIN_SECONDS = 60.0
+
+
+def wide() -> ob.Workload:
+    """A model whose gradients are 40 kB and take next to no time: far more than the budget, if it were not there."""
+    random = torch.Generator().manual_seed(5)
+    inputs = torch.randn(256, 10_000, generator=random)
+    return ob.Workload(
+        model=lambda: nn.Linear(10_000, 1, bias=False),
+        loss=lambda outputs, wanted: (outputs - wanted).square().sum(1),
+        train=(inputs, inputs[:, :1]),
+        optimizer=ob.SGD(lr=1e-5),
+    )
+
+
+QUICK = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
+
+
+def check_within_budget(run: RunRecords) -> None:
+    """By the counters and the clock of the run itself: on every link, in both directions."""
+    uses = list(of_kind(run, LinkUse))
+    assert uses
+    for use in uses:
+        assert use.bytes_per_second == BUDGET
+        for nbytes in use.used.values():
+            assert nbytes <= BUDGET * use.at * 1.05
+    ends = {end.rank: end for end in of_kind(run, Ended)}
+    for use in uses:
+        assert sum(use.used.values()) == ends[use.rank].bytes_sent
+
+
+def shares(run: RunRecords) -> dict[tuple[int, str], float]:
+    """What each rank used of its budgets since it began to compute; the hub, since the first did."""
+    began: dict[int, float] = {}
+    for record in of_kind(run, Round):
+        began.setdefault(record.rank, record.start)
+    return {
+        (use.rank, peer): nbytes / (BUDGET * (use.at - began.get(use.rank, min(began.values()))))
+        for use in of_kind(run, LinkUse)
+        for peer, nbytes in use.used.items()
+    }
+
+
+def test_processes_on_a_budget_keep_to_it_and_use_it() -> None:
+    free = ob.train(wide(), QUICK, ob.Seconds(1.0), workers=2, evaluate=None)
+    assert free.summary.bytes_per_second is not None
+    assert free.summary.bytes_per_second > 4 * 1.2 * BUDGET, "two links with two directions, far above the budget"
+    assert free.summary.budget_used is None
+    run = ob.train(wide(), QUICK, ob.Seconds(4.0), workers=2, evaluate=None, bytes_per_second=BUDGET)
+    assert run.summary.failure is None
+    check_within_budget(run.records)
+    check_traffic(run.records)
+    used = shares(run.records)
+    assert used[1, "0"] >= 0.8
+    assert used[2, "0"] >= 0.8
+    assert run.summary.budget_used is not None
+    assert f"{run.summary.budget_used:.0%} of the budget used" in str(run.summary)
+
+
+def test_it_holds_from_the_beginning_to_any_moment() -> None:
+    """What was counted every second, against the clock at that moment."""
+    run = ob.train(wide(), QUICK, ob.Seconds(3.0), workers=1, evaluate=None, bytes_per_second=BUDGET)
+    counted = [record for record in of_kind(run.records, Traffic) if record.rank == 1]
+    assert len(counted) >= 2
+    for record in counted:
+        assert sum(flow.bytes for flow in record.sent.values()) <= BUDGET * record.at * 1.05
+
+
+def test_a_loop_of_ones_own_on_a_budget(tmp_path: Path) -> None:
+    workload = wide()
+    model = workload.initial_model(0)
+    strategy = QUICK.suited(workload.optimizer)
+    with ob.join(model, strategy, ob.Seconds(2.0), bytes_per_second=BUDGET, out=tmp_path / "run") as run:
+        for x, y in run.batches((workload.train.inputs, workload.train.targets)):
+            run.backward((model(x) - y).square().sum(1))
+    assert run.summary.failure is None
+    check_within_budget(run.records)
+    assert shares(run.records)[1, "0"] >= 0.8
+
+
+def test_peers_on_a_budget_come_to_their_ends() -> None:
+    gossip = ob.Gossip(batch=4, rate=2.0)
+    run = ob.train(wide(), gossip, ob.Seconds(3.0), workers=3, evaluate=None, bytes_per_second=BUDGET)
+    assert run.summary.failure is None
+    check_within_budget(run.records)
+    assert len(list(of_kind(run.records, Ended))) == 3
+
+
+# One participant
+
+
+@dataclass(frozen=True)
+class Letter(Message):
+    values: Tensor
+    number: int = 0
+
+
+class Writer(Node):
+    """Sends some letters and finishes at once."""
+
+    def __init__(self, letters: int) -> None:
+        self._letters = letters
+
+    def handle(self, event: Event) -> Iterator[Action]:
+        if isinstance(event, PeerJoined):
+            for number in range(self._letters):
+                yield Send(1, Letter(torch.zeros(1000), number))
+            yield Finish(torch.zeros(1), (), 0)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Reader(Node):
+    """Reads letters until their writer is gone."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def handle(self, event: Event) -> Iterator[Action]:
+        if isinstance(event, MessageArrived) and isinstance(event.message, Letter):
+            self.read.append(event.message.number)
+        elif isinstance(event, PeerLost):
+            yield Finish(torch.zeros(1), (), 0)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_was_sent_right_before_the_end_leaves_before_the_process_does() -> None:
+    loopback = Loopback({0: [1], 1: [0]})
+    first, second = loopback.transport(0), loopback.transport(1)
+    reader, record = Reader(), MemoryWriter()
+    budget = 16_000.0  # four letters a second
+    writing = Participant(Writer(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=budget)
+    reading = Participant(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    reading.start()
+    writing.start()
+    try:
+        assert writing.wait(JOIN_SECONDS)
+        writing.close(linger_seconds=0.1)  # far less than it takes
+        assert reading.wait(JOIN_SECONDS)
+        assert reader.read == [0, 1, 2, 3]
+        writing.write_last(writing.ended_record())
+        (use,) = [each for each in record.records if isinstance(each, LinkUse)]
+        assert 0 < use.used["1"] <= budget * use.at
+    finally:
+        writing.close()
+        reading.close()
+
+
+def test_what_waits_for_a_peer_that_is_gone_holds_nobody_up() -> None:
+    loopback = Loopback({0: [1], 1: [0]})
+    first, second = loopback.transport(0), loopback.transport(1)
+    writing = Participant(Writer(4), first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=1.0)
+    writing.start()
+    try:
+        assert writing.wait(JOIN_SECONDS)
+        second.close()
+        writing.close()  # hours, if it waited for the budget
+        assert writing.failure is None
+    finally:
+        writing.close()
+
+
+class Counter(Node):
+    """Sends a letter again and again under one key, and counts those that have left."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def handle(self, event: Event) -> Iterator[Action]:
+        if isinstance(event, PeerJoined):
+            for number in range(5):
+                yield Send(1, Letter(torch.zeros(1000), number), supersedes="newest")
+        if isinstance(event, Sent):
+            self.left += 1
+            yield Finish(torch.zeros(1), (), 0)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_waits_is_superseded_and_is_sent_only_when_it_has_left() -> None:
+    loopback = Loopback({0: [1], 1: [0]})
+    first, second = loopback.transport(0), loopback.transport(1)
+    node, reader = Counter(), Reader()
+    writing = Participant(node, first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=16_000.0)
+    reading = Participant(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    reading.start()
+    writing.start()
+    try:
+        assert writing.wait(JOIN_SECONDS)
+        writing.close()
+        assert reading.wait(JOIN_SECONDS)
+        assert (reader.read, node.left) == ([4], 1)
+    finally:
+        writing.close()
+        reading.close()

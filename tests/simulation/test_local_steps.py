@@ -1,0 +1,217 @@
+"""Local steps: what each algorithm of the family does, and what they are equal to where their settings meet."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from scenes import Scene, play
+from torch import Tensor
+
+import offbeat as ob
+from offbeat.records.schema import Dropped, Membership, Round, Traffic, Update
+
+UNEVEN = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.7), straggle=ob.Lognormal(0.3))
+THIN = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.05))
+MOMENTUM = ob.SGD(lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def digits() -> ob.Workload:
+    return ob.DigitsLogistic().build()
+
+
+def final(scene: Scene) -> Tensor:
+    assert scene.outcome.failure is None
+    return scene.outcome.finishes[0].parameters
+
+
+def fixed(optimizer: ob.Optimizer, cluster: ob.Cluster = UNEVEN) -> Tensor:
+    return final(play(ob.FixedMinibatch(batch=32, optimizer=optimizer), digits(), cluster=cluster, until=UNTIL))
+
+
+UNTIL = ob.Samples(3 * 32 * 25)
+
+
+@pytest.mark.parametrize("optimizer", [ob.SGD(lr=0.1), MOMENTUM, ob.Adam(lr=1e-3)])
+def test_delayed_exchange_of_every_gradient_without_a_delay_is_fixed_minibatch(optimizer: ob.Optimizer) -> None:
+    strategy = ob.DelayedExchange(every=1, delay=0, batch=32, optimizer=optimizer)
+    scene = play(strategy, digits(), cluster=UNEVEN, until=UNTIL)
+    torch.testing.assert_close(final(scene), fixed(optimizer), rtol=1e-4, atol=1e-6)
+    assert len(scene.of(Update)) == 25
+
+
+@pytest.mark.parametrize("optimizer", [ob.SGD(lr=0.1), MOMENTUM])
+def test_local_sgd_that_averages_every_step_is_fixed_minibatch(optimizer: ob.Optimizer) -> None:
+    scene = play(ob.LocalSGD(every=1, batch=32, optimizer=optimizer), digits(), cluster=UNEVEN, until=UNTIL)
+    torch.testing.assert_close(final(scene), fixed(optimizer), rtol=1e-4, atol=1e-6)
+
+
+def test_so_is_delayed_exchange_of_differences() -> None:
+    strategy = ob.DelayedExchange(every=1, delay=0, batch=32, send=ob.Differences(), optimizer=MOMENTUM)
+    scene = play(strategy, digits(), cluster=UNEVEN, until=UNTIL)
+    torch.testing.assert_close(final(scene), fixed(MOMENTUM), rtol=1e-4, atol=1e-6)
+
+
+def test_diloco_with_a_plain_outer_step_is_local_sgd_to_the_last_bit() -> None:
+    inner, outer = ob.AdamW(lr=1e-2), ob.SGD(lr=1.0, momentum=0.0)
+    diloco = play(ob.DiLoCo(every=5, batch=32, inner=inner, outer=outer), digits(), cluster=UNEVEN, until=UNTIL)
+    local = play(ob.LocalSGD(every=5, batch=32, optimizer=inner), digits(), cluster=UNEVEN, until=UNTIL)
+    assert torch.equal(final(diloco), final(local))
+    momentum = ob.DiLoCo(every=5, batch=32, inner=inner)
+    assert not torch.equal(final(play(momentum, digits(), cluster=UNEVEN, until=UNTIL)), final(local))
+
+
+def test_a_step_counts_the_schedule_of_the_learning_rate_in_samples_of_the_whole_run() -> None:
+    falling = ob.SGD(lr=ob.Linear(start=0.2, end=0.0, samples=UNTIL.count))
+    scene = play(ob.LocalSGD(every=1, batch=32, optimizer=falling), digits(), cluster=UNEVEN, until=UNTIL)
+    torch.testing.assert_close(final(scene), fixed(falling), rtol=1e-4, atol=1e-6)
+
+
+# Delay
+
+
+@pytest.mark.parametrize(("every", "delay"), [(4, 2), (2, 5), (1, 3)])
+def test_what_is_applied_at_its_step_does_not_depend_on_the_network(every: int, delay: int) -> None:
+    strategy = ob.DelayedExchange(every=every, delay=delay, batch=16, send=ob.Differences(), optimizer=MOMENTUM)
+    even = ob.Cluster(seconds_per_sample=0.01)
+    thin = dataclasses.replace(even, link=ob.Link(latency_seconds=0.03))
+    runs = [play(strategy, digits(), cluster=cluster, until=UNTIL) for cluster in (even, thin)]
+    assert torch.equal(final(runs[0]), final(runs[1]))
+
+
+def test_with_a_delay_the_wire_stalls_nobody_and_without_everybody_waits() -> None:
+    def waited(delay: int) -> float:
+        strategy = ob.DelayedExchange(every=10, delay=delay, batch=16)
+        scene = play(strategy, digits(), cluster=THIN, until=ob.Samples(5000))
+        begun = [round for round in scene.of(Round) if round.start > 0.1]
+        return sum(round.idle_seconds for round in begun)
+
+    assert waited(delay=8) == pytest.approx(0.0, abs=1e-9)
+    assert waited(delay=0) > 0.1 * 10
+
+
+def test_gradients_of_before_a_delay_are_stale_and_count_as_such() -> None:
+    scene = play(ob.DelayedExchange(every=2, delay=2, batch=16), digits(), cluster=THIN, until=ob.Samples(4000))
+    assert {part.staleness for update in scene.of(Update)[2:] for part in update.contributions} <= {1, 2}
+    fresh = play(ob.LocalSGD(every=2, batch=16), digits(), cluster=THIN, until=ob.Samples(4000))
+    assert {part.staleness for update in fresh.of(Update) for part in update.contributions} == {0}
+
+
+# Decoupled DiLoCo
+
+SLOW_ONE = ob.Cluster(seconds_per_sample=0.01, factors=(8.0,))
+
+
+def decoupled(**fields: object) -> ob.DecoupledDiLoCo:
+    settings = {"every": 8, "fragments": 4, "batch": 8, "inner": ob.SGD(lr=0.05), **fields}
+    return ob.DecoupledDiLoCo(**settings)  # type: ignore[arg-type]
+
+
+def test_nobody_waits_for_a_slow_learner_or_for_a_link() -> None:
+    thin = dataclasses.replace(SLOW_ONE, link=ob.Link(latency_seconds=0.5))
+    scene = play(decoupled(), digits(), cluster=thin, workers=4, until=ob.Samples(4000))
+    assert all(round.idle_seconds == 0 for round in scene.of(Round) if round.draws[0] > 0)
+    shares = {rank: sum(r.samples for r in scene.of(Round) if r.rank == rank) for rank in (1, 2)}
+    assert shares[2] > 6 * shares[1]
+
+
+def test_a_merge_needs_a_quorum_and_grace_lets_others_in() -> None:
+    cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.05, 1.1, 1.15))
+
+    def messages(**fields: object) -> list[int]:
+        scene = play(decoupled(**fields), digits(), cluster=cluster, workers=4, until=ob.Samples(6000))
+        return [update.messages for update in scene.of(Update)]
+
+    none, some = messages(quorum=2, grace=0.0), messages(quorum=2, grace=0.5)
+    assert set(none) == {2}
+    assert sum(some) / len(some) > 3
+    assert min(messages(quorum=4, grace=0.0)) >= 4
+
+
+def test_a_quorum_is_no_more_than_those_who_are_there() -> None:
+    cluster = dataclasses.replace(SLOW_ONE, faults=(ob.Crash(1, 2.0), ob.Crash(2, 3.0)), crash_seen_seconds=0.1)
+    scene = play(decoupled(quorum=4), digits(), cluster=cluster, workers=4, until=ob.Samples(3000))
+    assert scene.outcome.failure is None
+    assert len([seen for seen in scene.of(Membership) if not seen.joined and seen.at < 4]) == 2
+
+
+def test_fragments_are_sent_in_turn_and_a_draw_counts_when_all_have_carried_it() -> None:
+    cluster = ob.Cluster(seconds_per_sample=0.01)
+    whole = play(decoupled(fragments=1, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
+    parts = play(decoupled(fragments=4, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
+    assert len(parts.of(Update)) > 3 * len(whole.of(Update))
+    sizes = [scene.of(Traffic)[-1].sent["Progress"] for scene in (whole, parts)]
+    per_message = [flow.bytes / flow.messages for flow in sizes]
+    assert per_message[0] > 3.5 * per_message[1]
+    assert [update.samples for update in parts.of(Update)[:3]] == [0, 0, 0]
+    assert whole.of(Update)[0].samples == 2 * 8 * 8
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_one_learner_alone_is_taught_by_the_hub_only_what_it_knows_already(fragments: int) -> None:
+    """With a plain outer step and nobody else, laying merged values under local ones changes nothing."""
+    cluster = ob.Cluster(seconds_per_sample=0.01, link=ob.Link(latency_seconds=0.13))
+    strategy = decoupled(inner=MOMENTUM, outer=ob.SGD(lr=1.0), every=4, batch=16, fragments=fragments)
+    scene = play(strategy, digits(), cluster=cluster, workers=1, until=ob.Samples(16 * 40))
+    replica = scene.simulation.processes[1].node.replica()
+    assert replica is not None
+    steps = len([round for round in scene.of(Round) if round.samples == 16]) - 1  # the last one came too late
+    torch.testing.assert_close(replica, _trained_alone(steps), rtol=1e-4, atol=1e-5)
+
+
+def _trained_alone(steps: int) -> Tensor:
+    strategy = ob.LocalSGD(every=steps, batch=16, optimizer=MOMENTUM)
+    return final(play(strategy, digits(), workers=1, until=ob.Samples(16 * steps)))
+
+
+# Trouble
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "diloco", "delayed-exchange", "decoupled-diloco"])
+def test_a_learner_that_comes_back_begins_with_what_the_hub_has(name: str) -> None:
+    faults = (ob.Crash(2, 1.0, back_after_seconds=1.0),)
+    cluster = ob.Cluster(seconds_per_sample=0.005, faults=faults, crash_seen_seconds=0.1)
+    strategy = dataclasses.replace(ob.Strategy.members[name](), every=4, batch=8)
+    scene = play(strategy, digits(), cluster=cluster, until=ob.Samples(6000))
+    assert scene.outcome.failure is None
+    assert [seen.joined for seen in scene.of(Membership) if seen.peer == 2][:3] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "decoupled-diloco"])
+def test_gradients_that_are_not_finite_are_dropped_and_too_many_fail_the_run(name: str) -> None:
+    strategy = dataclasses.replace(ob.Strategy.members[name](), every=4, batch=8)
+    some = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Corrupt(1, 1.0, 0.2),))
+    scene = play(strategy, digits(), cluster=some, until=ob.Samples(3000))
+    assert scene.outcome.failure is None
+    assert {found.reason for found in scene.of(Dropped) if found.rank == 1} >= {"nonfinite"}
+    for_long = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Corrupt(1, 1.0, 100.0),))
+    failed = play(strategy, digits(), cluster=for_long, until=ob.Samples(30_000))
+    assert failed.outcome.failure is not None
+    assert "worker 1 reported 5 gradients in a row that were not finite" in failed.outcome.failure
+
+
+def test_parameters_that_blow_up_are_not_merged() -> None:
+    """A step so long that the parameters overflow leaves finite gradients behind it, and must not reach the hub."""
+    strategy = ob.LocalSGD(every=2, batch=8, optimizer=ob.SGD(lr=1e38))
+    scene = play(strategy, digits(), until=ob.Samples(1000))
+    assert scene.outcome.failure is not None
+    assert torch.isfinite(scene.outcome.finishes[0].parameters).all()
+
+
+def test_users_who_step_themselves_are_served_too() -> None:
+    strategy = ob.LocalSGD(every=5, batch=16)
+    scene = play(strategy, digits(), user_optimizer=ob.SGD(lr=0.1), until=ob.Samples(6000), workers=2)
+    expected = play(
+        dataclasses.replace(strategy, optimizer=ob.SGD(lr=0.1)), digits(), until=ob.Samples(6000), workers=2
+    )
+    torch.testing.assert_close(final(scene), final(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_what_does_not_go_together_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ob.ConfigurationError, match="fragments cannot all be sent in 2 steps"):
+        ob.DecoupledDiLoCo(every=2, fragments=3)
+    with pytest.raises(ob.ConfigurationError, match="every"):
+        ob.LocalSGD(every=0)
+    with pytest.raises(ob.ConfigurationError, match="gradients are sent in one piece"):
+        ob.LocalSteps(content=ob.Gradients(), fragments=2)

@@ -1,0 +1,133 @@
+"""Populations: who learns from whom, who is harmed by one that does badly, and who is rescued."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scenes import Scene, play
+
+import offbeat as ob
+from offbeat.engines.computing import Computing
+from offbeat.records.schema import Evaluation, Notice
+from offbeat.strategies.population.member import Member
+from offbeat.strategies.population.messages import flattened, nested
+
+HOPELESS = 3000.0
+SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5, math.inf, math.nan]), max_size=9)
+
+
+@given(rank=st.integers(1, 9), scores=SCORES)
+def test_sources_of_better_are_strictly_better(rank: int, scores: dict[int, float]) -> None:
+    mine = scores.get(rank, math.inf)
+    mine = mine if math.isfinite(mine) else math.inf
+    found = ob.Better().of(rank, scores)
+    assert rank not in found
+    assert all(math.isfinite(scores[source]) and scores[source] < mine for source in found)
+    missed = [other for other in scores if other != rank and other not in found]
+    assert all(not scores[other] < mine or not math.isfinite(scores[other]) for other in missed)
+
+
+@given(rank=st.integers(1, 9), scores=SCORES)
+def test_all_takes_whoever_has_a_score_and_best_the_first_of_them(rank: int, scores: dict[int, float]) -> None:
+    finite = {other: score for other, score in scores.items() if other != rank and math.isfinite(score)}
+    assert ob.All().of(rank, scores) == sorted(finite)
+    best = ob.Best().of(rank, scores)
+    assert len(best) <= 1
+    assert all(scores[source] == min(finite.values()) for source in best)
+
+
+def test_a_nested_state_travels_as_tensors_and_a_text() -> None:
+    state = {"updates": 3, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "slots": {"weight": {"m": torch.ones(2)}}}
+    tensors, text = flattened(state)
+    again = nested(tensors, text)
+    assert again["groups"] == [{"lr": 0.1, "betas": [0.9, 0.99]}]
+    assert torch.equal(again["slots"]["weight"]["m"], torch.ones(2))
+    assert again["updates"] == 3
+
+
+def grow(sources: object, preempt_above: float | None, rates: tuple[float, ...] = (HOPELESS,)) -> Scene:
+    strategy = ob.Population(
+        every=5,
+        batch=32,
+        sources=sources,
+        preempt_above=preempt_above,
+        rates=rates,
+        optimizer=ob.SGD(lr=0.2),  # type: ignore[arg-type]
+    )
+    until = ob.Samples(30_000)
+    return play(strategy, ob.Digits().build(), workers=3, until=until, evaluate=ob.EverySeconds(20.0))
+
+
+def losses(scene: Scene) -> list[float]:
+    """Held-out losses of what the members ended with, each by itself."""
+    computing = Computing(scene.simulation.scenario.workload, seed=0)
+    members = [cast(Member, process.node) for process in scene.simulation.processes[1:]]
+    return [computing.evaluate(member._parameters, member._buffers)[0] for member in members]
+
+
+def test_better_keeps_the_others_unharmed_where_all_does_not() -> None:
+    better, everyone = losses(grow(ob.Better(), None)), losses(grow(ob.All(), None))
+    untroubled = losses(grow(ob.Better(), None, rates=()))
+    assert better[0] > 2.3  # worse than guessing
+    assert max(better[1:]) < 1.2 * max(untroubled[1:])
+    assert min(everyone) > 2.3
+
+
+def test_preemption_rescues_a_hopeless_member_together_with_its_settings() -> None:
+    scene = grow(ob.Better(), 1.25)
+    rescued = cast(Member, scene.simulation.processes[1].node)
+    assert rescued._takeovers >= 1
+    assert rescued._settings != 1
+    found = losses(scene)
+    assert found[0] < 1.25 * min(found[1:])
+
+
+def test_the_result_is_the_best_by_held_out_score_and_says_which() -> None:
+    scene = grow(ob.Better(), None)
+    (notice,) = scene.of(Notice)
+    assert notice.text.startswith("the result is worker ")
+    assert "held-out loss" in notice.text
+    assert "worker 1's" not in notice.text
+    computing = Computing(scene.simulation.scenario.workload, seed=0)
+    result = scene.outcome.finishes[0]
+    loss, _ = computing.evaluate(result.parameters, result.buffers)
+    assert f"{loss:.4g}" in notice.text
+    assert loss == pytest.approx(scene.of(Evaluation)[-1].loss)
+
+
+def test_without_evaluation_the_training_loss_is_the_score() -> None:
+    strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=0.05))
+    scene = play(strategy, ob.DigitsLogistic().build(), workers=3, until=ob.Samples(4000))
+    (notice,) = scene.of(Notice)
+    assert "training loss" in notice.text
+
+
+def test_members_begin_with_different_parameters_unless_told_otherwise() -> None:
+    def first(strategy: ob.Population) -> list[torch.Tensor]:
+        scene = play(strategy, ob.DigitsLogistic().build(), workers=2, until=ob.Samples(1))
+        return [cast(Member, process.node)._setup.parameters for process in scene.simulation.processes[1:]]
+
+    one, other = first(ob.Population())
+    assert not torch.equal(one, other)
+    assert torch.equal(one.sort().values, other.sort().values)
+    same = first(ob.Population(initial=ob.Same()))
+    assert torch.equal(*same)
+
+
+def test_nobody_waits_and_a_lost_member_goes_on_from_its_last_report() -> None:
+    cluster = ob.Cluster(seconds_per_sample=0.005, factors=(5.0,), faults=(ob.Crash(2, 2.0, back_after_seconds=1.0),))
+    strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=0.05))
+    scene = play(strategy, ob.DigitsLogistic().build(), cluster=cluster, workers=3, until=ob.Samples(8000))
+    assert scene.outcome.failure is None
+
+
+def test_bad_settings_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ob.ConfigurationError, match="in multiples of the best score, so 1 or more"):
+        ob.Population(preempt_above=0.5)
+    with pytest.raises(ob.ConfigurationError, match="2 rates for 1 workers"):
+        ob.Population(rates=(1.0, 2.0)).processes(1)

@@ -1,0 +1,107 @@
+"""Traffic of simulated runs: it adds up, and is what a count by hand gives."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from scenes import NAMES, Scene, play
+
+import offbeat as ob
+from offbeat.analysis import summarize
+from offbeat.messages import HEADER_BYTES
+from offbeat.records.schema import Ended, Evaluation, Flow, Traffic, Update
+from offbeat.strategies.strategy import EverySeconds
+
+DIMENSION = 8
+TENSOR_BYTES = 4 * DIMENSION
+CRASH = ob.Cluster(
+    link=ob.Link(latency_seconds=0.01, bytes_per_second=2000.0),
+    faults=(ob.Crash(1, 5.0, back_after_seconds=4.0),),
+    straggle=ob.NIAGARA,
+)
+
+
+def last(scene: Scene) -> Traffic:
+    return scene.of(Traffic)[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_count_is_what_the_end_says_and_nothing_is_received_that_was_not_sent(name: str) -> None:
+    scene = play(ob.Strategy.members[name](), cluster=CRASH, evaluate=EverySeconds(5.0))
+    (ended,), traffic = scene.of(Ended), last(scene)
+    assert scene.records[-2:] == [traffic, ended]
+    assert sum(flow.bytes for flow in traffic.sent.values()) == ended.bytes_sent > 0
+    assert sum(flow.messages for flow in traffic.sent.values()) == ended.messages_sent
+    for kind, flow in traffic.received.items():
+        assert flow.messages <= traffic.sent[kind].messages
+        assert flow.bytes <= traffic.sent[kind].bytes
+    for flow in (*traffic.sent.values(), *traffic.received.values()):
+        assert flow.bytes_uncompressed == flow.bytes
+        assert flow.bytes >= HEADER_BYTES * flow.messages
+
+
+def test_a_run_of_fmb_sends_what_a_count_by_hand_gives() -> None:
+    """Every update takes a gradient of each worker, and all but the last are answered with parameters."""
+    workers = 3
+    scene = play(ob.FixedMinibatch(batch=32), workers=workers, until=ob.Samples(960))
+    updates = len(scene.of(Update))
+    assert updates == 960 // (32 * workers)
+
+    def flow(messages: int, nbytes: int) -> Flow:
+        return Flow(messages, messages * nbytes, messages * nbytes)
+
+    whole = HEADER_BYTES + TENSOR_BYTES
+    expected = {
+        "Gradient": flow(workers * updates, whole),
+        "Parameters": flow(workers * (updates - 1), whole),
+        "Stop": flow(workers, whole),
+        "Stopped": flow(workers, HEADER_BYTES),
+        "Welcome": flow(workers, whole),
+    }
+    assert last(scene).sent == expected
+    assert last(scene).received == expected
+
+
+def test_a_compressed_run_counts_what_it_would_have_sent_uncompressed() -> None:
+    """The messages are those of the run without compression, and their bytes differ where they may be compressed."""
+    plain, coded = (
+        ob.simulate(ob.Digits(), ob.FixedMinibatch(compression=how), until=ob.Samples(5000), workers=2).summary.traffic
+        for how in (None, ob.Int8())
+    )
+    assert plain.keys() == coded.keys()
+    for kind, flow in coded.items():
+        assert (flow.messages, flow.bytes_uncompressed) == (plain[kind].messages, plain[kind].bytes)
+        assert (flow.bytes < plain[kind].bytes / 3) == (kind in ("Gradient", "Parameters"))
+
+
+def test_each_evaluation_comes_after_a_count_of_that_moment() -> None:
+    scene = play(ob.AsyncFixed(), evaluate=EverySeconds(5.0))
+    measured = [record for record in scene.records if isinstance(record, Traffic | Evaluation)]
+    for before, after in itertools.pairwise(measured):
+        if isinstance(after, Evaluation):
+            assert isinstance(before, Traffic)
+            assert before.at == after.at
+    counted = [sum(flow.bytes for flow in record.sent.values()) for record in scene.of(Traffic)]
+    assert counted == sorted(counted)
+    assert counted[0] < counted[-1]
+
+
+def test_messages_that_a_crash_has_cut_off_are_sent_and_not_received() -> None:
+    slow = ob.Link(latency_seconds=2.0)
+    scene = play(ob.AsyncFixed(), cluster=ob.Cluster(link=slow, faults=(ob.Crash(1, 15.0),)))
+    traffic = last(scene)
+    sent, received = (sum(flow.messages for flow in flows.values()) for flows in (traffic.sent, traffic.received))
+    assert received < sent
+
+
+def test_bytes_to_target_lie_between_the_counts_around_it() -> None:
+    run = ob.simulate(ob.Digits(), ob.FixedMinibatch(), until=ob.Samples(60_000), workers=3)
+    summary = summarize(run.records)
+    assert summary.seconds_to_target is not None
+    assert summary.bytes_to_target is not None
+    counts = [record for record in run.records.records if isinstance(record, Traffic)]
+    before = [count for count in counts if count.at <= summary.seconds_to_target][-1]
+    after = next(count for count in counts if count.at >= summary.seconds_to_target)
+    low, high = (sum(flow.bytes for flow in count.sent.values()) for count in (before, after))
+    assert low <= summary.bytes_to_target <= high <= (summary.bytes_sent or 0)

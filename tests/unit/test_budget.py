@@ -1,0 +1,145 @@
+"""The bandwidth budget: what a bucket pays for and when, and the queue of a live rank in front of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import offbeat as ob
+from offbeat.actions import Send
+from offbeat.engines.budget import PacedOutbox, TokenBucket
+from offbeat.messages import Message
+
+
+@dataclass(frozen=True)
+class Parcel(Message):
+    values: Tensor
+    number: int = 0
+
+
+def parcel(to: int, nbytes: int, number: int = 0, key: str | None = None) -> Send:
+    return Send(to, Parcel(torch.zeros(nbytes, dtype=torch.uint8), number), key)
+
+
+def payload(message: Message) -> int:
+    return sum(tensor.nbytes for tensor in message.tensors())
+
+
+def outbox(rate: float = 100.0) -> PacedOutbox:
+    made = PacedOutbox(rate, payload)
+    for peer in (1, 2):
+        made.open(peer, 0.0)
+    return made
+
+
+def leave(paced: PacedOutbox, peer: int, now: float) -> list[Any]:
+    """The numbers of the messages that may leave now."""
+    taken = iter(lambda: paced.take(peer, now), None)
+    return [send.message.number for send in taken if isinstance(send.message, Parcel)]
+
+
+def test_a_bucket_begins_empty_and_pays_as_it_fills() -> None:
+    bucket = TokenBucket(100.0)
+    assert bucket.due(50, now=0.0) == 0.5
+    bucket.pay(50)
+    assert bucket.due(50, now=0.5) == 1.0
+
+
+def test_a_bucket_holds_one_second_at_the_most() -> None:
+    bucket = TokenBucket(100.0)
+    assert bucket.due(100, now=60.0) == 60.0
+    bucket.pay(100)
+    assert bucket.due(100, now=60.0) == 61.0
+
+
+def test_a_message_larger_than_the_bucket_waits_for_the_rest_and_no_longer() -> None:
+    bucket = TokenBucket(100.0)
+    assert bucket.due(1000, now=5.0) == 14.0, "one second's worth is there"
+    assert bucket.due(1000, now=9.0) == 14.0, "asking again costs nothing"
+    assert bucket.due(200, now=9.0) == 6.0, "a smaller one in its place would have been paid for"
+    bucket.pay(1000)
+    assert bucket.due(10, now=14.0) == 14.1, "what it was paid with is gone"
+
+
+def test_a_bucket_whose_message_is_gone_does_not_go_on_filling() -> None:
+    bucket = TokenBucket(100.0)
+    assert bucket.due(5000, now=0.0) == 50.0
+    bucket.forget()
+    assert bucket.due(300, now=40.0) == 42.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_never_more_than_the_budget_from_the_beginning_to_any_moment(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    bucket, now, sent, busy = TokenBucket(1000.0), 0.0, 0, 0.0
+    for number in itertools.count():
+        nbytes = int(random.integers(1, 3000))
+        now = max(now, bucket.due(nbytes, now))
+        bucket.pay(nbytes)
+        sent += nbytes
+        assert sent <= 1000.0 * now * (1 + 1e-9)
+        if number > 500:
+            break
+        idle = float(random.exponential(2.0)) if number % 50 == 0 else 0.0
+        now, busy = now + idle, busy + idle
+    assert sent >= 1000.0 * (now - busy) * (1 - 1e-9), "whoever always has something to send gets all of it"
+
+
+def test_what_waits_leaves_in_order_when_it_is_paid_for_each_peer_on_its_own() -> None:
+    paced = outbox()
+    for number in range(3):
+        paced.put(parcel(1, 50, number))
+    paced.put(parcel(2, 25, 7))
+    assert (leave(paced, 1, 0.0), paced.due(1, 0.0), paced.due(2, 0.0)) == ([], 0.5, 0.25)
+    assert (leave(paced, 1, 1.0), leave(paced, 2, 1.0)) == ([0, 1], [7])
+    assert (len(paced), paced.due(2, 1.0), paced.last_due(1.0)) == (1, None, 1.5)
+    assert leave(paced, 1, 1.5) == [2]
+    assert len(paced) == 0
+
+
+def test_a_message_that_waits_is_superseded_in_its_place() -> None:
+    paced = outbox()
+    for number, key in enumerate(["newest", None, "newest"]):
+        paced.put(parcel(1, 50, number, key))
+    assert leave(paced, 1, 0.5) == [2]
+    assert leave(paced, 1, 1.0) == [1]
+
+
+def test_what_waits_for_a_peer_that_is_lost_is_gone_and_its_budget_is_not_given_twice() -> None:
+    paced = outbox()
+    paced.put(parcel(1, 50))
+    assert leave(paced, 1, 0.5) == [0]
+    paced.put(parcel(1, 1000))
+    paced.lose(1)
+    assert (len(paced), paced.due(1, 0.5), leave(paced, 1, 99.0)) == (0, None, [])
+    paced.open(1, 0.6)
+    paced.put(parcel(1, 50, 3))
+    assert leave(paced, 1, 0.9) == []
+    assert leave(paced, 1, 1.0) == [3]
+
+
+MAKERS: list[Callable[[Any], Any]] = [
+    lambda wrong: ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second=wrong),
+    lambda wrong: ob.train(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second=wrong),
+    lambda wrong: ob.join(torch.nn.Linear(2, 2), ob.FixedMinibatch(), ob.Samples(9), bytes_per_second=wrong),
+    lambda wrong: ob.Plan(workload=ob.Quadratic(), strategies=(ob.FixedMinibatch(),), bytes_per_second=wrong),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["simulate", "train", "join", "plan"])
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_budget_that_cannot_be_is_refused_with_one_sentence(make: Callable[[Any], Any], wrong: Any) -> None:
+    with pytest.raises(ob.ConfigurationError, match=r"bytes_per_second, must be a number greater than 0, such as 1e6"):
+        make(wrong)
+
+
+def test_a_word_is_no_budget() -> None:
+    with pytest.raises(ob.ConfigurationError, match=r"greater than 0, such as 1e6, but is '1 MB'"):
+        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second="1 MB")  # type: ignore[arg-type]

@@ -1,0 +1,242 @@
+"""Compressions by themselves: what comes back, what it weighs, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offbeat as ob
+from offbeat.compression import decode, is_coded, uncompressed_bytes
+from offbeat.compression.blob import HEAD_BYTES
+from offbeat.compression.top_k import SAMPLE
+from offbeat.configuration import from_plain, to_plain
+from offbeat.messages import HEADER_BYTES, Stop
+from offbeat.pool import Pool
+from offbeat.strategies.hub.messages import Gradient, Parameters
+
+ALL = [ob.BFloat16(), ob.Int8(), ob.Int8(chunk=3), ob.TopK(share=0.1), ob.TopK(share=0.4)]
+DTYPES = [torch.float32, torch.float64]
+
+
+def vector(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def gradient(values: Tensor) -> Gradient:
+    return Gradient(values, (values[:2],), samples=1, loss=0.0, version=0, draws=(0, 1), seconds=0.0, finite=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [20, 511, 512, 513, 100_003])
+def test_int8_is_off_by_half_a_step_at_the_most(numel: int, dtype: torch.dtype) -> None:
+    values, pool = vector(numel, dtype), Pool()
+    blob = ob.Int8(chunk=512).encode(values, pool)
+    back = decode(blob, pool)
+    assert blob.numel() == HEAD_BYTES + -(-numel // 512) * dtype.itemsize + numel
+    assert back.dtype is dtype
+    for mine, theirs in zip(values.split(512), back.split(512), strict=True):
+        assert (mine - theirs).abs().max() <= 0.50001 * mine.abs().max() / 127
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bf16_is_what_torch_rounds_to_at_half_the_weight(dtype: torch.dtype) -> None:
+    values, pool = vector(1001, dtype), Pool()
+    blob = ob.BFloat16().encode(values, pool)
+    assert torch.equal(decode(blob, pool), values.bfloat16().to(dtype))
+    assert blob.numel() == HEAD_BYTES + 2 * 1001
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [20, 1000, 3 * SAMPLE + 5])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.3])
+def test_top_k_sends_exactly_the_largest(numel: int, share: float, dtype: torch.dtype) -> None:
+    values, pool = vector(numel, dtype), Pool()
+    count = max(1, round(share * numel))
+    blob = ob.TopK(share).encode(values, pool)
+    expected, places = torch.zeros_like(values), values.abs().topk(count).indices
+    expected[places] = values[places].float().to(dtype)
+    assert torch.equal(decode(blob, pool), expected)
+    assert blob.numel() == HEAD_BYTES + 8 * count
+
+
+def test_of_equal_elements_top_k_sends_the_first() -> None:
+    pool = Pool()
+    back = decode(ob.TopK(0.1).encode(torch.ones(20), pool), pool)
+    assert back.tolist() == [1.0, 1.0, *[0.0] * 18]
+
+
+def test_a_sample_that_misleads_is_noticed() -> None:
+    """What a strided sample sees is large, and everything else small, or the other way round."""
+    numel, pool = 5 * SAMPLE, Pool()
+    for seen, unseen in ((100.0, 1.0), (1.0, 100.0)):
+        values = unseen * vector(numel)
+        values[::5] = seen * vector(len(values[::5]), seed=1)
+        back = decode(ob.TopK(0.01).encode(values, pool), pool)
+        assert set(back.nonzero().flatten().tolist()) == set(values.abs().topk(round(0.01 * numel)).indices.tolist())
+
+
+def test_top_k_sends_all_there_is_where_that_is_less() -> None:
+    numel, pool = 3 * SAMPLE, Pool()
+    values = torch.zeros(numel)
+    values[[5, 77, numel - 1]] = torch.tensor([1e-30, -2.0, 3.0])
+    blob = ob.TopK(0.01).encode(values, pool)
+    assert blob.numel() == HEAD_BYTES + 3 * 8
+    assert torch.equal(decode(blob, pool), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compression", ALL, ids=str)
+def test_what_is_lost_is_in_the_residual_and_comes_with_the_next(
+    compression: ob.Compression, dtype: torch.dtype
+) -> None:
+    pool, residual = Pool(), torch.zeros(1234, dtype=dtype)
+    given = sent = torch.zeros(1234, dtype=dtype)
+    for seed in range(5):
+        values = vector(1234, dtype, seed)
+        given = given + values
+        sent = sent + decode(compression.encode(values, pool, residual), pool)
+        if compression.keeps_residual:
+            torch.testing.assert_close(sent + residual, given)
+    assert compression.keeps_residual == bool(residual.any())
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+def test_the_same_vector_becomes_the_same_bytes_and_is_left_alone(compression: ob.Compression) -> None:
+    values = vector(3 * SAMPLE + 1)
+    before = values.clone()
+    first, again = compression.encode(values, Pool()), compression.encode(values.clone(), Pool())
+    assert torch.equal(first, again)
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_what_is_not_finite_or_too_large_travels_as_it_is(compression: ob.Compression, worst: float) -> None:
+    values, residual = vector(1000), torch.ones(1000)
+    values[500] = worst
+    assert compression.encode(values, Pool(), residual) is values
+    assert torch.equal(residual, torch.ones(1000))
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+@pytest.mark.parametrize(
+    "values", [torch.empty(0), torch.arange(500), torch.ones(400, dtype=torch.float16), torch.ones(6)], ids=str
+)
+def test_what_is_empty_or_of_another_type_or_would_not_shrink_travels_as_it_is(
+    compression: ob.Compression, values: Tensor
+) -> None:
+    assert compression.encode(values, Pool()) is values
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+def test_zeros_stay_zeros(compression: ob.Compression) -> None:
+    pool = Pool()
+    assert not decode(compression.encode(torch.zeros(1000), pool), pool).any()
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+def test_a_blob_may_lie_anywhere(compression: ob.Compression) -> None:
+    pool = Pool()
+    blob = compression.encode(vector(1000), pool)
+    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), blob])[3:]
+    assert torch.equal(decode(shifted, pool), decode(blob, pool))
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+def test_a_blob_that_is_cut_off_is_refused(compression: ob.Compression) -> None:
+    blob = compression.encode(vector(1000), Pool())
+    for damaged in (blob[:-1], blob[:10], torch.cat([blob, blob])):
+        with pytest.raises(ob.ContractViolation, match="came"):
+            decode(damaged, Pool())
+
+
+def test_bytes_of_nobody_are_refused() -> None:
+    blob = ob.Int8().encode(vector(100), Pool())
+    with pytest.raises(ob.ContractViolation, match="not known here"):
+        decode(torch.cat([torch.full((1,), 65, dtype=torch.uint8), blob[1:]]), Pool())
+    blob = blob.clone()
+    blob[8] = 3
+    with pytest.raises(ob.ContractViolation, match="4 and 8"):
+        decode(blob, Pool())
+
+
+def test_places_that_are_out_of_range_or_order_are_refused() -> None:
+    for places in ([3, 1], [-1, 2], [0, 100], [4, 4]):
+        blob = ob.TopK(0.02).encode(vector(100), Pool()).clone()
+        blob[HEAD_BYTES : HEAD_BYTES + 8] = torch.tensor(places, dtype=torch.int32).view(torch.uint8)
+        with pytest.raises(ob.ContractViolation, match="not in order"):
+            decode(blob, Pool())
+
+
+def test_memory_is_used_again() -> None:
+    pool, values = Pool(), vector(400_000)
+    for compression in (ob.BFloat16(), ob.Int8(), ob.TopK(0.1)):
+        for _ in range(3):
+            decode(compression.encode(values, pool), pool)
+    assert pool.allocated == 4  # a blob of each, and a vector
+
+
+def test_a_message_knows_what_it_would_weigh() -> None:
+    values = vector(1000)
+    plain = gradient(values)
+    assert uncompressed_bytes(plain) == plain.nbytes
+    blob = ob.Int8().encode(values, Pool())
+    coded = gradient(values).with_tensors(iter([blob, values[:2]]))
+    assert is_coded(blob)
+    assert coded.nbytes == HEADER_BYTES + blob.nbytes + 8
+    assert uncompressed_bytes(coded) == plain.nbytes == HEADER_BYTES + 4000 + 8
+    stop = Stop(torch.zeros(30, dtype=torch.uint8), (), 0)
+    assert uncompressed_bytes(stop) == stop.nbytes
+
+
+def test_only_what_a_message_declares_may_be_compressed() -> None:
+    assert (Gradient.increments, Gradient.values) == (("gradient",), ())
+    assert (Parameters.increments, Parameters.values) == ((), ("parameters",))
+    assert Stop.compressible() == ()
+
+
+# As configurations
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("bf16", ob.BFloat16()),
+        ("int8", ob.Int8()),
+        ("int8:256", ob.Int8(chunk=256)),
+        ("top-k:0.05", ob.TopK(share=0.05)),
+        ("top-k:0.05:no", ob.TopK(share=0.05, feedback=False)),
+        ({"name": "top-k", "share": 0.05}, ob.TopK(share=0.05)),
+        ("none", None),
+    ],
+)
+def test_a_compression_can_be_a_word_or_a_table(text: Any, meant: ob.Compression | None) -> None:
+    strategy = from_plain(ob.Strategy, {"name": "fmb", "compression": text}, "strategy")
+    assert strategy == ob.FixedMinibatch(compression=meant)
+    assert from_plain(ob.Strategy, to_plain(strategy), "strategy") == strategy
+
+
+def test_the_field_changes_no_other_and_is_not_taken_by_place() -> None:
+    assert ob.FixedMinibatch(8) == ob.FixedMinibatch(microbatch=8)
+    assert ob.AsyncFixed(compression=ob.Int8()).hub(workers=2).compression == ob.Int8()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ob.Int8(chunk=0),
+        lambda: ob.Int8(chunk=1 << 30),
+        lambda: ob.Int8(chunk=2.5),  # type: ignore[arg-type]
+        lambda: ob.TopK(share=0.0),
+        lambda: ob.TopK(share=1.5),
+        lambda: ob.TopK(share=float("nan")),
+        lambda: ob.FixedMinibatch(compression="int8"),  # type: ignore[arg-type]
+        lambda: ob.Gossip(compression=ob.Int8),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make: Any) -> None:
+    with pytest.raises(ob.ConfigurationError, match="must be"):
+        make()
