@@ -13,7 +13,7 @@ as many the one that is lowest then. They then run on seeds 3 to 7, and only tho
 over theirs, each the mean over seeds.
 
 Bytes are those of the messages that were sent by when the target was reached, in both directions and by all ranks:
-headers, and the parameters that everybody is welcomed with in full precision, included. FMB is evaluated every few
+headers, and the parameters that everybody is welcomed with, included. FMB is evaluated every few
 updates, and what lies between is interpolated; the others count up to the end of the merge that gets there.
 
 `rows` has all settings that were tried, the bad ones too. One that misses the target on a seed cannot be chosen, and is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import offbeat as ob
 from offbeat.records.schema import Dropped, Membership, Round, Traffic, Update
+from offbeat.strategies.learner import Learner
 
 UNEVEN = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.7), straggle=ob.Lognormal(0.3))
 THIN = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.05))
@@ -163,6 +165,16 @@ def test_one_learner_alone_is_taught_by_the_hub_only_what_it_knows_already(fragm
 def _trained_alone(steps: int) -> Tensor:
     strategy = ob.LocalSGD(every=steps, batch=16, optimizer=MOMENTUM)
     return final(play(strategy, digits(), workers=1, until=ob.Samples(16 * steps)))
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_a_learner_that_gets_no_answer_does_not_pile_up_what_it_has_sent(fragments: int) -> None:
+    cluster = ob.Cluster(seconds_per_sample=0.01, factors=(100.0,))
+    strategy = decoupled(quorum=2, fragments=fragments)
+    scene = play(strategy, digits(), cluster=cluster, workers=2, until=ob.Seconds(300.0))
+    quick = cast(Learner, scene.simulation.processes[2].node)
+    assert quick._steps > 1000
+    assert all(len(fragment.marks) <= strategy.in_flight_max for fragment in quick._fragments)
 
 
 # Trouble

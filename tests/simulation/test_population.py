@@ -13,7 +13,7 @@ from scenes import Scene, play
 
 import offbeat as ob
 from offbeat.engines.computing import Computing
-from offbeat.records.schema import Evaluation, Notice
+from offbeat.records.schema import Evaluation, Notice, Update
 from offbeat.strategies.population.member import Member
 from offbeat.strategies.population.messages import flattened, nested
 
@@ -124,6 +124,15 @@ def test_nobody_waits_and_a_lost_member_goes_on_from_its_last_report() -> None:
     strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=0.05))
     scene = play(strategy, ob.DigitsLogistic().build(), cluster=cluster, workers=3, until=ob.Samples(8000))
     assert scene.outcome.failure is None
+
+
+def test_the_best_learns_from_nobody_and_goes_on_reporting() -> None:
+    strategy = ob.Population(every=5, batch=16, rates=(1.0, 0.01), preempt_above=None, optimizer=ob.SGD(lr=0.05))
+    scene = play(strategy, ob.DigitsLogistic().build(), workers=2, until=ob.Samples(8000))
+    reports = [update.contributions[0].rank for update in scene.of(Update)]
+    assert reports.count(1) > 40
+    best = cast(Member, scene.simulation.processes[1].node)
+    assert len(best._fragments[0].marks) <= 2
 
 
 def test_bad_settings_are_refused_in_a_sentence() -> None:

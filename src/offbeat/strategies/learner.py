@@ -207,13 +207,16 @@ class Learner(Follower):
         under = fragment.anchor
         while fragment.marks and fragment.marks[0][0] <= merged.included:
             _, _, under = fragment.marks.pop(0)
+        self._told_of(merged)
+        if not merged.parameters.numel():
+            fragment.anchor, fragment.version, fragment.included = under, merged.version, merged.included
+            return
         for values in (self._parameters[fragment.place], *(mark for _, _, mark in fragment.marks)):
             values.sub_(under).add_(merged.parameters)  # exactly the merged values where nothing was learned since
         fragment.anchor, fragment.version, fragment.included = merged.parameters, merged.version, merged.included
         self._version = max(self._version, merged.version)
         if merged.buffers:
             self._buffers = merged.buffers
-        self._told_of(merged)
 
     def _forget_hub(self) -> None:
         self._begun = False
@@ -239,7 +242,7 @@ class Learner(Follower):
         if event.finite:
             self._learn(event)
         else:
-            self._broken.append(event.draws)
+            self._leave_out(event.draws)
             self._broken_in_a_row += 1
         self._apply_what_is_due()
         yield from self._exchange_if_due()
@@ -273,13 +276,14 @@ class Learner(Follower):
     # Exchanges
 
     def _exchange_if_due(self) -> Iterator[Action]:
-        """Send the fragment whose turn it is. Where the link does not keep up, and nobody waits, the turn is passed."""
+        """Send the fragment whose turn it is. Where link or hub do not keep up and nobody waits, the turn is passed."""
         gives_up = self._broken_in_a_row == self._plan.nonfinite_max
         due = -(-(self._turns + 1) * self._plan.every // self._plan.fragments)
         if self._steps < due and not gives_up:
             return
         self._turns += self._steps >= due
-        if self._plan.delay is None and self._in_flight >= self._plan.in_flight_max and not gives_up:
+        unanswered = len(self._fragments[self._exchange % self._plan.fragments].marks)
+        if self._plan.delay is None and not gives_up and max(self._in_flight, unanswered) >= self._plan.in_flight_max:
             return
         self._in_flight += 1
         yield Send(HUB, self._progress())
@@ -323,10 +327,17 @@ class Learner(Follower):
             return change
         values.copy_(fragment.sent)
         self._stepper = self._fresh_stepper()
-        self._broken += [(first, stop) for first, stop, _, _ in self._unsent]
+        for first, stop, _, _ in self._unsent:
+            self._leave_out((first, stop))
         self._broken_in_a_row += 1
         self._unsent = []
         return values.new_empty(0)
+
+    def _leave_out(self, draws: Range) -> None:
+        """These are in nothing that will be sent."""
+        if self._broken and self._broken[-1][1] == draws[0]:
+            draws = (self._broken.pop()[0], draws[1])
+        self._broken.append(draws)
 
     def _complete(self) -> tuple[Stretch, ...]:
         """The draws whose effect on every fragment has been sent by now, each once."""

@@ -28,7 +28,10 @@ class Begin(Message):
     """Begin with these parameters, or with your own where they are empty; `learners` is how many there are.
 
     Go on at `draw`, but pass over `done`, which has arrived already. Your next exchange has the number `exchange`.
+    They may be compressed: a learner sends what it learned from wherever it began.
     """
+
+    values: ClassVar[tuple[str, ...]] = ("parameters",)
 
     parameters: Tensor
     buffers: Buffers
@@ -77,7 +80,10 @@ class Snapshot(Progress):
 
 @dataclass(frozen=True)
 class Merged(Message):
-    """New values of a fragment. Of the learner's own exchanges of it, those up to number `included` are in them."""
+    """New values of a fragment. Of the learner's own exchanges of it, those up to number `included` are in them.
+
+    Where they are empty there is nothing new: go on, what you sent has arrived.
+    """
 
     values: ClassVar[tuple[str, ...]] = ("parameters",)
 

@@ -51,6 +51,11 @@ class Collected:
         entry.exchange = message.exchange
         entry.messages += 1
 
+    def retire(self) -> None:
+        """All of it was sent in former lives, whatever those are called that come now."""
+        entries = enumerate(self.entries.items(), start=1)
+        self.entries = {(rank, -number): entry for number, ((rank, _), entry) in entries}
+
     def older(self, versions: int) -> None:
         """So many versions have been made since, of other fragments."""
         self.contributions = [Contribution(c.rank, c.first, c.stop, c.staleness + versions) for c in self.contributions]

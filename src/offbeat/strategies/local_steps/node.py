@@ -83,6 +83,13 @@ class Merger(Centre):
         learners = len(self._live)
         return Begin(*self._result(), self._version, self._exchange, self._samples, learners, draw, done)
 
+    def _set_timers(self, at: float) -> Iterable[Action]:
+        """A process that goes on from a checkpoint has no timers, and counts incarnations anew."""
+        self._in_grace = set()
+        for collected in self._open.values():
+            collected.retire()
+        return ()
+
     def _forget(self, rank: int) -> None:
         self._early.pop(rank, None)
         self._heard_at.pop(rank, None)

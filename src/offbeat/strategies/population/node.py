@@ -158,6 +158,7 @@ class Switch(Centre):
         if not message.samples:
             if message.broken_in_a_row:  # it has blown up, and has no parameters to look at
                 yield from self._rescue(rank, math.inf)
+            yield self._acknowledge(rank, message.exchange)
             return
         score = message.score
         standing = Standing(message.change, message.buffers, message.exchange, score, self._live[rank])
@@ -195,8 +196,7 @@ class Switch(Centre):
         self._standings[rank] = standing
         if self._live.get(rank) == standing.incarnation:
             yield from self._rescue(rank, standing.score)
-            if rank not in self._failing:
-                yield from self._answer(rank, standing)
+            yield self._acknowledge(rank, standing.exchange) if rank in self._failing else self._answer(rank, standing)
 
     def _rescue(self, rank: int, score: float) -> Iterator[Action]:
         """Let a member that does far worse than the best take its place."""
@@ -209,18 +209,23 @@ class Switch(Centre):
             if not asked_before:
                 yield Send(best, Lend())
 
-    def _answer(self, rank: int, standing: Standing) -> Iterator[Action]:
+    def _acknowledge(self, rank: int, exchange: int) -> Send:
+        """Nothing new; without an answer a member would think that the hub does not keep up."""
+        nothing = self._initial.new_empty(0)
+        return Send(rank, Merged(nothing, (), self._version, 0, exchange, self._samples, len(self._live)))
+
+    def _answer(self, rank: int, standing: Standing) -> Send:
         scores = {other: self._standings[other].score for other in self._live if other in self._standings}
         sources = [self._standings[other] for other in self._config.sources.of(rank, scores)]
         if not sources:
-            return
+            return self._acknowledge(rank, standing.exchange)
         everyone = [standing, *sources]
         mean = torch.zeros_like(standing.parameters)
         for each in everyone:
             mean.add_(each.parameters, alpha=1.0 / len(everyone))
         buffers = merge_buffers([(each.buffers, 1) for each in everyone])
         merged = Merged(mean, buffers, self._version, 0, standing.exchange, self._samples, len(self._live))
-        yield Send(rank, merged, supersedes="parameters")
+        return Send(rank, merged, supersedes="parameters")
 
     def _lent(self, lender: int, lent: Lent) -> Iterator[Action]:
         failing = sorted(rank for rank, asked in self._failing.items() if asked == lender)
