@@ -211,6 +211,35 @@ def test_parameters_that_blow_up_are_not_merged() -> None:
     assert torch.isfinite(scene.outcome.finishes[0].parameters).all()
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_that_blow_up_again_and_again_fail_the_run(every: int) -> None:
+    strategy = ob.LocalSGD(every=every, batch=8, optimizer=ob.SGD(lr=3e38))
+    scene = play(strategy, digits(), until=ob.Samples(5000))
+    assert scene.outcome.failure is not None
+    assert "gradients in a row that were not finite" in scene.outcome.failure
+
+
+def test_a_quorum_of_one_does_not_wait_for_a_silent_partner() -> None:
+    cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1e6,))
+    strategy = decoupled(quorum=1, in_flight_max=1)
+    scene = play(strategy, digits(), cluster=cluster, workers=2, until=ob.Seconds(60.0))
+    assert len(scene.of(Update)) > 100
+
+
+def test_a_small_quorum_does_not_mean_longer_steps() -> None:
+    """Two that are merged one after the other move the hub as far as two that are merged together."""
+    cluster = ob.Cluster(seconds_per_sample=0.01)
+    plain = {"inner": ob.SGD(lr=0.01), "outer": ob.SGD(lr=1.0), "fragments": 1, "every": 4, "grace": 0.0}
+
+    def moved(quorum: int, merges: int) -> Tensor:
+        until = ob.Samples(2 * 4 * 8)
+        scene = play(decoupled(**plain, quorum=quorum), digits(), cluster=cluster, workers=2, until=until)
+        assert len(scene.of(Update)) == merges
+        return final(scene) - scene.simulation.initial
+
+    torch.testing.assert_close(moved(quorum=1, merges=2), moved(quorum=2, merges=1), rtol=1e-3, atol=1e-6)
+
+
 def test_users_who_step_themselves_are_served_too() -> None:
     strategy = ob.LocalSGD(every=5, batch=16)
     scene = play(strategy, digits(), user_optimizer=ob.SGD(lr=0.1), until=ob.Samples(6000), workers=2)

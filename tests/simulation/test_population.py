@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,10 +13,16 @@ from hypothesis import strategies as st
 from scenes import Scene, play
 
 import offbeat as ob
+from offbeat.actions import Action, Evaluate, Send
 from offbeat.engines.computing import Computing
+from offbeat.events import Evaluated, GradientReady, MessageArrived, PeerJoined, Started
+from offbeat.flat import layout_of
+from offbeat.messages import Message
 from offbeat.records.schema import Evaluation, Notice, Update
 from offbeat.strategies.population.member import Member
-from offbeat.strategies.population.messages import flattened, nested
+from offbeat.strategies.population.messages import Lend, Lent, Takeover, flattened, nested
+from offbeat.strategies.progress import Begin, Merged, Snapshot
+from offbeat.strategies.strategy import Node
 
 HOPELESS = 3000.0
 SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5, math.inf, math.nan]), max_size=9)
@@ -133,6 +140,90 @@ def test_the_best_learns_from_nobody_and_goes_on_reporting() -> None:
     assert reports.count(1) > 40
     best = cast(Member, scene.simulation.processes[1].node)
     assert len(best._fragments[0].marks) <= 2
+
+
+def test_a_population_that_has_blown_up_altogether_says_so_and_ends() -> None:
+    strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=1e38))
+    scene = play(strategy, ob.DigitsLogistic().build(), workers=2, until=ob.Samples(50_000))
+    assert scene.outcome.failure is not None
+    assert "every worker has sent 5 reports in a row without a finite gradient" in scene.outcome.failure
+
+
+def setup_of(rank: int, evaluate: ob.EveryUpdates | None = None) -> ob.Setup:
+    layout = layout_of(torch.nn.Linear(1, 1))
+    random = np.random.default_rng(rank)
+    return ob.Setup(rank, (0, 1, 2), layout, torch.zeros(2), (), random, ob.Samples(10**9), evaluate)
+
+
+def report(exchange: int, value: float, takeovers: int = 0, first: int = 0, score: float = 1.0) -> Snapshot:
+    parameters = torch.full((2,), value)
+    stretch = ((first, first + 5, 0),)
+    return Snapshot(parameters, (), exchange, 0, 5, stretch, (), 0, score, takeovers, ())
+
+
+def hear(node: Node, source: int, message: Message) -> list[Action]:
+    return list(node.handle(MessageArrived(1.0, source, message, lambda: message)))
+
+
+def sends(actions: list[Action], kind: type[Message]) -> list[Send]:
+    return [action for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+def switch(evaluate: ob.EveryUpdates | None = None) -> Node:
+    node = ob.Population(optimizer=ob.SGD(lr=0.1)).node(setup_of(0, evaluate))
+    for event in (Started(0.0), PeerJoined(0.0, 1, 0), PeerJoined(0.0, 2, 0)):
+        list(node.handle(event))
+    return node
+
+
+def test_what_a_member_was_before_it_took_over_is_not_answered_when_its_score_comes_late() -> None:
+    node = switch(ob.EveryUpdates(1000))
+    (good,) = [action for action in hear(node, 1, report(0, 1.0)) if isinstance(action, Evaluate)]
+    list(node.handle(Evaluated(1.0, good.version, 0.1, None)))
+    (bad,) = [action for action in hear(node, 2, report(0, 9.0)) if isinstance(action, Evaluate)]
+    asked = list(node.handle(Evaluated(1.0, bad.version, 5.0, None)))
+    assert [send.to for send in sends(asked, Lend)] == [1]
+    (late,) = [action for action in hear(node, 2, report(1, 9.5, first=5)) if isinstance(action, Evaluate)]
+    (given,) = sends(hear(node, 1, Lent(torch.ones(2), (), (), "", 1)), Takeover)
+    assert (given.to, given.message.takeovers) == (2, 1)  # type: ignore[attr-defined]
+    assert list(node.handle(Evaluated(1.0, late.version, 0.01, None))) == []
+
+
+def test_parameters_that_are_not_finite_are_not_handed_on() -> None:
+    node = switch()
+    hear(node, 1, report(0, 1.0, score=0.1))
+    assert sends(hear(node, 2, report(0, 9.0, score=5.0)), Lend)
+    assert hear(node, 1, Lent(torch.full((2,), math.nan), (), (), "", 1)) == []
+    assert sends(hear(node, 2, report(1, 9.0, first=5, score=5.0)), Lend), "it is asked again"
+
+
+def member() -> Member:
+    node = ob.Population(every=1, optimizer=ob.SGD(lr=0.1)).node(setup_of(1))
+    assert isinstance(node, Member)
+    list(node.handle(Started(0.0)))
+    hear(node, 0, Begin(torch.empty(0), (), 0, 0, 0, 2, 0, ()))
+    return node
+
+
+def test_a_member_ignores_answers_to_what_it_was_and_takeovers_that_were_overtaken() -> None:
+    node = member()
+    for exchange in range(2):
+        gradient = GradientReady(1.0, torch.ones(2), 5, 1.0, (), 0, (5 * exchange, 5 * exchange + 5), 0.1, 0.0, True)
+        assert sends(list(node.handle(gradient)), Snapshot)
+    hear(node, 0, Takeover(torch.full((2,), 7.0), (), (), "", 2, 2, 9))
+    hear(node, 0, Takeover(torch.full((2,), 3.0), (), (), "", 2, 1, 8))
+    hear(node, 0, Merged(torch.zeros(2), (), 10, 0, 1, 0, 2))
+    assert torch.equal(node._parameters, torch.full((2,), 7.0))
+    assert (node._takeovers, node._settings) == (2, 2)
+
+
+def test_a_member_that_has_just_blown_up_lends_what_it_last_reported() -> None:
+    node = member()
+    list(node.handle(GradientReady(1.0, torch.ones(2), 5, 1.0, (), 0, (0, 5), 0.1, 0.0, True)))
+    reported = node._parameters.clone()
+    node._parameters.fill_(math.inf)
+    (lent,) = sends(hear(node, 0, Lend()), Lent)
+    assert torch.equal(lent.message.tensors()[0], reported)
 
 
 def test_bad_settings_are_refused_in_a_sentence() -> None:

@@ -21,7 +21,7 @@ from offbeat.strategies.compressed import CompressedNode, node_of
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.strategy import Node, State
 
-CPU = torch.device("cpu")
+LONGEST = 1 << 20
 TOP_K = ob.TopK(share=0.1)
 
 
@@ -81,7 +81,7 @@ def said(node: CompressedNode, *sends: Send) -> list[Any]:
 
 
 def wrapped(compression: ob.Compression) -> CompressedNode:
-    return CompressedNode(Parrot(), compression, CPU)
+    return CompressedNode(Parrot(), compression, torch.empty(LONGEST))
 
 
 def heard_by(node: CompressedNode, message: Message, keep: Any = None) -> MessageArrived:
@@ -245,3 +245,10 @@ def test_both_ends_of_an_exchange_of_peers_take_the_same_difference(compression:
     assert moved.any()
     torch.testing.assert_close(answers.parameters + begins.parameters, mine + theirs)
     torch.testing.assert_close(theirs - begins.parameters, moved)
+
+
+def test_a_tensor_that_claims_to_be_longer_than_the_parameters_is_refused_before_there_is_room_for_it() -> None:
+    node = CompressedNode(Parrot(), ob.TopK(0.01), torch.empty(100))
+    blob = ob.TopK(0.01).encode(torch.ones(1000), Pool())
+    with pytest.raises(ob.ContractViolation, match="claims 1000 elements, but 100 is the most"):
+        heard_by(node, everything(change=blob))

@@ -73,9 +73,11 @@ class Compression(Family):
         """The vector that follows a head."""
 
 
-def decode(blob: Tensor, pool: Pool) -> Tensor:
-    """The vector that a blob stands for, in memory of `pool`."""
+def decode(blob: Tensor, pool: Pool, numel_max: int | None = None) -> Tensor:
+    """The vector that a blob stands for, in memory of `pool`. One that claims more elements than that is refused."""
     head = head_of(blob)
+    if numel_max is not None and head.numel > numel_max:
+        raise ContractViolation(f"a compressed tensor claims {head.numel} elements, but {numel_max} is the most")
     member = Compression.members.get(head.name)
     if member is None:
         raise ContractViolation(f"a tensor came that {head.name!r} has compressed, which is not known here")

@@ -9,7 +9,7 @@ need not know. A message declares
     values       parameters: no residual; top-k leaves them as they are
     conveyed     what the node has put through the compression itself, so that there is nothing left to lose
 
-Everything else travels exactly, above all Stop, so that all end with the same bits, and whatever welcomes a newcomer.
+Everything else travels exactly, above all Stop, so that all end with the same bits.
 Residuals are part of the state. Those towards a peer are dropped when it is lost, since whoever comes back begins anew.
 An increment that is superseded before it has left takes what was coded into it along; no strategy here does that.
 """
@@ -38,14 +38,16 @@ _Key = tuple[int, str, str, tuple[Any, ...]]
 def node_of(strategy: Strategy, setup: Setup) -> Node:
     """The node of `setup.rank`, its messages compressed where the strategy says so. Engines make nodes by this."""
     node = strategy.node(setup)
-    return node if strategy.compression is None else CompressedNode(node, strategy.compression, setup.parameters.device)
+    return node if strategy.compression is None else CompressedNode(node, strategy.compression, setup.parameters)
 
 
 class CompressedNode(Node):
-    def __init__(self, inner: Node, compression: Compression, device: torch.device) -> None:
+    def __init__(self, inner: Node, compression: Compression, parameters: Tensor) -> None:
+        """`parameters` says where vectors belong, and how long one can be at the most."""
         self._inner = inner
         self._compression = compression
-        self._device = device
+        self._device = parameters.device
+        self._numel_max = parameters.numel()
         self._pool = Pool()
         self._residuals: dict[_Key, Tensor] = {}
         self._coded: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
@@ -108,7 +110,7 @@ class CompressedNode(Node):
     def _decoded(self, event: MessageArrived) -> MessageArrived:
         message = event.message
         vectors = {
-            name: decode(tensor.cpu(), self._pool).to(self._device)
+            name: decode(tensor.cpu(), self._pool, self._numel_max).to(self._device)
             for name in message.compressible()
             if is_coded(tensor := getattr(message, name))
         }

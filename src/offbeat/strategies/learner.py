@@ -129,6 +129,8 @@ class Learner(Follower):
         """Rounds not all of whose fragments have been sent: first and last draw, version, step."""
         self._broken: list[Range] = []
         self._broken_in_a_row = 0
+        self._blown_up_in_a_row = 0
+        """How many exchanges in a row had nothing finite to send."""
         self._samples_total = 0
         self._samples_since = 0
         self._learners = 1
@@ -155,9 +157,9 @@ class Learner(Follower):
         return self._begin(message) if isinstance(message, Begin) else self._merged(cast(Merged, message))
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
-        if begin.parameters.numel():
-            self._parameters.copy_(begin.parameters)
-            self._buffers = begin.buffers
+        told = begin.parameters.numel() > 0
+        self._parameters.copy_(begin.parameters if told else self._setup.parameters)
+        self._buffers = begin.buffers if told else self._setup.buffers
         self._fragments = self._fresh_fragments()
         if self._accumulated is not None:
             self._accumulated.zero_()
@@ -166,7 +168,7 @@ class Learner(Follower):
         self._steps = self._turns = 0
         self._exchange = begin.exchange
         self._unsent, self._broken = [], []
-        self._broken_in_a_row = 0
+        self._broken_in_a_row = self._blown_up_in_a_row = 0
         self._told_of(begin)
         yield from self._go_on_at(begin.draw, begin.done)
         yield from self._compute()
@@ -293,6 +295,7 @@ class Learner(Follower):
         fragment = self._fragments[index]
         change = self._change(fragment)
         samples = fragment.samples if change.numel() else 0
+        in_a_row = max(self._broken_in_a_row, self._blown_up_in_a_row)
         fragment.samples, fragment.sent_at_step = 0, self._steps
         fragment.marks.append((self._exchange, self._steps, self._copies.copy(self._parameters[fragment.place])))
         message = Progress(
@@ -303,8 +306,8 @@ class Learner(Follower):
             samples=samples,
             complete=self._complete() if samples else (),  # what says nothing may be in no update
             broken=tuple(self._broken),
-            broken_in_a_row=self._broken_in_a_row,
-            score=self._score if self._scored and not self._broken_in_a_row else float("inf"),
+            broken_in_a_row=in_a_row,
+            score=self._score if self._scored and not in_a_row else float("inf"),
         )
         self._broken = []
         self._exchange += 1
@@ -324,12 +327,13 @@ class Learner(Follower):
         else:
             torch.sub(values, fragment.sent, out=change)
         if is_finite(change) and is_finite(values):
+            self._blown_up_in_a_row = 0
             return change
         values.copy_(fragment.sent)
         self._stepper = self._fresh_stepper()
         for first, stop, _, _ in self._unsent:
             self._leave_out((first, stop))
-        self._broken_in_a_row += 1
+        self._blown_up_in_a_row += 1
         self._unsent = []
         return values.new_empty(0)
 
@@ -370,6 +374,7 @@ class Learner(Follower):
             "unsent": [list(entry) for entry in self._unsent],
             "broken": [list(draws) for draws in self._broken],
             "broken_in_a_row": self._broken_in_a_row,
+            "blown_up_in_a_row": self._blown_up_in_a_row,
             "samples_total": self._samples_total,
             "samples_since": self._samples_since,
             "learners": self._learners,
@@ -398,6 +403,7 @@ class Learner(Follower):
         self._unsent = [(first, stop, version, step) for first, stop, version, step in state["unsent"]]
         self._broken = [(first, stop) for first, stop in state["broken"]]
         self._broken_in_a_row = state["broken_in_a_row"]
+        self._blown_up_in_a_row = state["blown_up_in_a_row"]
         self._samples_total = state["samples_total"]
         self._samples_since = state["samples_since"]
         self._learners = state["learners"]

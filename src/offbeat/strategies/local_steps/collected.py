@@ -61,6 +61,11 @@ class Collected:
         self.contributions = [Contribution(c.rank, c.first, c.stop, c.staleness + versions) for c in self.contributions]
 
     @property
+    def learners(self) -> set[int]:
+        """Whose changes are in it."""
+        return {rank for (rank, _), entry in self.entries.items() if entry.samples}
+
+    @property
     def samples(self) -> int:
         """The weight of it all."""
         return sum(entry.samples for entry in self.entries.values())

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from offbeat.optimizers import SGD, Optimizer
 from offbeat.strategies.centre import HUB
-from offbeat.strategies.learner import Content, Differences, Gradients, Learner, Plan
+from offbeat.strategies.learner import Content, Differences, Gradients, Learner, Plan, Values
 from offbeat.strategies.local_steps.node import Merger
 from offbeat.strategies.local_steps.parts import Everyone, Merge
 from offbeat.strategies.strategy import Node, Setup, Strategy
@@ -49,6 +49,10 @@ class LocalSteps(Strategy):
             self.fragments <= self.every,
             f"{self.fragments} fragments cannot all be sent in {self.every} steps, one a step at the most; "
             "raise every, or lower fragments",
+        )
+        require(
+            not isinstance(self.content, Values),
+            "learners send gradients or differences; models of their own are for a population: offbeat.Population()",
         )
         require(
             self.fragments == 1 or not isinstance(self.content, Gradients),

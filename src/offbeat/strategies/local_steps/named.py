@@ -23,7 +23,7 @@ from offbeat.strategies.learner import Content, Gradients
 from offbeat.strategies.local_steps.composition import LocalSteps
 from offbeat.strategies.local_steps.parts import Quorum
 from offbeat.strategies.strategy import Node, Setup, Strategy
-from offbeat.validation import check_types, require
+from offbeat.validation import check_types
 
 OUTER = SGD(lr=0.7, momentum=0.5, nesterov=True)
 """Published is momentum 0.9, for hundreds of rounds; below 50 rounds 0.5 is better."""
@@ -115,10 +115,6 @@ class DelayedExchange(LocalStepsStrategy, name="delayed-exchange"):
     delay: int = option(2, "steps after which the answer is applied; 0: everybody waits for it")
     send: Content = option(Gradients(), "what is sent: gradients, or differences (of parameters)")
     optimizer: Optimizer | None = option(None, "how workers and hub update; none: the one that suits the workload")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.send.name != "values", "delayed-exchange sends gradients or differences, not values")
 
     def composition(self) -> LocalSteps:
         return self.composed(every=self.every, delay=self.delay, content=self.send, optimizer=self.optimizer)

@@ -1,7 +1,8 @@
 """The hub of learners: merges what they send, fragment by fragment, and hands out the new values.
 
     Progress arrives → it is put in order, counted and collected → perhaps a merge:
-        change = Σ samples_i · change_i / Σ samples_i;  outer step on −change (or on +change, where it is a gradient)
+        change = Σ samples_i · change_i / Σ samples_i, times the share of learners that it is of
+        outer step on −change (or on +change, where it is a gradient)
     → Merged to all who are there
 
 Each learner's exchanges are taken in the order of their numbers, so that `included` says all. How the hub gathers its
@@ -11,13 +12,14 @@ learners and ends the run stands in `centre.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from offbeat.actions import Action, ClearTimer, Report, Send, SetTimer
 from offbeat.events import MessageArrived, TimerFired
-from offbeat.flat import Layout, Slot, renewed_buffers
+from offbeat.flat import Layout, Slot, is_finite, renewed_buffers
 from offbeat.messages import Buffers, Message
 from offbeat.optimizers import Stepper
 from offbeat.pool import Pool
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from offbeat.strategies.local_steps.composition import LocalSteps
 
 CYCLE_KEPT = 0.5
-"""How much of its running mean each further interval between a learner's messages keeps."""
+"""How much of its running mean each further cycle of a learner keeps."""
 
 
 class Merger(Centre):
@@ -58,9 +60,10 @@ class Merger(Centre):
         """rank → exchanges that have overtaken others"""
         self._included: dict[int, dict[int, int]] = {}
         """rank → fragment → its last exchange that is merged"""
-        self._heard_at: dict[int, float] = {}
-        self._intervals: dict[int, float] = {}
-        """rank → seconds between its messages, a running mean"""
+        self._heard_at: dict[int, dict[int, float]] = {}
+        """rank → fragment → when it came last"""
+        self._cycles: dict[int, float] = {}
+        """rank → seconds from one message of a fragment to the next, a running mean"""
         self._in_grace: set[int] = set()
 
     def _stepper(self, layout: Layout, place: slice) -> Stepper:
@@ -93,7 +96,7 @@ class Merger(Centre):
     def _forget(self, rank: int) -> None:
         self._early.pop(rank, None)
         self._heard_at.pop(rank, None)
-        self._intervals.pop(rank, None)
+        self._cycles.pop(rank, None)
 
     def _went(self, at: float) -> Iterator[Action]:
         for key in sorted(self._open):
@@ -124,11 +127,15 @@ class Merger(Centre):
             yield from self._collect(event.at, rank, message)
 
     def _collect(self, at: float, rank: int, message: Progress) -> Iterator[Action]:
+        if message.samples and not is_finite(message.change):  # no learner of ours sends that
+            lost = tuple((first, stop) for first, stop, _ in message.complete)
+            nothing = message.change.new_empty(0)
+            message = replace(message, change=nothing, samples=0, complete=(), broken=(*message.broken, *lost))
         for draws in message.broken:
             yield from self._drop(at, rank, draws, "nonfinite")
         for first, stop, _ in message.complete:
             self._draws[rank].add(first, stop)
-        self._time(at, rank)
+        self._time(at, rank, message.fragment)
         key = message.exchange if self._waits_for_all else message.fragment
         self._open.setdefault(key, Collected()).add(rank, self._live[rank], message, self._version)
         if message.broken_in_a_row >= self._config.nonfinite_max:
@@ -144,12 +151,13 @@ class Merger(Centre):
     def _waits_for_all(self) -> bool:
         return isinstance(self._config.merge, Everyone)
 
-    def _time(self, at: float, rank: int) -> None:
-        if rank in self._heard_at:
-            interval = at - self._heard_at[rank]
-            before = self._intervals.get(rank, interval)
-            self._intervals[rank] = CYCLE_KEPT * before + (1.0 - CYCLE_KEPT) * interval
-        self._heard_at[rank] = at
+    def _time(self, at: float, rank: int, fragment: int) -> None:
+        heard_at = self._heard_at.setdefault(rank, {})
+        if fragment in heard_at:
+            cycle = at - heard_at[fragment]
+            before = self._cycles.get(rank, cycle)
+            self._cycles[rank] = CYCLE_KEPT * before + (1.0 - CYCLE_KEPT) * cycle
+        heard_at[fragment] = at
 
     # Merge
 
@@ -166,16 +174,19 @@ class Merger(Centre):
             yield from self._merge_a_quorum(at, key)
 
     def _merge_a_quorum(self, at: float, fragment: int) -> Iterator[Action]:
-        """Merge at once where nobody is missing or somebody has come round again, otherwise after the grace window."""
+        """Merge at once where nobody is missing or somebody has come round again, otherwise after the grace window.
+
+        How long that is depends on the fastest cycle; before the first is over there is none.
+        """
         quorum = cast(Quorum, self._config.merge)
         entries = self._open[fragment].entries
         there = self._live.items() & entries.keys()
         if len(there) < quorum.size(len(self._live)) or not self._live:
             return
         round_again = any(entries[learner].messages > 1 for learner in there)
-        fastest = min((self._intervals[rank] for rank in self._live if rank in self._intervals), default=0.0)
-        grace = quorum.grace * fastest * self._config.fragments
-        if len(there) == len(self._live) or round_again or grace <= 0:
+        cycles = [self._cycles[rank] for rank in self._live if rank in self._cycles]
+        grace = quorum.grace * min(cycles, default=0.0)
+        if len(there) == len(self._live) or round_again or grace == 0:
             yield from self._merge(at, fragment)
         elif fragment not in self._in_grace:
             self._in_grace.add(fragment)
@@ -206,6 +217,8 @@ class Merger(Centre):
 
     def _update(self, at: float, index: int, collected: Collected) -> Iterator[Action]:
         mean = collected.mean()
+        if not self._waits_for_all:  # the others' part of the step is left for when they come: two halves make one step
+            mean.mul_(min(1.0, len(collected.learners) / len(self._live)))
         gradient = mean if isinstance(self._config.content, Gradients) else mean.neg_()
         rate = self._steppers[index].step(gradient, self._samples)
         self._buffers = renewed_buffers(self._buffers, collected.buffers())
@@ -254,8 +267,11 @@ class Merger(Centre):
                 str(rank): {str(fragment): number for fragment, number in numbers.items()}
                 for rank, numbers in self._included.items()
             },
-            "heard_at": {str(rank): at for rank, at in self._heard_at.items()},
-            "intervals": {str(rank): seconds for rank, seconds in self._intervals.items()},
+            "heard_at": {
+                str(rank): {str(fragment): at for fragment, at in heard.items()}
+                for rank, heard in self._heard_at.items()
+            },
+            "cycles": {str(rank): seconds for rank, seconds in self._cycles.items()},
             "in_grace": sorted(self._in_grace),
         }
 
@@ -277,8 +293,11 @@ class Merger(Centre):
             int(rank): {int(fragment): number for fragment, number in numbers.items()}
             for rank, numbers in state["included"].items()
         }
-        self._heard_at = {int(rank): at for rank, at in state["heard_at"].items()}
-        self._intervals = {int(rank): seconds for rank, seconds in state["intervals"].items()}
+        self._heard_at = {
+            int(rank): {int(fragment): at for fragment, at in heard.items()}
+            for rank, heard in state["heard_at"].items()
+        }
+        self._cycles = {int(rank): seconds for rank, seconds in state["cycles"].items()}
         self._in_grace = set(state["in_grace"])
 
 

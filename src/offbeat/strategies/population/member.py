@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 from offbeat.actions import Action, Cancel, Send
 from offbeat.draws import Range
 from offbeat.events import GradientReady, MessageArrived, StepReady
+from offbeat.flat import is_finite
 from offbeat.optimizers import Stepper
 from offbeat.strategies.follower import HUB
 from offbeat.strategies.learner import Learner
 from offbeat.strategies.population.messages import Lend, Lent, Takeover, flattened, nested
-from offbeat.strategies.progress import Begin, Progress, Snapshot
+from offbeat.strategies.progress import Begin, Merged, Progress, Snapshot
 from offbeat.strategies.strategy import Setup, State
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Member(Learner):
         self._settings = setup.rank
         """The rank whose settings these are: its own, until it takes another's place."""
         self._takeovers = 0
+        self._taken_at = 0
+        """The first exchange since it took another's place."""
         self._abandoned: list[Range] = []
         """Draws that were for what it was before, and of which the hub does not know."""
         self._in_vain = False
@@ -40,26 +43,28 @@ class Member(Learner):
 
     def _received(self, event: MessageArrived) -> Iterable[Action]:
         if isinstance(event.message, Lend):
-            return [self._lent()]
+            return [self._lent()] if self._begun else ()
         if isinstance(event.message, Takeover):
             return self._take_over(cast(Takeover, event.keep()))
         return super()._received(event)
 
     def _lent(self) -> Send:
+        """What it is now; if that has just blown up, what it was when it last reported, and a new optimizer."""
         self._in_flight += 1
+        if not is_finite(self._parameters):
+            return Send(HUB, Lent(self._fragments[0].sent.clone(), self._buffers, (), "", self._settings))
         state, shape = flattened(self._stepper.state())
-        parameters = self._parameters.clone()
-        return Send(HUB, Lent(parameters, self._buffers, state, shape, self._settings))
+        return Send(HUB, Lent(self._parameters.clone(), self._buffers, state, shape, self._settings))
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
-        self._takeovers, self._in_vain, self._abandoned = 0, False, []
+        self._takeovers, self._taken_at, self._in_vain, self._abandoned = 0, 0, False, []
         yield from super()._begin(begin)
 
     def _take_over(self, given: Takeover) -> Iterator[Action]:
         """Go on as another. A gradient that is under way was taken elsewhere and is of no use any more."""
-        if not self._begun:
+        if not self._begun or given.takeovers <= self._takeovers:
             return
-        self._takeovers = given.takeovers
+        self._takeovers, self._taken_at = given.takeovers, self._exchange
         self._settings = given.settings
         self._parameters.copy_(given.parameters)
         self._buffers = given.buffers
@@ -69,14 +74,16 @@ class Member(Learner):
         self._abandoned += [(first, stop) for first, stop, _, _ in self._unsent]
         self._unsent = []
         self._fragments = self._fresh_fragments()
-        # An answer to what it was before comes too late.
-        self._fragments[0].version, self._fragments[0].included = given.version, self._exchange - 1
         self._version = max(self._version, given.version)
-        self._broken_in_a_row = self._scored = 0
+        self._broken_in_a_row = self._blown_up_in_a_row = self._scored = 0
         if self._computing and not self._discard:
             self._in_vain = True
             yield Cancel()
         yield from self._compute()
+
+    def _merged(self, merged: Merged) -> Iterator[Action]:
+        if merged.included >= self._taken_at:  # else it is an answer to what it was before
+            yield from super()._merged(merged)
 
     def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
         if self._in_vain:
@@ -98,6 +105,7 @@ class Member(Learner):
             **super().state(),
             "settings": self._settings,
             "takeovers": self._takeovers,
+            "taken_at": self._taken_at,
             "abandoned": [list(draws) for draws in self._abandoned],
             "in_vain": self._in_vain,
         }
@@ -106,6 +114,7 @@ class Member(Learner):
         super().restore(state)
         self._settings = state["settings"]
         self._takeovers = state["takeovers"]
+        self._taken_at = state["taken_at"]
         self._abandoned = [(first, stop) for first, stop in state["abandoned"]]
         self._in_vain = state["in_vain"]
         self._stepper.rate_factor = self._config.rate_of(self._settings)

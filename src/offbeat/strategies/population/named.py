@@ -36,11 +36,13 @@ class Population(Strategy, name="population"):
     batch: int = option(64, "samples per step")
     microbatch: int = option(16, "samples per forward and backward call")
     in_flight_max: int = option(2, "messages a worker may have on the way before it passes a turn")
+    nonfinite_max: int = option(5, "reports in a row without anything finite, from every worker, before the run fails")
     patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
 
     def __post_init__(self) -> None:
         check_types(self)
-        require_positive(self, "every", "batch", "microbatch", "in_flight_max", "patience_seconds")
+        require_positive(self, "every", "batch", "microbatch", "in_flight_max", "nonfinite_max")
+        require_positive(self, "patience_seconds")
         require(
             self.preempt_above is None or self.preempt_above >= 1,
             f"Population.preempt_above is in multiples of the best score, so 1 or more, but is {self.preempt_above!r}",
@@ -83,6 +85,7 @@ class Population(Strategy, name="population"):
             delay=None,
             content=Values(),
             in_flight_max=self.in_flight_max,
+            nonfinite_max=self.nonfinite_max,
             patience_seconds=self.patience_seconds,
         )
 

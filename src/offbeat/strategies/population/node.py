@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offbeat.actions import Action, Evaluate, Report, Send
 from offbeat.events import Evaluated, MessageArrived
-from offbeat.flat import merge_buffers
+from offbeat.flat import is_finite, merge_buffers
 from offbeat.messages import Buffers, Message
 from offbeat.records.schema import Contribution, Notice, Update
 from offbeat.schedules import rate_at
@@ -43,6 +43,7 @@ class Standing:
     exchange: int
     score: float
     incarnation: int
+    takeovers: int
 
     def state(self) -> dict[str, Any]:
         return {
@@ -51,6 +52,7 @@ class Standing:
             "exchange": self.exchange,
             "score": self.score,
             "incarnation": self.incarnation,
+            "takeovers": self.takeovers,
         }
 
     @classmethod
@@ -73,6 +75,8 @@ class Switch(Centre):
         """number of an evaluation → the rank it is of; they count down from -1, since others have versions"""
         self._asked = 0
         self._takeovers: dict[int, int] = {}
+        self._blown_up: dict[int, int] = {}
+        """rank → how many reports in a row had nothing finite in them"""
         self._failing: dict[int, int] = {}
         """rank that should take over → the rank that was asked to lend"""
 
@@ -102,7 +106,7 @@ class Switch(Centre):
         return ()
 
     def _came(self, rank: int) -> None:
-        self._takeovers[rank] = 0
+        self._takeovers[rank] = self._blown_up[rank] = 0
 
     def _forget(self, rank: int) -> None:
         self._failing = {failing: lender for failing, lender in self._failing.items() if rank not in (failing, lender)}
@@ -155,19 +159,38 @@ class Switch(Centre):
             yield from self._evaluate(at)
 
     def _reported(self, at: float, rank: int, message: Snapshot) -> Iterator[Action]:
-        if not message.samples:
-            if message.broken_in_a_row:  # it has blown up, and has no parameters to look at
-                yield from self._rescue(rank, math.inf)
-            yield self._acknowledge(rank, message.exchange)
+        if not message.samples or not is_finite(message.change):
+            yield from self._nothing_finite(at, rank, message)
             return
-        score = message.score
-        standing = Standing(message.change, message.buffers, message.exchange, score, self._live[rank])
+        self._blown_up[rank] = 0
+        standing = Standing(
+            message.change,
+            message.buffers,
+            message.exchange,
+            message.score,
+            self._live[rank],
+            message.takeovers,
+        )
         if self._setup.evaluate is None:
             yield from self._scored(at, rank, standing)
         elif rank in self._unscored:
             self._queued[rank] = standing
         else:
             yield from self._measure(rank, standing)
+
+    def _nothing_finite(self, at: float, rank: int, message: Snapshot) -> Iterator[Action]:
+        """A member has blown up, and has no parameters to look at. Where all have, nobody is left to rescue them."""
+        if message.broken_in_a_row:
+            self._blown_up[rank] += 1
+            yield from self._rescue(rank, math.inf)
+        if all(self._blown_up[other] >= self._config.nonfinite_max for other in self._live):
+            self._failure = (
+                f"every worker has sent {self._config.nonfinite_max} reports in a row without a finite gradient; "
+                "lower the learning rate, or clip the gradient (clip_norm)"
+            )
+            yield from self._stop(at)
+        else:
+            yield self._acknowledge(rank, message.exchange)
 
     def _measure(self, rank: int, standing: Standing) -> Iterator[Action]:
         self._unscored[rank] = standing
@@ -183,31 +206,36 @@ class Switch(Centre):
     def _measured(self, at: float, rank: int, loss: float) -> Iterator[Action]:
         unscored = self._unscored.pop(rank)
         score = loss if math.isfinite(loss) else math.inf
-        standing = Standing(unscored.parameters, unscored.buffers, unscored.exchange, score, unscored.incarnation)
-        yield from self._scored(at, rank, standing)
+        yield from self._scored(at, rank, replace(unscored, score=score))
         if rank in self._queued and self._awaited is None:
             yield from self._measure(rank, self._queued.pop(rank))
 
     # Answers
 
     def _scored(self, at: float, rank: int, standing: Standing) -> Iterator[Action]:
-        if self._awaited is not None:
-            return
+        here = self._live.get(rank) == standing.incarnation
+        if self._awaited is not None or (here and standing.takeovers != self._takeovers[rank]):
+            return  # it comes too late, or is of what the member was before it took another's place
         self._standings[rank] = standing
-        if self._live.get(rank) == standing.incarnation:
+        if here:
             yield from self._rescue(rank, standing.score)
             yield self._acknowledge(rank, standing.exchange) if rank in self._failing else self._answer(rank, standing)
 
     def _rescue(self, rank: int, score: float) -> Iterator[Action]:
         """Let a member that does far worse than the best take its place."""
-        best = self._best([other for other in self._live if other in self._standings])
+        here = [other for other, life in self._live.items() if self._has_reported(other, life)]
+        best = self._best(here)
         if self._config.preempt_above is None or best is None or best == rank or rank in self._failing:
             return
-        if score > self._config.preempt_above * self._standings[best].score:
+        highest = max(0.0, self._standings[best].score) * self._config.preempt_above
+        if score > highest > 0 or not math.isfinite(score):
             asked_before = best in self._failing.values()
             self._failing[rank] = best
             if not asked_before:
                 yield Send(best, Lend())
+
+    def _has_reported(self, rank: int, life: int) -> bool:
+        return rank in self._standings and self._standings[rank].incarnation == life
 
     def _acknowledge(self, rank: int, exchange: int) -> Send:
         """Nothing new; without an answer a member would think that the hub does not keep up."""
@@ -230,11 +258,17 @@ class Switch(Centre):
     def _lent(self, lender: int, lent: Lent) -> Iterator[Action]:
         failing = sorted(rank for rank, asked in self._failing.items() if asked == lender)
         self._failing = {rank: asked for rank, asked in self._failing.items() if asked != lender}
-        if self._awaited is not None:
+        if self._awaited is not None or not is_finite(lent.parameters):
             return
         for rank in failing:
             self._takeovers[rank] += 1
             self._queued.pop(rank, None)
+            self._standings[rank] = replace(
+                self._standings[lender],
+                exchange=-1,
+                incarnation=self._live[rank],
+                takeovers=self._takeovers[rank],
+            )
             takeover = Takeover(
                 lent.parameters,
                 lent.buffers,
@@ -249,9 +283,12 @@ class Switch(Centre):
     # Stop
 
     def _stop(self, at: float) -> Iterator[Action]:
+        held_out = self._setup.evaluate is not None and self._best(self._standings) is not None
+        if self._awaited is None and not held_out:  # none was measured in time: what they say themselves has to do
+            self._standings |= self._unscored | self._queued
         best = self._best(self._standings)
         if self._awaited is None and best is not None:
-            of = "training" if self._setup.evaluate is None else "held-out"
+            of = "held-out" if held_out else "training"
             text = (
                 f"the result is worker {best}'s: {of} loss {self._standings[best].score:.4g}, the best of "
                 f"{len(self._standings)} in the population"
@@ -272,6 +309,7 @@ class Switch(Centre):
             "scoring": {str(number): rank for number, rank in self._scoring.items()},
             "asked": self._asked,
             "takeovers": {str(rank): count for rank, count in self._takeovers.items()},
+            "blown_up": {str(rank): count for rank, count in self._blown_up.items()},
             "failing": {str(rank): lender for rank, lender in self._failing.items()},
         }
 
@@ -283,4 +321,5 @@ class Switch(Centre):
         self._scoring = {int(number): rank for number, rank in state["scoring"].items()}
         self._asked = state["asked"]
         self._takeovers = {int(rank): count for rank, count in state["takeovers"].items()}
+        self._blown_up = {int(rank): count for rank, count in state["blown_up"].items()}
         self._failing = {int(rank): lender for rank, lender in state["failing"].items()}
