@@ -249,10 +249,19 @@ def test_users_who_step_themselves_are_served_too() -> None:
     torch.testing.assert_close(final(scene), final(expected), rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_that_is_shorter_than_the_way_to_an_exchange_has_one_at_its_end() -> None:
+    scene = play(ob.LocalSGD(every=1000, batch=10), digits(), workers=2, until=ob.Samples(200))
+    assert [update.samples for update in scene.of(Update)] == [200]
+
+
 def test_what_does_not_go_together_is_refused_in_a_sentence() -> None:
     with pytest.raises(ob.ConfigurationError, match="fragments cannot all be sent in 2 steps"):
         ob.DecoupledDiLoCo(every=2, fragments=3)
-    with pytest.raises(ob.ConfigurationError, match="every"):
+    with pytest.raises(ob.ConfigurationError, match=r"LocalSGD.every must be greater than 0"):
         ob.LocalSGD(every=0)
+    with pytest.raises(ob.ConfigurationError, match="a quorum of 9 among 3 workers"):
+        ob.DecoupledDiLoCo(quorum=9).processes(3)
+    with pytest.raises(ob.ConfigurationError, match="650 parameters cannot be sent in 700 fragments"):
+        play(ob.DecoupledDiLoCo(every=700, fragments=700), digits())
     with pytest.raises(ob.ConfigurationError, match="gradients are sent in one piece"):
         ob.LocalSteps(content=ob.Gradients(), fragments=2)

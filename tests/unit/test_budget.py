@@ -15,7 +15,7 @@ from torch import Tensor
 import offbeat as ob
 from offbeat.actions import Send
 from offbeat.engines.budget import PacedOutbox, TokenBucket
-from offbeat.messages import Message
+from offbeat.messages import Message, Stopped
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,21 @@ MAKERS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("make", MAKERS, ids=["simulate", "train", "join", "plan"])
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_budget_that_cannot_be_is_refused_with_one_sentence(make: Callable[[Any], Any], wrong: Any) -> None:
-    with pytest.raises(ob.ConfigurationError, match=r"bytes_per_second, must be a number greater than 0, such as 1e6"):
+    with pytest.raises(ob.ConfigurationError, match=r"bytes_per_second, must be a number of 1 or more, such as 1e6"):
         make(wrong)
 
 
 def test_a_word_is_no_budget() -> None:
-    with pytest.raises(ob.ConfigurationError, match=r"greater than 0, such as 1e6, but is '1 MB'"):
+    with pytest.raises(ob.ConfigurationError, match=r"of 1 or more, such as 1e6, but is '1 MB'"):
         ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second="1 MB")  # type: ignore[arg-type]
+
+
+def test_in_a_hurry_everything_leaves_at_once_in_its_order() -> None:
+    outbox = PacedOutbox(1.0, lambda message: 1000)
+    outbox.open(1, now=0.0)
+    first, second = Send(1, Stopped(1, 1)), Send(1, Stopped(2, 2))
+    outbox.put(first)
+    outbox.put(second)
+    assert outbox.take(1, now=5.0) is None
+    outbox.in_a_hurry = True
+    assert [outbox.take(1, now=5.0), outbox.take(1, now=5.0), outbox.take(1, now=5.0)] == [first, second, None]

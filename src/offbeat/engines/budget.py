@@ -82,6 +82,8 @@ class PacedOutbox:
 
     def __init__(self, bytes_per_second: float, weigh: Callable[[Message], int]) -> None:
         self.bytes_per_second = bytes_per_second
+        self.in_a_hurry = False
+        """Whether everything leaves at once from now on: somebody wants to go home."""
         self._weigh = weigh
         self._buckets: dict[int, TokenBucket] = {}
         self._queues: dict[int, deque[_Weighed]] = {}
@@ -114,7 +116,10 @@ class PacedOutbox:
     def due(self, peer: int, now: float) -> float | None:
         """When the next message to this peer is paid for; None where none waits."""
         queue = self._queues.get(peer)
-        return self._buckets[peer].due(queue[0].nbytes, now) if queue else None
+        if not queue:
+            return None
+        due = self._buckets[peer].due(queue[0].nbytes, now)
+        return now if self.in_a_hurry else due
 
     def last_due(self, now: float) -> float:
         """When all that waits will have been paid for."""

@@ -57,6 +57,9 @@ from offbeat.transports.journal import Journal, JournalWriter
 from offbeat.transports.links import CLOSED
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
 
+WAIT_SECONDS_MAX = 3600.0
+"""Clocks of the system do not take any number."""
+
 LEAVE_SECONDS = 10.0
 """How long a node that was asked to leave may take before it is left behind."""
 
@@ -237,9 +240,12 @@ class Participant:
         """Ask the node to end in order. `give_up` completes a computation that is outstanding, and has no samples then.
 
         With `stay` the node goes on serving its peers until they have come to their ends, however long that takes.
+        Without, what waits for the budget leaves at once: whoever leaves does not want to wait for it.
         """
         with self._monitor:
             self._leaving = True
+            if not stay:
+                self._hurry()
             if not self.ended:
                 self._guarded(lambda: self._handle(Leave(self.clock.now(), stay)))
             waiting = self._round is not None and not self._round.cancelled.is_set()
@@ -266,8 +272,14 @@ class Participant:
         What waits for the budget leaves before: all of it where the node has come to its end in order, however long
         that takes, and otherwise as much as can in these seconds.
         """
+        try:
+            with self._monitor:
+                self._let_leave(linger_seconds)
+        finally:  # whoever is interrupted here does not want to wait any longer, and closes all the same
+            self._close(linger_seconds)
+
+    def _close(self, linger_seconds: float) -> None:
         with self._monitor:
-            self._let_leave(linger_seconds)
             self._closed = True
         if self._evaluator is not None:
             self._evaluator.close()
@@ -324,7 +336,7 @@ class Participant:
                 heapq.heappop(self._due)
             dues = [self._due[0][0] if self._due else None, self._traffic_due()]
             due = min((due for due in dues if due is not None), default=None)
-            return None if due is None else max(0.0, due - self.clock.now())
+            return None if due is None else min(WAIT_SECONDS_MAX, max(0.0, due - self.clock.now()))
 
     def _is_stale(self, number: int, entry: Due) -> bool:
         """Whether it is a timer that was cleared or set anew, or a turn that has been moved."""
@@ -555,6 +567,12 @@ class Participant:
             self._paced.lose(peer)
             self._monitor.notify_all()
 
+    def _hurry(self) -> None:
+        if self._paced is not None:
+            self._paced.in_a_hurry = True
+            for peer in list(self._known):
+                self._pace(peer)
+
     def _let_leave(self, linger_seconds: float) -> None:
         paced, me = self._paced, threading.current_thread()
         if paced is None or not self._thread.is_alive() or self._thread is me:
@@ -562,7 +580,9 @@ class Participant:
         now = time.monotonic()
         in_order = self.finish is not None and self.finish.failure is None
         rest = paced.last_due(now) - now if in_order else 0.0
-        self._monitor.wait_for(lambda: len(paced) == 0, linger_seconds + rest)
+        until = now + linger_seconds + rest
+        while len(paced) and time.monotonic() < until:
+            self._monitor.wait(min(WAIT_SECONDS_MAX, until - time.monotonic()))
 
     def _record_link_use(self, at: float) -> None:
         if self._paced is not None and not self._use_recorded:

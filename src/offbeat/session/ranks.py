@@ -330,5 +330,9 @@ class Ranks:
 
 
 def described(strategy: Strategy) -> str:
-    """A strategy as text that is the same in every process; a function's place in memory is not."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))
+    """A strategy as text that is the same in every process; a function's place in memory is not.
+
+    Without a compression it says nothing of that, as it did before there was any.
+    """
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))
+    return text.replace("compression=None, ", "").replace("(compression=None)", "()")

@@ -78,6 +78,14 @@ def pieces(numel: int, fragments: int) -> list[slice]:
     return [slice(first, stop) for first, stop in itertools.pairwise(cuts)]
 
 
+def soonest(every: int, batch: int, setup: Setup) -> int:
+    """Steps between exchanges: as many as asked for, but no more than the samples of the whole run are enough for."""
+    until = setup.until
+    samples = until.count if isinstance(until, Samples) else getattr(until, "samples_max", None)
+    learners = max(1, len(setup.members) - 1)
+    return every if samples is None else min(every, -(-samples // (batch * learners)))
+
+
 @dataclass
 class _Fragment:
     """What a learner keeps of one fragment of the parameters."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from offbeat.optimizers import SGD, Optimizer
 from offbeat.strategies.centre import HUB
-from offbeat.strategies.learner import Content, Differences, Gradients, Learner, Plan, Values
+from offbeat.strategies.learner import Content, Differences, Gradients, Learner, Plan, Values, soonest
 from offbeat.strategies.local_steps.node import Merger
 from offbeat.strategies.local_steps.parts import Everyone, Merge
 from offbeat.strategies.strategy import Node, Setup, Strategy
@@ -86,13 +86,17 @@ class LocalSteps(Strategy):
             "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
         )
         assert self.optimizer is not None
+        require(
+            self.fragments <= setup.layout.numel,
+            f"a model of {setup.layout.numel} parameters cannot be sent in {self.fragments} fragments; lower fragments",
+        )
         if setup.rank == HUB:
             return Merger(self, setup)
         plan = Plan(
             optimizer=self.optimizer,
             batch=self.batch,
             microbatch=self.microbatch,
-            every=self.every,
+            every=max(self.fragments, soonest(self.every, self.batch, setup)),
             delay=self.delay,
             content=self.content,
             fragments=self.fragments,

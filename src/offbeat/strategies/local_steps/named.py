@@ -23,7 +23,7 @@ from offbeat.strategies.learner import Content, Gradients
 from offbeat.strategies.local_steps.composition import LocalSteps
 from offbeat.strategies.local_steps.parts import Quorum
 from offbeat.strategies.strategy import Node, Setup, Strategy
-from offbeat.validation import check_types
+from offbeat.validation import check_types, require, require_positive
 
 OUTER = SGD(lr=0.7, momentum=0.5, nesterov=True)
 """Published is momentum 0.9, for hundreds of rounds; below 50 rounds 0.5 is better."""
@@ -48,6 +48,8 @@ class LocalStepsStrategy(Strategy):
 
     def __post_init__(self) -> None:
         check_types(self)
+        positive = ("every", "fragments", "quorum", "batch", "microbatch", "nonfinite_max", "patience_seconds")
+        require_positive(self, *(name for name in positive if hasattr(self, name)))
         self.composition()  # whatever its parts refuse is refused here
 
     def composed(self, **parts: object) -> LocalSteps:
@@ -134,6 +136,14 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
     inner: Optimizer | None = option(None, "how every worker updates; none: AdamW at the rate that suits the workload")
     outer: Optimizer = option(OUTER, "how the hub updates, with the mean difference as its gradient")
     in_flight_max: int = option(2, "messages a worker may have on the way before it passes a turn")
+
+    def processes(self, workers: int) -> int:
+        require(
+            self.quorum is None or self.quorum <= workers,
+            f"decoupled-diloco cannot wait for a quorum of {self.quorum} among {workers} workers; give a smaller one "
+            "or more workers",
+        )
+        return super().processes(workers)
 
     def composition(self) -> LocalSteps:
         return self.composed(

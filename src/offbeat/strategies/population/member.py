@@ -34,7 +34,7 @@ class Member(Learner):
         self._in_vain = False
         """Whether the round that is under way belongs to what it was before."""
         begins_with = config.initial.parameters(setup.parameters, setup.layout, setup.random)
-        super().__init__(dataclasses.replace(setup, parameters=begins_with), config.plan())
+        super().__init__(dataclasses.replace(setup, parameters=begins_with), config.plan(setup))
 
     def _fresh_stepper(self) -> Stepper:
         stepper = super()._fresh_stepper()

@@ -10,7 +10,7 @@ from offbeat.configuration import option
 from offbeat.optimizers import Optimizer
 from offbeat.schedules import Schedule
 from offbeat.strategies.centre import HUB
-from offbeat.strategies.learner import Plan, Values
+from offbeat.strategies.learner import Plan, Values, soonest
 from offbeat.strategies.population.member import Member
 from offbeat.strategies.population.node import Switch
 from offbeat.strategies.population.parts import Better, Initial, Shuffled, Sources
@@ -74,14 +74,14 @@ class Population(Strategy, name="population"):
         """What is known of the learning rate, for the records."""
         return 0.0 if self.optimizer is None or self.optimizer.lr is None else self.optimizer.lr
 
-    def plan(self) -> Plan:
+    def plan(self, setup: Setup) -> Plan:
         """How every member works."""
         assert self.optimizer is not None, "Strategy.suited fills it in"
         return Plan(
             optimizer=self.optimizer,
             batch=self.batch,
             microbatch=self.microbatch,
-            every=self.every,
+            every=soonest(self.every, self.batch, setup),
             delay=None,
             content=Values(),
             in_flight_max=self.in_flight_max,
