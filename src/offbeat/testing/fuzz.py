@@ -51,6 +51,9 @@ from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
 from offbeat.workloads import Quadratic, Workload
 
+PARAMETERS_MIN = 4
+"""What the smallest model here has."""
+
 PATIENCE_SECONDS = 60.0
 """Longer than any outage drawn here, so that nobody gives up who should not."""
 
@@ -153,7 +156,7 @@ def _local_steps(strategy: LocalStepsStrategy, seed: int, workers: int) -> Strat
         "every": every,
         "delay": int(rng.integers(0, 8)),
         "send": [Gradients(), Differences()][int(rng.integers(2))],
-        "fragments": int(rng.integers(1, every + 1)),
+        "fragments": min(int(rng.integers(1, every + 1)), PARAMETERS_MIN),
         "quorum": _maybe(rng, int(rng.integers(1, workers + 1))),
         "grace": float(rng.choice([0.0, 0.5, 1.0])),
         "inner": _optimizer(rng),
