@@ -119,9 +119,7 @@ def test_an_experiment_without_a_budget_is_written_as_it_always_was() -> None:
 
 
 @pytest.mark.parametrize("command", ["simulate", "train"])
-@pytest.mark.parametrize(
-    ("text", "sentence"), [("0", "1 or more"), ("-1", "1 or more"), ("much", "a number")]
-)
+@pytest.mark.parametrize(("text", "sentence"), [("0", "1 or more"), ("-1", "1 or more"), ("much", "a number")])
 def test_a_bad_budget_is_one_sentence(
     command: str, text: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,21 @@ def test_what_is_not_finite_is_not_taken(broken: float) -> None:
     assert mine.buffers[0].tolist() == FLOATS.tolist()
 
 
+def test_variances_stay_positive_however_late_an_answer_comes() -> None:
+    """Running variances that fall from 1 to 0.1, on one end before the other."""
+    mine, theirs = replica(0.0, 0.0), replica(0.0, 0.0)
+    for one, variance in ((mine, 0.1), (theirs, 1.0)):
+        one.buffers[0].fill_(variance)
+    met = mine.meet(*theirs.snapshot(), alpha_tilde=0.5)
+    assert met is not None
+    theirs.buffers[0].fill_(0.1)  # it has computed on, meanwhile
+    theirs.settle(met.difference, met.buffers, alpha_tilde=0.5)
+    assert theirs.buffers[0].tolist() == pytest.approx([0.1, 0.1])
+    mine.buffers[0].fill_(0.05)
+    mine.absorb((torch.full((2,), 1.0), COUNTER), (torch.full((2,), 0.9), COUNTER))
+    assert mine.buffers[0].tolist() == pytest.approx([0.05, 0.05])
+
+
 def test_a_computation_changes_buffers_by_as_much_as_it_changed_its_own() -> None:
     mine = replica(0.0)
     mine.buffers[0].add_(10.0)  # an exchange, meanwhile

@@ -42,7 +42,7 @@ class Offer(Message):
 class Answer(Message):
     """The sender has taken its share of `difference` = yours − mine. Take yours, by the same factors.
 
-    `buffers` are differences too, but for counters, of which the larger counts. Both ends must use one difference, or
+    `buffers` are the sender's, as they were before. Both ends must use one difference, or
     their mean would move; so the sender uses what a compression makes of it, and coding that loses nothing.
     """
 

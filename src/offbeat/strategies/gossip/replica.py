@@ -76,33 +76,39 @@ class Replica:
         """Take this end's share of the difference to a peer; None, and nothing is changed, where it is not finite."""
         difference = torch.sub(theirs, self.parameters, out=self._copies.like(self.parameters))
         distance = float(torch.linalg.vector_norm(difference)) ** 2
-        pairs = list(zip(their_buffers, self.buffers, strict=True))
-        apart = tuple(other - mine if is_averaged(mine) else torch.maximum(other, mine) for other, mine in pairs)
-        if not math.isfinite(distance) or not all(map(_finite, apart)):
+        if not math.isfinite(distance) or not all(map(_finite, (*their_buffers, *self.buffers))):
             return None
         if self._compression is not None:
             difference = self._compression.conveyed(difference, self._copies)
-        self._take(difference, apart, SHARE, alpha_tilde - SHARE)
-        return Met(difference, apart, distance)
+        mine = tuple(buffer.clone() for buffer in self.buffers)
+        self._take(difference, their_buffers, SHARE, alpha_tilde - SHARE)
+        return Met(difference, mine, distance)
 
     def settle(self, difference: Tensor, buffers: Buffers, alpha_tilde: float) -> None:
-        """Take the share of the end that began, to whatever it has become since."""
+        """Take the share of the end that began, to whatever it has become since; `buffers` are the other's."""
         self._take(difference, buffers, -SHARE, SHARE - alpha_tilde)
 
     def _take(self, difference: Tensor, buffers: Buffers, share: float, lead_share: float) -> None:
         self.parameters.add_(difference, alpha=share)
         if self.lead is not None:
             self.lead.add_(difference, alpha=lead_share)
-        for mine, apart in zip(self.buffers, buffers, strict=True):
+        for mine, theirs in zip(self.buffers, buffers, strict=True):
             if is_averaged(mine):
-                mine.add_(apart, alpha=share)
+                # Never by a difference, which may be old by now: a variance could become negative.
+                mine.lerp_(theirs, SHARE)
             else:
-                torch.maximum(mine, apart, out=mine)
+                torch.maximum(mine, theirs, out=mine)
 
     def absorb(self, before: Buffers, after: Buffers) -> None:
-        """Let buffers change as a computation has changed them, whatever exchanges did to them meanwhile."""
+        """Let buffers change as a computation has changed them, whatever exchanges did to them meanwhile.
+
+        They fall no lower than either has them, since among them are variances.
+        """
         for mine, old, new in zip(self.buffers, before, after, strict=True):
-            if is_averaged(mine):
+            if is_averaged(mine) and not mine.is_complex():
+                lowest = torch.minimum(mine, new)
+                torch.maximum(mine.add_(new).sub_(old), lowest, out=mine)
+            elif is_averaged(mine):
                 mine.add_(new).sub_(old)
             else:
                 torch.maximum(mine, new, out=mine)
