@@ -13,7 +13,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Message:
     def tensors(self) -> list[Tensor]:
         """The payload, in the order of the fields."""
         found: list[Tensor] = []
-        for name, single in _payload(self):
+        for name, single in _payload(type(self)):
             if single:
                 found.append(getattr(self, name))
             else:
@@ -63,7 +63,7 @@ class Message:
     def with_tensors(self, tensors: Iterator[Tensor]) -> Message:
         """The same header over other tensors, taken in the order of `tensors()`."""
         changes: dict[str, Any] = {}
-        for name, single in _payload(self):
+        for name, single in _payload(type(self)):
             changes[name] = next(tensors) if single else tuple(next(tensors) for _ in getattr(self, name))
         return dataclasses.replace(self, **changes)
 
@@ -76,17 +76,37 @@ class Message:
         return HEADER_BYTES + sum(tensor.nbytes for tensor in self.tensors())
 
 
+Kind = TypeVar("Kind", bound=Message)
+
 _PAYLOADS: dict[type[Message], list[tuple[str, bool]]] = {}
 
 
-def _payload(message: Message) -> list[tuple[str, bool]]:
+def _payload(kind: type[Message]) -> list[tuple[str, bool]]:
     """The fields of a message that hold tensors, and whether they hold just one."""
-    kind = type(message)
     if kind not in _PAYLOADS:
         hints = typing.get_type_hints(kind)
         kinds = [(item.name, hints[item.name]) for item in dataclasses.fields(kind)]
         _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in kinds if hint in (Tensor, Buffers)]
     return _PAYLOADS[kind]
+
+
+def packed(message: Message) -> dict[str, Any]:
+    """A message as tensors and plain data, for a node's state."""
+    values = {item.name: getattr(message, item.name) for item in dataclasses.fields(message)}
+    tensors = {}
+    for name, single in _payload(type(message)):
+        held = values.pop(name)
+        tensors[name] = held.clone() if single else [tensor.clone() for tensor in held]
+    return {"header": values, "tensors": tensors}
+
+
+def unpacked(kind: type[Kind], state: dict[str, Any]) -> Kind:
+    """The message that was packed, also where its tuples have become lists meanwhile."""
+    return kind(**{name: _tuples(value) for part in ("header", "tensors") for name, value in state[part].items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)

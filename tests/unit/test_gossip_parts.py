@@ -11,12 +11,13 @@ import torch
 
 import offbeat as ob
 from offbeat.cli import main
+from offbeat.messages import packed, unpacked
 from offbeat.randomness import restore, state_of, stream
 from offbeat.records.files import read_run
 from offbeat.strategies.gossip.assembly import Assembly, children, parents
 from offbeat.strategies.gossip.matchmaker import Matchmaker
 from offbeat.strategies.gossip.members import Members, linked_to
-from offbeat.strategies.gossip.messages import Average, Gather, Part, packed, unpacked
+from offbeat.strategies.gossip.messages import Average, Gather, Part
 from offbeat.strategies.gossip.pulse import Pulse
 from offbeat.strategies.gossip.replica import Replica
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,9 +23,23 @@ from offbeat.events import Evaluated, Event, Leave, MessageArrived, PeerJoined, 
 from offbeat.messages import Buffers, Message, Stop, Stopped
 from offbeat.records.schema import Contribution, Dropped, Membership, Reason
 from offbeat.strategies.evaluations import Evaluations
-from offbeat.strategies.strategy import Node, Setup, State
+from offbeat.strategies.strategy import Node, Setup, State, Strategy
 
 HUB = 0
+
+
+@dataclass(frozen=True)
+class Centred(Strategy):
+    """A strategy whose rank 0 is a hub that does not compute; all others do, and talk to it alone."""
+
+    def processes(self, workers: int) -> int:
+        return workers + 1
+
+    def computes(self, rank: int) -> bool:
+        return rank != HUB
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return range(1, processes) if rank == HUB else (HUB,)
 
 
 class Centre(Node):

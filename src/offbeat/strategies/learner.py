@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from offbeat.draws import Range
 from offbeat.errors import ConfigurationError
 from offbeat.events import GradientReady, MessageArrived, StepReady
 from offbeat.flat import is_finite
-from offbeat.messages import Buffers
+from offbeat.messages import Buffers, packed, unpacked
 from offbeat.optimizers import Optimizer, Stepper
 from offbeat.pool import Pool
 from offbeat.strategies.follower import HUB, Follower
@@ -373,7 +373,7 @@ class Learner(Follower):
             "buffers": [buffer.clone() for buffer in self._buffers],
             "optimizer": self._stepper.state(),
             "accumulated": None if self._accumulated is None else self._accumulated.clone(),
-            "fragments": [_packed(fragment) for fragment in self._fragments],
+            "fragments": [_state_of(fragment) for fragment in self._fragments],
             "begun": self._begun,
             "version": self._version,
             "steps": self._steps,
@@ -397,12 +397,12 @@ class Learner(Follower):
         self._stepper.restore(state["optimizer"])
         if self._accumulated is not None:
             self._accumulated.copy_(state["accumulated"])
-        for fragment, packed in zip(self._fragments, state["fragments"], strict=True):
-            fragment.anchor = packed["anchor"]
-            fragment.version, fragment.included = packed["version"], packed["included"]
-            fragment.marks = [(number, step, values) for number, step, values in packed["marks"]]
-            fragment.samples, fragment.sent_at_step = packed["samples"], packed["sent_at_step"]
-            fragment.held = [Merged(**{**held, "buffers": tuple(held["buffers"])}) for held in packed["held"]]
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            fragment.anchor = saved["anchor"]
+            fragment.version, fragment.included = saved["version"], saved["included"]
+            fragment.marks = [(number, step, values) for number, step, values in saved["marks"]]
+            fragment.samples, fragment.sent_at_step = saved["samples"], saved["sent_at_step"]
+            fragment.held = [unpacked(Merged, held) for held in saved["held"]]
         self._begun = state["begun"]
         self._version = state["version"]
         self._steps = state["steps"]
@@ -419,7 +419,7 @@ class Learner(Follower):
         self._scored = state["scored"]
 
 
-def _packed(fragment: _Fragment) -> State:
+def _state_of(fragment: _Fragment) -> State:
     return {
         "anchor": fragment.anchor.clone(),
         "version": fragment.version,
@@ -427,17 +427,5 @@ def _packed(fragment: _Fragment) -> State:
         "marks": [[number, step, values.clone()] for number, step, values in fragment.marks],
         "samples": fragment.samples,
         "sent_at_step": fragment.sent_at_step,
-        "held": [_packed_merged(merged) for merged in fragment.held],
-    }
-
-
-def _packed_merged(merged: Merged) -> dict[str, Any]:
-    return {
-        "parameters": merged.parameters.clone(),
-        "buffers": [buffer.clone() for buffer in merged.buffers],
-        "version": merged.version,
-        "fragment": merged.fragment,
-        "included": merged.included,
-        "samples_total": merged.samples_total,
-        "learners": merged.learners,
+        "held": [packed(merged) for merged in fragment.held],
     }

@@ -13,16 +13,14 @@ members     Roster                           who is there, for those who are not
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from offbeat.messages import Buffers, Message
 
 Counts = tuple[int, ...]
-Kind = TypeVar("Kind", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -180,21 +178,3 @@ class Roster(Message):
     """Who is there, as the sender, who is linked to everybody, sees it."""
 
     ranks: tuple[int, ...]
-
-
-def packed(message: Message) -> dict[str, Any]:
-    """A message as tensors and plain data, for a node's state."""
-    header = {
-        item.name: value
-        for item in dataclasses.fields(message)
-        if not isinstance(value := getattr(message, item.name), Tensor) and item.name != "buffers"
-    }
-    return {"header": header, "tensors": [tensor.clone() for tensor in message.tensors()]}
-
-
-def unpacked(kind: type[Kind], state: dict[str, Any]) -> Kind:
-    """The message that was packed: its first tensor is the vector, the rest are buffers."""
-    header = {key: tuple(value) if isinstance(value, list) else value for key, value in state["header"].items()}
-    vector, *buffers = state["tensors"]
-    name = next(item.name for item in dataclasses.fields(kind) if item.name not in header and item.name != "buffers")
-    return kind(**{name: vector, "buffers": tuple(buffers)}, **header)

@@ -30,7 +30,7 @@ from offbeat.events import (
     StepReady,
     TimerFired,
 )
-from offbeat.messages import Buffers
+from offbeat.messages import Buffers, packed, unpacked
 from offbeat.records.schema import Contribution, Dropped, Reason, Update
 from offbeat.strategies.gossip.agreement import ENDING, HOLDING, TRAINING
 from offbeat.strategies.gossip.assembly import Assembly
@@ -44,8 +44,6 @@ from offbeat.strategies.gossip.messages import (
     Part,
     Ready,
     Tally,
-    packed,
-    unpacked,
 )
 from offbeat.strategies.gossip.together import Together
 from offbeat.strategies.strategy import Setup, State

@@ -4,23 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.actions import Budget, Samples
 from offbeat.optimizers import Optimizer
-from offbeat.strategies.centre import HUB
+from offbeat.strategies.centre import HUB, Centred
 from offbeat.strategies.hub.node import HubNode
 from offbeat.strategies.hub.parts import All, Collect, Share, TargetBatch
 from offbeat.strategies.hub.restarting import RestartingHub
 from offbeat.strategies.hub.worker import Worker
-from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.strategies.strategy import Node, Setup
 from offbeat.validation import require, require_not_negative, require_positive
 
 
 @dataclass(frozen=True)
-class Hub(Strategy):
+class Hub(Centred):
     """Rank 0 is the hub, all other ranks compute."""
 
     summary: ClassVar[str] = "one hub and its workers, composed from parts"
@@ -43,15 +42,6 @@ class Hub(Strategy):
         require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
         require_positive(self, "checkpoint_interval_seconds")
         require_not_negative(self, "staleness_max", "damping")
-
-    def processes(self, workers: int) -> int:
-        return workers + 1
-
-    def computes(self, rank: int) -> bool:
-        return rank != HUB
-
-    def peers(self, rank: int, processes: int) -> Iterable[int]:
-        return range(1, processes) if rank == HUB else (HUB,)
 
     @property
     def staleness_bound(self) -> int | None:

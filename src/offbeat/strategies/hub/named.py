@@ -17,16 +17,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from offbeat.actions import Samples, Seconds
 from offbeat.configuration import option
 from offbeat.optimizers import AMSGrad, Optimizer
+from offbeat.strategies.centre import Centred
 from offbeat.strategies.hub.composition import Hub
 from offbeat.strategies.hub.parts import All, Distinct, Every, Messages, Share, TargetBatch
-from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.strategies.strategy import Node, Setup
 from offbeat.validation import check_types, require, require_positive
 
 USUAL_PERIOD_SECONDS = 2.0
@@ -35,7 +35,7 @@ USUAL_SAMPLES = 512 / 5.65
 
 
 @dataclass(frozen=True)
-class HubStrategy(Strategy):
+class HubStrategy(Centred):
     """What all of them share. `hub` builds the composition for a number of workers."""
 
     microbatch: int = option(16, "samples per forward and backward call")
@@ -58,15 +58,6 @@ class HubStrategy(Strategy):
         """A composition of these parts and of the fields that all share."""
         shared = {item.name: getattr(self, item.name) for item in dataclasses.fields(HubStrategy)}
         return Hub(**shared, **parts)  # type: ignore[arg-type]
-
-    def processes(self, workers: int) -> int:
-        return self.hub(workers).processes(workers)
-
-    def computes(self, rank: int) -> bool:
-        return self.hub(workers=1).computes(rank)
-
-    def peers(self, rank: int, processes: int) -> Iterable[int]:
-        return self.hub(workers=1).peers(rank, processes)
 
     @property
     def staleness_bound(self) -> int | None:

@@ -5,21 +5,20 @@ Every algorithm of the family is a choice along these axes; `named.py` has the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.optimizers import SGD, Optimizer
-from offbeat.strategies.centre import HUB
+from offbeat.strategies.centre import HUB, Centred
 from offbeat.strategies.learner import Content, Differences, Gradients, Learner, Plan, Values, soonest
 from offbeat.strategies.local_steps.node import Merger
 from offbeat.strategies.local_steps.parts import Everyone, Merge
-from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.strategies.strategy import Node, Setup
 from offbeat.validation import require, require_not_negative, require_positive
 
 
 @dataclass(frozen=True)
-class LocalSteps(Strategy):
+class LocalSteps(Centred):
     """Rank 0 is the hub, all other ranks train replicas of their own."""
 
     summary: ClassVar[str] = "learners that exchange now and then through a hub, composed from parts"
@@ -66,15 +65,6 @@ class LocalSteps(Strategy):
             assert self.optimizer is not None
             return self.optimizer
         return self.outer
-
-    def processes(self, workers: int) -> int:
-        return workers + 1
-
-    def computes(self, rank: int) -> bool:
-        return rank != HUB
-
-    def peers(self, rank: int, processes: int) -> Iterable[int]:
-        return range(1, processes) if rank == HUB else (HUB,)
 
     @property
     def staleness_bound(self) -> int | None:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from offbeat.configuration import option
 from offbeat.optimizers import SGD, AdamW, Optimizer
+from offbeat.strategies.centre import Centred
 from offbeat.strategies.learner import Content, Gradients
 from offbeat.strategies.local_steps.composition import LocalSteps
 from offbeat.strategies.local_steps.parts import Quorum
-from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.strategies.strategy import Node, Setup
 from offbeat.validation import check_types, require, require_positive
 
 OUTER = SGD(lr=0.7, momentum=0.5, nesterov=True)
@@ -33,7 +33,7 @@ ADAMW_LR_MAX = 1e-2
 
 
 @dataclass(frozen=True)
-class LocalStepsStrategy(Strategy):
+class LocalStepsStrategy(Centred):
     """What all of them share. `composition` builds the parts."""
 
     batch: int = option(64, "samples per local step")
@@ -56,15 +56,6 @@ class LocalStepsStrategy(Strategy):
         """A composition of these parts and of the fields that all share."""
         names = ("batch", "microbatch", "nonfinite_max", "patience_seconds")
         return LocalSteps(**{name: getattr(self, name) for name in names}, **parts)  # type: ignore[arg-type]
-
-    def processes(self, workers: int) -> int:
-        return self.composition().processes(workers)
-
-    def computes(self, rank: int) -> bool:
-        return self.composition().computes(rank)
-
-    def peers(self, rank: int, processes: int) -> Iterable[int]:
-        return self.composition().peers(rank, processes)
 
     @property
     def staleness_bound(self) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from offbeat.actions import Action, ClearTimer, Report, Send, SetTimer
 from offbeat.events import MessageArrived, TimerFired
 from offbeat.flat import Layout, Slot, is_finite, renewed_buffers
-from offbeat.messages import Buffers, Message
+from offbeat.messages import Buffers, Message, packed, unpacked
 from offbeat.optimizers import Stepper
 from offbeat.pool import Pool
 from offbeat.records.schema import Contribution, Update
@@ -262,7 +262,7 @@ class Merger(Centre):
             "open": {str(key): collected.state() for key, collected in self._open.items()},
             "exchange": self._exchange,
             "next": {str(rank): number for rank, number in self._next.items()},
-            "early": {str(rank): [_packed(message) for message in held.values()] for rank, held in self._early.items()},
+            "early": {str(rank): [packed(message) for message in held.values()] for rank, held in self._early.items()},
             "included": {
                 str(rank): {str(fragment): number for fragment, number in numbers.items()}
                 for rank, numbers in self._included.items()
@@ -280,13 +280,13 @@ class Merger(Centre):
         self._parameters.copy_(state["parameters"])
         self._whole = (self._version, self._parameters.clone())
         self._buffers = tuple(state["buffers"])
-        for stepper, packed in zip(self._steppers, state["optimizers"], strict=True):
-            stepper.restore(packed)
-        self._open = {int(key): Collected.restored(packed) for key, packed in state["open"].items()}
+        for stepper, saved in zip(self._steppers, state["optimizers"], strict=True):
+            stepper.restore(saved)
+        self._open = {int(key): Collected.restored(saved) for key, saved in state["open"].items()}
         self._exchange = state["exchange"]
         self._next = {int(rank): number for rank, number in state["next"].items()}
         self._early = {
-            int(rank): {packed["exchange"]: _unpacked(packed) for packed in held}
+            int(rank): {message.exchange: message for message in (unpacked(Progress, early) for early in held)}
             for rank, held in state["early"].items()
         }
         self._included = {
@@ -306,26 +306,3 @@ _GRACE = "grace "
 
 def _timer(fragment: int) -> str:
     return f"{_GRACE}{fragment}"
-
-
-def _packed(message: Progress) -> State:
-    return {
-        "change": message.change.clone(),
-        "buffers": [buffer.clone() for buffer in message.buffers],
-        "exchange": message.exchange,
-        "fragment": message.fragment,
-        "samples": message.samples,
-        "complete": [list(stretch) for stretch in message.complete],
-        "broken": [list(draws) for draws in message.broken],
-        "broken_in_a_row": message.broken_in_a_row,
-        "score": message.score,
-    }
-
-
-def _unpacked(packed: State) -> Progress:
-    tuples = {
-        "buffers": tuple(packed["buffers"]),
-        "complete": tuple((first, stop, version) for first, stop, version in packed["complete"]),
-        "broken": tuple((first, stop) for first, stop in packed["broken"]),
-    }
-    return Progress(**{**packed, **tuples})

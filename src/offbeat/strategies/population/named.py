@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.configuration import option
 from offbeat.optimizers import Optimizer
 from offbeat.schedules import Schedule
-from offbeat.strategies.centre import HUB
+from offbeat.strategies.centre import HUB, Centred
 from offbeat.strategies.learner import Plan, Values, soonest
 from offbeat.strategies.population.member import Member
 from offbeat.strategies.population.node import Switch
 from offbeat.strategies.population.parts import Better, Initial, Shuffled, Sources
-from offbeat.strategies.strategy import Node, Setup, Strategy
+from offbeat.strategies.strategy import Node, Setup
 from offbeat.validation import check_types, require, require_positive
 
 
 @dataclass(frozen=True)
-class Population(Strategy, name="population"):
+class Population(Centred, name="population"):
     """Rank 0 is the switch, all other ranks train parameters of their own; the best of them is the result."""
 
     summary: ClassVar[str] = "a model of its own on every worker, averaged with those that do better; the best is kept"
@@ -57,13 +56,7 @@ class Population(Strategy, name="population"):
             len(self.rates) <= workers,
             f"the population has {len(self.rates)} rates for {workers} workers; give one for each at the most",
         )
-        return workers + 1
-
-    def computes(self, rank: int) -> bool:
-        return rank != HUB
-
-    def peers(self, rank: int, processes: int) -> Iterable[int]:
-        return range(1, processes) if rank == HUB else (HUB,)
+        return super().processes(workers)
 
     def rate_of(self, rank: int) -> float:
         """The factor on the learning rate of a rank; worker 0 is rank 1."""
