@@ -13,6 +13,7 @@ from offbeat.compression import decode, is_coded, uncompressed_bytes
 from offbeat.compression.blob import HEAD_BYTES
 from offbeat.compression.top_k import SAMPLE
 from offbeat.configuration import from_plain, to_plain
+from offbeat.errors import ContractViolation
 from offbeat.messages import HEADER_BYTES, Stop
 from offbeat.pool import Pool
 from offbeat.strategies.hub.messages import Gradient, Parameters
@@ -23,6 +24,10 @@ DTYPES = [torch.float32, torch.float64]
 
 def vector(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def bytes_of(numel: int) -> Tensor:
+    return torch.full((numel,), 7, dtype=torch.uint8)
 
 
 def gradient(values: Tensor) -> Gradient:
@@ -190,6 +195,14 @@ def test_a_message_knows_what_it_would_weigh() -> None:
     assert uncompressed_bytes(coded) == plain.nbytes == HEADER_BYTES + 4000 + 8
     stop = Stop(torch.zeros(30, dtype=torch.uint8), (), 0)
     assert uncompressed_bytes(stop) == stop.nbytes
+
+
+@pytest.mark.parametrize("junk", [bytes_of(0), bytes_of(30), bytes_of(60)[::2], bytes_of(64).reshape(8, 8)])
+def test_bytes_that_are_no_blob_weigh_what_they_weigh_and_are_refused_when_read(junk: Tensor) -> None:
+    message = gradient(vector(10)).with_tensors(iter([junk, vector(2)]))
+    assert uncompressed_bytes(message) == message.nbytes
+    with pytest.raises(ContractViolation):
+        decode(junk, Pool())
 
 
 def test_only_what_a_message_declares_may_be_compressed() -> None:

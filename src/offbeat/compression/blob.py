@@ -55,7 +55,7 @@ def is_coded(tensor: Tensor) -> bool:
 
 def head_of(blob: Tensor) -> Head:
     """What a blob stands for; refuses bytes that cannot be one."""
-    if blob.dim() != 1 or blob.numel() < HEAD_BYTES:
+    if blob.dim() != 1 or blob.numel() < HEAD_BYTES or not blob.is_contiguous():
         raise ContractViolation(f"{blob.numel()} bytes came in the place of a tensor, and cannot be a compressed one")
     name, itemsize, number, numel = _HEAD.unpack_from(blob.numpy())  # type: ignore[arg-type]
     if itemsize not in DTYPES:
@@ -74,10 +74,16 @@ def uncompressed_bytes(message: Message) -> int:
 
 
 def saved_bytes(message: Message) -> int:
-    """How much less a message weighs for what is coded in it; engines ask this of every message."""
+    """How much less a message weighs for what is coded in it; engines ask this of every message.
+
+    This only counts: bytes that cannot be a blob stand for themselves here, and are refused by who decodes them.
+    """
     saved = 0
     for name in message.compressible():
         tensor = getattr(message, name)
         if is_coded(tensor):
-            saved += head_of(tensor.cpu()).nbytes - tensor.nbytes
+            try:
+                saved += head_of(tensor.cpu()).nbytes - tensor.nbytes
+            except ContractViolation:
+                continue
     return saved
