@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from offbeat.errors import RunFailed
 from offbeat.messages import Message
@@ -17,6 +18,9 @@ from offbeat.transports.transport import Arrived, Joined, Lost, Refused, Transpo
 LOOK_SECONDS = 0.25
 """How often it is looked whether something else than a message ends the wait."""
 
+LOST_RANK_0 = "lost rank 0"
+"""What a rank says of itself that has lost the one which leads."""
+
 
 class LinkLost(RunFailed):
     """The link to a peer is gone."""
@@ -24,6 +28,16 @@ class LinkLost(RunFailed):
     def __init__(self, peer: int, why: str) -> None:
         super().__init__(f"rank {peer} was lost ({why})")
         self.peer, self.why = peer, why
+
+    @contextmanager
+    def told_also(self) -> Iterator[None]:
+        """Where the other end only says that it has lost this one, the cause is what this end knows."""
+        try:
+            yield
+        except RunFailed as failed:
+            if LOST_RANK_0 in str(failed):
+                raise RunFailed(f"{failed}; at rank 0: {self.why}") from None
+            raise
 
 
 class Silence(RunFailed):
@@ -82,8 +96,10 @@ class Mail:
         if isinstance(incoming, Joined):
             self._incarnations[incoming.peer] = incoming.incarnation
         elif isinstance(incoming, Lost):
-            self._look()  # a process that was started here may say more about it
-            raise LinkLost(incoming.peer, incoming.why)
+            lost = LinkLost(incoming.peer, incoming.why)
+            with lost.told_also():
+                self._look()  # a process that was started here may say more about it
+            raise lost
         elif isinstance(incoming, Refused):
             raise RunFailed(incoming.why)
         elif incoming is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from offbeat.errors import RunFailed
 from offbeat.messages import Message
 from offbeat.probing import blocks
-from offbeat.probing.mail import LinkLost, Mail
+from offbeat.probing.mail import LOST_RANK_0, LinkLost, Mail
 from offbeat.probing.messages import (
     ProbeBlock,
     ProbeEcho,
@@ -73,7 +73,7 @@ class Member:
                 source, message = self._mail.next(math.inf)
             except LinkLost as lost:
                 if lost.peer == 0:
-                    raise RunFailed(f"rank {self.rank} lost rank 0 ({lost.why})") from None
+                    raise RunFailed(f"rank {self.rank} {LOST_RANK_0} ({lost.why})") from None
                 self._mail.send(0, ProbeTrouble(lost.peer, lost.why))
                 continue
             if isinstance(message, ProbeOver):

@@ -138,7 +138,8 @@ def probe_here(
             try:
                 network = take_part(seat, probe, manner, progress, look=look, terms=Desk(ranks, [0, *here]))
             except LinkLost as lost:
-                look(lost.peer)
+                with lost.told_also():
+                    look(lost.peer)
                 raise
     assert network is not None
     return network
