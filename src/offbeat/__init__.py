@@ -6,200 +6,28 @@ run = ob.simulate(ob.Digits(), ob.AsyncTimed(), ob.Cluster(straggle=ob.NIAGARA),
 print(run.summary.seconds_to_target)
 """
 
-from offbeat.actions import Samples, Seconds
-from offbeat.calibration import calibrate
-from offbeat.cluster import (
-    CEDAR,
-    NIAGARA,
-    Cluster,
-    Corrupt,
-    Crash,
-    Link,
-    Lognormal,
-    Mixture,
-    NoStraggle,
-    Pareto,
-    Partition,
-    Pause,
-    ShiftedExponential,
-    Slowdown,
-    Straggle,
-    Trace,
-    WorkerOverride,
-    failures,
-    load_cluster,
-)
-from offbeat.comparison import Comparison
-from offbeat.compression import BFloat16, Compression, Int8, TopK
-from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
-from offbeat.experiment import Experiment, Plan
-from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer, large_batch
-from offbeat.running import Run, compare, simulate
-from offbeat.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp
-from offbeat.session import AsyncDataParallel, Session, join
-from offbeat.strategies.gossip import (
-    Acid,
-    FirstAvailable,
-    Gossip,
-    GossipAcid,
-    Matchings,
-    Poisson,
-    Random,
-    Regular,
-)
-from offbeat.strategies.hub import (
-    AnytimeMinibatch,
-    AsyncAdaptive,
-    AsyncFixed,
-    AsyncTimed,
-    BackupWorkers,
-    FixedMinibatch,
-    Hub,
-    RestartFromCheckpoint,
-    SyncAdaptive,
-)
-from offbeat.strategies.local_steps import (
-    DecoupledDiLoCo,
-    DelayedExchange,
-    Differences,
-    DiLoCo,
-    Gradients,
-    LocalSGD,
-    LocalSteps,
-)
-from offbeat.strategies.population import All, Best, Better, Population, Same, Shuffled
-from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Node, Setup, Strategy
-from offbeat.taking_part import Live
-from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Graph, Star, Topology
-from offbeat.training import train
-from offbeat.version import __version__
-from offbeat.workloads import (
-    ByLabel,
-    Digits,
-    DigitsCNN,
-    DigitsLogistic,
-    Examples,
-    LinearRegression,
-    NamedWorkload,
-    Quadratic,
-    Sharded,
-    Shared,
-    Target,
-    TwoGaussians,
-    Workload,
-)
+from __future__ import annotations
 
-__all__ = [
-    "CEDAR",
-    "NIAGARA",
-    "SGD",
-    "AMSGrad",
-    "Acid",
-    "Adam",
-    "AdamW",
-    "All",
-    "AnytimeMinibatch",
-    "AsyncAdaptive",
-    "AsyncDataParallel",
-    "AsyncFixed",
-    "AsyncTimed",
-    "BFloat16",
-    "BackupWorkers",
-    "Best",
-    "Better",
-    "ByLabel",
-    "Cluster",
-    "Comparison",
-    "Complete",
-    "Compression",
-    "ConfigurationError",
-    "Constant",
-    "ContractViolation",
-    "Corrupt",
-    "Crash",
-    "Cycle",
-    "DecoupledDiLoCo",
-    "DelayedExchange",
-    "DiLoCo",
-    "Differences",
-    "Digits",
-    "DigitsCNN",
-    "DigitsLogistic",
-    "Edges",
-    "EverySeconds",
-    "EveryUpdates",
-    "Examples",
-    "Experiment",
-    "Exponential",
-    "ExponentialGraph",
-    "FirstAvailable",
-    "FixedMinibatch",
-    "Gossip",
-    "GossipAcid",
-    "Gradients",
-    "Graph",
-    "Hub",
-    "Int8",
-    "Linear",
-    "LinearRegression",
-    "Link",
-    "Live",
-    "LocalSGD",
-    "LocalSteps",
-    "Lognormal",
-    "Matchings",
-    "Milestones",
-    "MissingDependency",
-    "Mixture",
-    "NamedWorkload",
-    "NoStraggle",
-    "Node",
-    "OffbeatError",
-    "Optimizer",
-    "Pareto",
-    "Partition",
-    "Pause",
-    "Plan",
-    "Poisson",
-    "Population",
-    "Quadratic",
-    "RMSprop",
-    "Random",
-    "Regular",
-    "RestartFromCheckpoint",
-    "Run",
-    "RunFailed",
-    "Same",
-    "Samples",
-    "Schedule",
-    "Seconds",
-    "Session",
-    "Setup",
-    "Sharded",
-    "Shared",
-    "ShiftedExponential",
-    "Shuffled",
-    "Slowdown",
-    "Star",
-    "Straggle",
-    "Strategy",
-    "SyncAdaptive",
-    "Target",
-    "TopK",
-    "Topology",
-    "TorchOptimizer",
-    "Trace",
-    "TwoGaussians",
-    "WarmUp",
-    "WorkerOverride",
-    "Workload",
-    "__version__",
-    "calibrate",
-    "compare",
-    "failures",
-    "join",
-    "large_batch",
-    "load_cluster",
-    "simulate",
-    "train",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from offbeat.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from offbeat.public import *  # noqa: F403  (it has __all__)
+
+
+def __getattr__(name: str) -> Any:
+    """A module of this package, or a public name: imported when it is used, since torch alone takes a second or two."""
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    if not name.startswith("__") or name == "__all__":
+        public = importlib.import_module("offbeat.public")
+        if name == "__all__" or name in public.__all__:
+            return globals().setdefault(name, getattr(public, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("offbeat.public").__all__})
