@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from accounts import check_accounts
 
 from offbeat.analysis import of_kind
