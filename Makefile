@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench results clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/bytes.py
 	$(BIN)/python bench/goodput.py
 	$(BIN)/python bench/compression.py
+
+results: $(INSTALLED)
+	$(BIN)/python docs/draw_results.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

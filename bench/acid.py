@@ -194,7 +194,7 @@ def one_run(task: Task) -> Found:
     distance = statistics.fmean(watch.distances[BURN_IN * LOOKS :])
     if task.workload != CNN:
         return Found(task, distance)
-    average_loss, _ = simulation.computing.evaluate(outcome.finishes[0].parameters, ())
+    average_loss = simulation.computing.evaluate(outcome.finishes[0].parameters, ()).loss
     peer_losses = [simulation.computing.evaluate(replica, ())[0] for replica in watch.replicas]
     return Found(task, distance, average_loss, statistics.fmean(peer_losses))
 

@@ -47,6 +47,7 @@ from offbeat.configuration import to_plain
 from offbeat.engines.simulated import Scenario, Simulation
 from offbeat.records.schema import Evaluation, Traffic
 from offbeat.strategies.local_steps import DecoupledDiLoCo, DiLoCo, LocalSGD
+from offbeat.workloads.workload import Measured
 
 WORKERS = 8
 DECAY = 1e-3
@@ -77,10 +78,10 @@ NAMED: dict[str, ob.NamedWorkload] = {
 class Regularised(ob.Workload):
     """Its loss is the objective: on all training data, with the regulariser."""
 
-    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        loss, accuracy = super().evaluate(model)
+    def evaluate(self, model: nn.Module) -> Measured:
+        measured = super().evaluate(model)
         squares = sum(float(parameter.detach().double().square().sum()) for parameter in model.parameters())
-        return loss + 0.5 * DECAY * squares, accuracy
+        return measured._replace(loss=measured.loss + 0.5 * DECAY * squares)
 
 
 def regularised(name: str) -> ob.Workload:

@@ -204,7 +204,7 @@ def one_run(task: Task) -> dict[str, Any]:
     if watch.values is None:
         watch.take(simulation)
     assert watch.values is not None
-    loss, _ = simulation.computing.evaluate(watch.values, ())
+    loss = simulation.computing.evaluate(watch.values, ()).loss
     rate = sum(1.0 / factor for factor in factors or [1.0] * WORKERS) * BATCH / STEP_SECONDS
     return {
         **dataclasses.asdict(task),

@@ -104,6 +104,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     budget_used: float | None
     budget_used_mean: float | None
     undone: int
+    accuracy_top5: float | None
 
     def __str__(self) -> str:
         """A few lines to read."""
@@ -292,8 +293,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         seconds=seconds,
         updates=len(updates) - sum(record.version - 1 - record.to_version for record in undone),
         samples=samples,
-        loss=finite(curve[-1].loss) if curve else None,
-        accuracy=finite(curve[-1].accuracy) if curve else None,
+        **_measured_last(curve),
         seconds_to_target=reached,
         staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
         staleness_max=max(stalenesses, default=None),
@@ -325,6 +325,12 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         consensus_estimated=exchanged.estimated,
         **_budget_used(run, seconds),
     )
+
+
+def _measured_last(curve: Sequence[Evaluation]) -> dict[str, float | None]:
+    """What the last evaluation found."""
+    names = ("loss", "accuracy", "accuracy_top5")
+    return {name: finite(getattr(curve[-1], name)) if curve else None for name in names}
 
 
 def _budget_used(run: RunRecords, seconds: float) -> dict[str, float | None]:

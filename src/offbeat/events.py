@@ -88,12 +88,13 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The answer to `Evaluate`; `accuracy` is None where the workload has none."""
+    """The answer to `Evaluate`; `accuracy` is None where the workload has none, the other where classes are few."""
 
     at: float
     version: int
     loss: float
     accuracy: float | None
+    accuracy_top5: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -151,6 +151,12 @@ class AMSGrad(Adam, name="amsgrad"):
     def before_step(self, groups: Groups, update: int) -> None:
         for group in groups:
             group["eps"] = self.epsilon / (1.0 - self.beta2**update) ** 0.5
+
+    @classmethod
+    def like(cls, optimizer: Optimizer) -> AMSGrad:
+        """AMSGrad with whatever it has in common with another optimizer: rate, weight decay, clipping."""
+        shared = {item.name for item in fields(cls)} & {item.name for item in fields(optimizer)}
+        return cls(**{name: value for name in shared if (value := getattr(optimizer, name)) is not None})
 
 
 @dataclass(frozen=True)

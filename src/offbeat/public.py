@@ -27,6 +27,7 @@ from offbeat.comparison import Comparison
 from offbeat.compression import BFloat16, Compression, Int8, TopK
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
 from offbeat.experiment import Experiment, Plan
+from offbeat.microbatching import MicrobatchCurve, microbatch
 from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer, large_batch
 from offbeat.running import Run, compare, simulate
 from offbeat.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp
@@ -62,6 +63,7 @@ from offbeat.strategies.local_steps import (
     LocalSteps,
 )
 from offbeat.strategies.population import All, Best, Better, Population, Same, Shuffled
+from offbeat.strategies.serial import ArtificialDelay, Serial
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Node, Setup, Strategy
 from offbeat.taking_part import Live
 from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Graph, Star, Topology
@@ -69,18 +71,36 @@ from offbeat.training import train
 from offbeat.version import __version__
 from offbeat.workloads import (
     ByLabel,
+    Cifar10,
+    Cinic10,
     Digits,
     DigitsCNN,
     DigitsLogistic,
+    Dirichlet,
     Examples,
+    FashionMnist,
+    ImageNet32,
     LinearRegression,
+    Mnist,
     NamedWorkload,
     Quadratic,
     Sharded,
     Shared,
     Target,
+    ToyConvolutional,
+    ToyDeep,
     TwoGaussians,
     Workload,
+)
+from offbeat.workloads.models import (
+    AllCNN,
+    CifarCNN,
+    LeNet5,
+    MnistCNN,
+    Model,
+    ResNet18,
+    WideResNet28x2,
+    WideResNet28x5,
 )
 
 __all__ = [
@@ -92,7 +112,9 @@ __all__ = [
     "Adam",
     "AdamW",
     "All",
+    "AllCNN",
     "AnytimeMinibatch",
+    "ArtificialDelay",
     "AsyncAdaptive",
     "AsyncDataParallel",
     "AsyncFixed",
@@ -102,6 +124,9 @@ __all__ = [
     "Best",
     "Better",
     "ByLabel",
+    "Cifar10",
+    "CifarCNN",
+    "Cinic10",
     "Cluster",
     "Comparison",
     "Complete",
@@ -119,6 +144,7 @@ __all__ = [
     "Digits",
     "DigitsCNN",
     "DigitsLogistic",
+    "Dirichlet",
     "Edges",
     "EverySeconds",
     "EveryUpdates",
@@ -126,6 +152,7 @@ __all__ = [
     "Experiment",
     "Exponential",
     "ExponentialGraph",
+    "FashionMnist",
     "FirstAvailable",
     "FixedMinibatch",
     "Gossip",
@@ -133,7 +160,9 @@ __all__ = [
     "Gradients",
     "Graph",
     "Hub",
+    "ImageNet32",
     "Int8",
+    "LeNet5",
     "Linear",
     "LinearRegression",
     "Link",
@@ -142,9 +171,13 @@ __all__ = [
     "LocalSteps",
     "Lognormal",
     "Matchings",
+    "MicrobatchCurve",
     "Milestones",
     "MissingDependency",
     "Mixture",
+    "Mnist",
+    "MnistCNN",
+    "Model",
     "NamedWorkload",
     "NoStraggle",
     "Node",
@@ -160,6 +193,7 @@ __all__ = [
     "RMSprop",
     "Random",
     "Regular",
+    "ResNet18",
     "RestartFromCheckpoint",
     "Run",
     "RunFailed",
@@ -167,6 +201,7 @@ __all__ = [
     "Samples",
     "Schedule",
     "Seconds",
+    "Serial",
     "Session",
     "Setup",
     "Sharded",
@@ -182,9 +217,13 @@ __all__ = [
     "TopK",
     "Topology",
     "TorchOptimizer",
+    "ToyConvolutional",
+    "ToyDeep",
     "Trace",
     "TwoGaussians",
     "WarmUp",
+    "WideResNet28x2",
+    "WideResNet28x5",
     "WorkerOverride",
     "Workload",
     "__version__",
@@ -194,6 +233,7 @@ __all__ = [
     "join",
     "large_batch",
     "load_cluster",
+    "microbatch",
     "simulate",
     "train",
 ]

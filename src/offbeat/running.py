@@ -175,7 +175,7 @@ def header_of(
         engine=engine,
         label=experiment.name,
         workload=workload.label,
-        workers=experiment.workers,
+        workers=_computing_workers(experiment),
         seed=experiment.seed,
         parameters=parameters,
         target=None if experiment.target is None else to_plain(experiment.target),
@@ -183,6 +183,12 @@ def header_of(
         offbeat=__version__,
         torch=str(torch.__version__),
     )
+
+
+def _computing_workers(experiment: Experiment) -> int:
+    """How many workers compute: as many as were asked for, unless the strategy is for fewer."""
+    strategy = experiment.strategy
+    return sum(map(strategy.computes, range(strategy.processes(experiment.workers))))
 
 
 class _Recorder:

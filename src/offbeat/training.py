@@ -218,6 +218,11 @@ def workers_in(strategy: Strategy, processes: int) -> int:
         strategy.processes(processes)  # who refuses that number among peers says which ones are allowed
     least = strategy.processes(1)
     require(
+        bool(found) or strategy.processes(processes) >= processes,
+        f"{strategy.name or 'this strategy'} trains in {least} process{'es' if least > 1 else ''}, but {processes} "
+        "were started; start fewer of them",
+    )
+    require(
         bool(found),
         f"{processes} process{'es' if processes > 1 else ''} cannot train with {strategy.name or 'this strategy'}, "
         f"which needs {least} or more; start more of them",

@@ -24,6 +24,7 @@ from offbeat.testing import Violation, check_strategy, conformance, draw_case, r
 NAMES = (
     "amb",
     "apam",
+    "artificial-delay",
     "async-fmb",
     "async-timed",
     "decoupled-diloco",
@@ -36,7 +37,7 @@ NAMES = (
     "restart",
     "sync-amsgrad",
 )
-VARIED = {"gossip-acid", "local-sgd"}
+VARIED = {"gossip-acid", "local-sgd", "serial"}
 """Another default of one that is checked, whose cases vary just that."""
 CHUNK = 20
 CHUNKS = 8

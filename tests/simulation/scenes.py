@@ -14,7 +14,8 @@ from offbeat.testing import Invariants
 
 Kind = TypeVar("Kind", bound=Record)
 
-NAMES = sorted(ob.Strategy.members)
+NAMES = sorted(name for name, kind in ob.Strategy.members.items() if kind().processes(2) > 1)
+"""Strategies in which several take part."""
 HUB_NAMES = [name for name in NAMES if not ob.Strategy.members[name]().computes(0)]
 
 
@@ -53,7 +54,7 @@ def play(
         evaluate,
         user_optimizer,
     )
-    invariants = Invariants(strategy.staleness_bound, replicas=strategy.keeps_replicas)
+    invariants = Invariants(strategy.staleness_bound, replicas=strategy.keeps_replicas, looks_back=strategy.looks_back)
     writer = invariants if checked else MemoryWriter()
     simulation = Simulation(scenario, writer, observer=invariants if checked else None)
     outcome = simulation.run()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scenes import play
+from scenes import NAMES, play
 from torch import Tensor
 
 import offbeat as ob
@@ -316,7 +316,7 @@ def on_budget(strategy: ob.Strategy, budget: float | None, **settings: Any) -> o
     return ob.simulate(ob.Quadratic(dimension=500), strategy, cluster, bytes_per_second=budget, **arguments)
 
 
-@pytest.mark.parametrize("name", sorted(ob.Strategy.members))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_keeps_to_its_budget_and_comes_to_an_end(name: str) -> None:
     budget = 2e4
     run = on_budget(ob.Strategy.members[name](), budget)

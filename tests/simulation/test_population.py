@@ -102,7 +102,7 @@ def test_the_result_is_the_best_by_held_out_score_and_says_which() -> None:
     assert "worker 1's" not in notice.text
     computing = Computing(scene.simulation.scenario.workload, seed=0)
     result = scene.outcome.finishes[0]
-    loss, _ = computing.evaluate(result.parameters, result.buffers)
+    loss = computing.evaluate(result.parameters, result.buffers).loss
     assert f"{loss:.4g}" in notice.text
     assert loss == pytest.approx(scene.of(Evaluation)[-1].loss)
 

@@ -57,6 +57,7 @@ KEYS = [
     "budget_used",
     "budget_used_mean",
     "undone",
+    "accuracy_top5",
 ]
 
 
@@ -293,7 +294,7 @@ def test_a_band_covers_the_time_that_all_seeds_cover() -> None:
     long = evaluation_curve(run(accuracies([0.5, 0.5, 0.5])), "accuracy")
     over = band([short, long], points=3)
     assert over is not None
-    assert over.seconds.tolist() == [0.0, 0.5, 1.0]
+    assert over.over.tolist() == [0.0, 0.5, 1.0]
     assert over.mean.tolist() == [0.25, 0.5, 0.75]
     assert (over.low.tolist(), over.high.tolist()) == ([0.0, 0.5, 0.5], [0.5, 0.5, 1.0])
     assert band([]) is None

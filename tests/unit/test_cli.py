@@ -35,17 +35,17 @@ from offbeat.workloads import NamedWorkload, Quadratic
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
 
 SIMULATE = """
-    --acid --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster --compression
-    --condition --crash-seen-seconds --damping --delay --dimension --evaluate --every --examples --factors --faults
-    --fragments --grace --graph --hidden --hub-seconds --in-flight-max --initial --inner --json --k
-    --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --momentum
-    --no-acid --no-report --noise --nonfinite-max --optimizer --optimizer.alpha --optimizer.beta1 --optimizer.beta2
-    --optimizer.clip-norm --optimizer.decay-1d --optimizer.epsilon --optimizer.lr --optimizer.momentum
-    --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --outer
-    --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates --samples-max --seconds
-    --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --send
-    --silence-seconds --sources --split --spread --staleness-max --straggle --target --until --width
-    --worker-seconds --workers
+    --acid --augment --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster
+    --compression --condition --crash-seen-seconds --damping --delay --dimension --evaluate --every --examples
+    --factors --faults --fragments --grace --graph --hidden --hub-seconds --in-flight-max --initial --inner --json --k
+    --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model
+    --momentum --no-acid --no-augment --no-report --noise --nonfinite-max --optimizer --optimizer.alpha
+    --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm --optimizer.decay-1d --optimizer.epsilon --optimizer.lr
+    --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay
+    --out --outer --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates
+    --samples-max --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed
+    --seeds --send --silence-seconds --sources --split --spread --staleness-max --straggle --target --test-examples
+    --until --width --worker-seconds --workers
 """
 COMPARE = """
     --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
@@ -61,7 +61,9 @@ PROCESSES = """
     --shared-memory --threads --token-file --transport
 """
 TRAIN = " ".join(sorted(set(SIMULATE.split() + PROCESSES.split()) - set(SIMULATED_ONLY.split())))
-OF_WORKLOADS = "--condition --dimension --examples --hidden --noise --split --width"
+OF_WORKLOADS = """
+    --augment --condition --dimension --examples --hidden --model --no-augment --noise --split --test-examples --width
+"""
 OF_CALIBRATION = "--json --microbatch --out --overwrite --quiet --seconds --straggle --workers"
 CALIBRATE = " ".join(
     sorted(
@@ -69,6 +71,7 @@ CALIBRATE = " ".join(
         - {"--checkpoint-seconds", "--resume", "--transport"}
     )
 )
+MICROBATCH = " ".join(sorted({*OF_WORKLOADS.split(), "--batch", "--json", "--plot", "--seconds", "--sizes"}))
 NETWORK = """
     --corrupt --elements --json --listen --local --message-bytes --no-shared-memory --out --processes --quiet --repeats
     --token-file --transport --wait
@@ -82,11 +85,14 @@ COMMANDS = {
     "work": "--threads --token-file --wait",
     "network": NETWORK,
     "topology": "--json --peers --plot --rate",
-    "report": "--baseline --out",
+    "microbatch": MICROBATCH,
+    "reproduce": "--json --list --out --processes --quiet --redraw --save --scale --seeds",
+    "report": "--baseline --figures --format --out",
     "replay": "--no-faults --seed --trace",
     "strategies": "--json",
-    "workloads": "--json",
+    "workloads": "--counts --json",
     "clusters": "--json",
+    "data": "--from --json --source --verify",
 }
 
 
@@ -145,7 +151,8 @@ def test_a_field_name_means_the_same_type_in_every_strategy_and_in_every_workloa
         kinds: dict[str, Any] = {}
         for cls in members.values():
             for item in options(cls):
-                assert kinds.setdefault(item.path, item.kind) == item.kind, f"{cls.__name__}.{item.path}"
+                kind = set(flags.members_of(item.kind)) - {type(None)}
+                assert kinds.setdefault(item.path, kind) == kind, f"{cls.__name__}.{item.path}"
 
 
 def test_every_flag_is_explained() -> None:

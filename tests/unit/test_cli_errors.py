@@ -10,7 +10,7 @@ from offbeat.cli import main
 
 RUN = ["simulate", "digits", "fmb"]
 MISTAKES = [
-    (["simulate", "mnsit", "fmb"], "unknown workload 'mnsit'; known: digits,"),
+    (["simulate", "mnsit", "fmb"], "unknown workload 'mnsit'; did you mean 'mnist'?"),
     (["simulate", "digts", "fmb"], "unknown workload 'digts'; did you mean 'digits'?"),
     (["simulate", "digits", "fnb"], "unknown strategy 'fnb'; did you mean 'fmb'?"),
     (["simulate", "fmb", "digits"], "'fmb' is a strategy, and the workload comes first"),
@@ -35,7 +35,7 @@ MISTAKES = [
     ([*RUN, "fmb.batch=many"], "fmb.batch is a whole number, but 'many' was given"),
     ([*RUN, "fmb.optimizer.momentun=1"], "unknown field of fmb.optimizer 'momentun'"),
     ([*RUN, "--hub-seconds", "2"], "--hub-seconds is not a field of fmb; async-timed has it"),
-    ([*RUN, "--noise", "2"], "--noise is not a field of digits; quadratic, linear and toy have it"),
+    ([*RUN, "--noise", "2"], "--noise is not a field of digits; quadratic, linear, toy, toy-fc and toy-conv have it"),
     ([*RUN, "--optimizer.momentum", "0.9"], "not a field of adam; sgd and rmsprop have it; add --optimizer sgd"),
     ([*RUN, "--optimizer", "sdg"], "unknown optimizer 'sdg'; did you mean 'sgd'?"),
     ([*RUN, "--lr", "-1"], "fmb.optimizer.lr must be 0 or more"),

@@ -37,6 +37,7 @@ from offbeat.experiment import Plan
 from offbeat.messages import Message
 from offbeat.records.files import read_run
 from offbeat.records.schema import AnyRecord, Round
+from offbeat.reproduction.study import study_of
 from offbeat.strategies.strategy import Strategy
 from offbeat.testing import check_strategy
 from offbeat.workloads import NamedWorkload
@@ -58,8 +59,14 @@ WITH_COMMANDS = [
     NETWORK,
     "docs/bandwidth.md",
     "docs/compression.md",
+    "docs/figures.md",
     "docs/gossip.md",
+    "docs/microbatch.md",
+    "docs/reproducing.md",
+    "docs/serial.md",
     "docs/topology.md",
+    "docs/workloads.md",
+    "docs/data.md",
     GUIDE,
     "CONTRIBUTING.md",
 ]
@@ -203,7 +210,9 @@ def test_what_a_document_shows_can_be_done_in_its_order(
 
 def take_toml(text: str) -> None:
     table = tomllib.loads(text)
-    if "workload" in table:
+    if "base" in table:
+        study_of("block", table, "default")
+    elif "workload" in table:
         Plan.from_plain(table, "block")
     else:
         build(Cluster, table, "block")

@@ -18,7 +18,8 @@ from offbeat.curves import consensus_curve
 from offbeat.exchanges import PER_BIN, consensus_series, exchange_counts
 from offbeat.plots.figures import consensus_over_time
 from offbeat.plots.heat_map import NUMBERS_RANKS_MAX, who_talked_to_whom
-from offbeat.plots.style import looks, svg_text
+from offbeat.plots.looks import NAMED, looks
+from offbeat.plots.style import svg_text
 from offbeat.plots.timeline import timeline
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import AnyRecord, Consensus, Ended
@@ -108,7 +109,7 @@ def test_a_measured_series_is_kept_as_it_is_and_an_estimated_one_says_so() -> No
     assert (measured.points, measured.estimated) == (((1.0, 4.0), (2.0, 0.0)), False)
     assert consensus_curve(peers(consensus((1.0, 4.0), (2.0, 0.0)))).values.tolist() == [4.0]
     rounded = consensus((0.0, 1e-15), (1.0, 4.0), (2.0, 1e-15))
-    assert consensus_curve(peers(rounded)).seconds.tolist() == [1.0, 2.0], "what shrinks to nothing may be seen to"
+    assert consensus_curve(peers(rounded)).over.tolist() == [1.0, 2.0], "what shrinks to nothing may be seen to"
     estimated = consensus_series(peers(three_peers()))
     assert estimated.estimated
     ((at, distance),) = estimated.points
@@ -190,12 +191,12 @@ def mixed() -> list[RunRecords]:
 
 def test_the_page_of_gossip_has_two_more_figures_and_that_of_hubs_has_not(mixed: list[RunRecords]) -> None:
     page = report_page(mixed)
-    assert page.count("<svg ") == page.count("<figcaption>") == 8
+    assert page.count("<svg ") == page.count("<figcaption>") == 9
     assert "Consensus distance over time" in page
     assert "Who talked to whom" in page
     assert "stimated" not in page.split("</footer>")[0].split("Consensus distance over time")[1].split("</figure>")[0]
     hubs = report_page(mixed[:2])
-    assert hubs.count("<svg ") == 6
+    assert hubs.count("<svg ") == 7
     assert "onsensus" not in hubs
 
 
@@ -215,7 +216,7 @@ def test_an_estimated_curve_says_so_in_its_label_and_its_caption() -> None:
 
 def test_strategies_look_as_they_do_in_the_other_figures(mixed: list[RunRecords]) -> None:
     (axes,) = consensus_over_time(mixed).axes
-    assert [line.get_color() for line in axes.lines] == ["#d55e00", "#009e73"]
+    assert [line.get_color() for line in axes.lines] == [NAMED[name].colour for name in ("gossip", "gossip-acid")]
     assert axes.get_yscale() == "log"
     titles = [panel.get_title(loc="left") for panel in who_talked_to_whom(mixed).axes]
     assert [title for title in titles if title] == ["gossip", "gossip-acid"]

@@ -12,7 +12,7 @@ from torch import nn
 
 import offbeat as ob
 from offbeat.actions import Action, Cancel, Compute, Evaluate, Finish, Report, Send, SetTimer
-from offbeat.events import GradientReady, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.events import Evaluated, GradientReady, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.flat import FlatModule
 from offbeat.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
@@ -327,6 +327,20 @@ def test_evaluation_that_does_not_keep_up_is_not_asked_for_without_end() -> None
         actions = hub.handle(arrives(1, gradient([1.0, 1.0], number, (number, number + 1)), at=float(number)))
         asked += [action for action in actions if isinstance(action, Evaluate)]
     assert len(asked) == EVALUATIONS_MAX
+
+
+def test_evaluation_by_the_clock_is_one_at_a_time_so_that_what_is_known_stays_fresh() -> None:
+    setup = setup_for(0, 1, until=10_000)
+    hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(setup, evaluate=ob.EverySeconds(2.0)))
+    list(hub.handle(Started(0.0)))
+    asked = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
+    for number in range(20):
+        if number == 10:
+            list(hub.handle(Evaluated(10.0, asked[-1].version, 1.0, 0.5, 0.9)))
+        actions = hub.handle(arrives(1, gradient([1.0, 1.0], number, (number, number + 1)), at=float(number)))
+        asked += [action for action in actions if isinstance(action, Evaluate)]
+    assert len(asked) == 2
+    assert asked[1].version == 11
 
 
 def test_nothing_takes_the_place_of_a_welcome_in_a_queue() -> None:

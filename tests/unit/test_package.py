@@ -14,16 +14,18 @@ import offbeat as ob
 SOURCE = Path(ob.__file__).parent
 
 EXPORTED = """
-    AMSGrad Acid Adam AdamW All AnytimeMinibatch AsyncAdaptive AsyncDataParallel AsyncFixed AsyncTimed BFloat16
-    BackupWorkers Best Better ByLabel CEDAR Cluster Comparison Complete Compression ConfigurationError Constant
-    ContractViolation Corrupt Crash Cycle DecoupledDiLoCo DelayedExchange DiLoCo Differences Digits DigitsCNN
-    DigitsLogistic Edges EverySeconds EveryUpdates Examples Experiment Exponential ExponentialGraph FirstAvailable
-    FixedMinibatch Gossip GossipAcid Gradients Graph Hub Int8 Linear LinearRegression Link Live LocalSGD LocalSteps
-    Lognormal Matchings Milestones MissingDependency Mixture NIAGARA NamedWorkload NoStraggle Node OffbeatError
-    Optimizer Pareto Partition Pause Plan Poisson Population Quadratic RMSprop Random Regular RestartFromCheckpoint
-    Run RunFailed SGD Same Samples Schedule Seconds Session Setup Sharded Shared ShiftedExponential Shuffled
-    Slowdown Star Straggle Strategy SyncAdaptive Target TopK Topology TorchOptimizer Trace TwoGaussians WarmUp
-    WorkerOverride Workload __version__ calibrate compare failures join large_batch load_cluster simulate train
+    AMSGrad Acid Adam AdamW All AllCNN AnytimeMinibatch ArtificialDelay AsyncAdaptive AsyncDataParallel AsyncFixed
+    AsyncTimed BFloat16 BackupWorkers Best Better ByLabel CEDAR Cifar10 CifarCNN Cinic10 Cluster Comparison Complete
+    Compression ConfigurationError Constant ContractViolation Corrupt Crash Cycle DecoupledDiLoCo DelayedExchange
+    DiLoCo Differences Digits DigitsCNN DigitsLogistic Dirichlet Edges EverySeconds EveryUpdates Examples Experiment
+    Exponential ExponentialGraph FashionMnist FirstAvailable FixedMinibatch Gossip GossipAcid Gradients Graph Hub
+    ImageNet32 Int8 LeNet5 Linear LinearRegression Link Live LocalSGD LocalSteps Lognormal Matchings MicrobatchCurve
+    Milestones MissingDependency Mixture Mnist MnistCNN Model NIAGARA NamedWorkload NoStraggle Node OffbeatError
+    Optimizer Pareto Partition Pause Plan Poisson Population Quadratic RMSprop Random Regular ResNet18
+    RestartFromCheckpoint Run RunFailed SGD Same Samples Schedule Seconds Serial Session Setup Sharded Shared
+    ShiftedExponential Shuffled Slowdown Star Straggle Strategy SyncAdaptive Target TopK Topology TorchOptimizer
+    ToyConvolutional ToyDeep Trace TwoGaussians WarmUp WideResNet28x2 WideResNet28x5 WorkerOverride Workload
+    __version__ calibrate compare failures join large_batch load_cluster microbatch simulate train
 """
 
 

@@ -19,9 +19,10 @@ from offbeat.plots.figures import (
     loss_over_time,
     quality_over_bytes,
     samples_over_time,
-    updates_made_of,
+    training_loss_over_time,
 )
-from offbeat.plots.style import looks, save, svg_text
+from offbeat.plots.histograms import distributions
+from offbeat.plots.style import save, svg_text
 from offbeat.plots.timeline import timeline
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import Ended, Notice
@@ -167,10 +168,10 @@ def test_the_page_opens_without_a_network(page: str) -> None:
 
 
 def test_the_page_holds_every_figure_and_every_strategy(page: str) -> None:
-    assert page.count("<svg ") == page.count("<figcaption>") == 6
+    assert page.count("<svg ") == page.count("<figcaption>") == 7
     for label in ("fmb", "amb", "apam"):
         assert f'<th scope="row">{label}</th>' in page
-    assert page.count('<svg role="img" aria-labelledby=') == 6
+    assert page.count('<svg role="img" aria-labelledby=') == 7
 
 
 def test_the_same_records_give_the_same_bytes(toys: list[RunRecords], page: str, tmp_path: Path) -> None:
@@ -216,7 +217,15 @@ def test_a_place_that_cannot_be_written_is_answered_with_a_sentence(tmp_path: Pa
         write_report([run([])], tmp_path / "file" / "report.html")
 
 
-FIGURES = [accuracy_over_time, loss_over_time, quality_over_bytes, samples_over_time, updates_made_of, timeline]
+FIGURES = [
+    accuracy_over_time,
+    loss_over_time,
+    training_loss_over_time,
+    quality_over_bytes,
+    samples_over_time,
+    distributions,
+    timeline,
+]
 
 
 @pytest.mark.parametrize("draw", FIGURES)
@@ -248,11 +257,6 @@ def test_a_timeline_of_many_ranks_shows_some_and_says_so() -> None:
 
 def test_labels_stay_as_they_were_written() -> None:
     assert ">0.12345 $x$<" in svg_text(accuracy_over_time([timed("0.12345 $x$", 1, 2.0)]))
-
-
-def test_each_strategy_keeps_its_own_look() -> None:
-    many = looks(f"strategy {index}" for index in range(20))
-    assert len(set(many.values())) == 20
 
 
 def test_without_matplotlib_the_answer_is_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

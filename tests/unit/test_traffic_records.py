@@ -215,9 +215,9 @@ def test_the_page_of_runs_without_traffic_says_nothing_of_it() -> None:
 
 def test_quality_is_drawn_over_what_had_been_sent_by_then() -> None:
     curve = quality_over_bytes(weighed("fmb", 1, 1000), "accuracy")
-    assert curve.seconds.tolist() == [0.0, 1000.0, 9000.0]
+    assert curve.over.tolist() == [0.0, 1000.0, 9000.0]
     assert curve.values.tolist() == [0.0, 0.9, 1.0]
-    assert len(quality_over_bytes(a_small_run(), "accuracy").seconds) == 0
+    assert len(quality_over_bytes(a_small_run(), "accuracy").over) == 0
 
 
 def test_bytes_have_a_logarithmic_axis_where_runs_differ_by_much() -> None:

@@ -74,6 +74,20 @@ COMMANDS = {
         GRAPH is complete, cycle, exponential or star, or a text file with one pair of ranks a line.""",
         "topology:topology",
     ),
+    "microbatch": (
+        """Measure how long micro-batches of several sizes take for a workload on this machine, and recommend one.
+
+        The code is that of live runs, in one thread. The knee is the smallest size whose time per sample is within 5%
+        of the best.""",
+        "microbatch:microbatch",
+    ),
+    "reproduce": (
+        """Run a published result again: its runs, its figure, a table with intervals, and what was published.
+
+        'offbeat reproduce --list' shows what there is. Sizes are those of a small machine, unless --scale full is
+        given.""",
+        "reproduce:reproduce",
+    ),
     "report": ("Draw the page about runs: table, curves, who computed and who waited.", "report:report"),
     "replay": (
         """Run a recorded run again and see whether it is the same; or repeat a test from its seed.
@@ -84,6 +98,12 @@ COMMANDS = {
     "strategies": ("What strategies there are, or the fields of one.", "lists:strategies"),
     "workloads": ("What workloads there are, or the fields of one.", "lists:workloads"),
     "clusters": ("What clusters have a name, or what one of them holds.", "lists:clusters"),
+    "data": (
+        """Get real data sets, see which are here, and where.
+
+        They are fetched and decoded once; all runs share the arrays, and every use checks them.""",
+        "data:data",
+    ),
 }
 
 
@@ -176,11 +196,14 @@ USAGES = {
     "work": "offbeat work HOST:PORT --token-file FILE [OPTIONS] [SCRIPT.py ARGUMENTS...]",
     "network": "offbeat network -n N [OPTIONS]  |  offbeat network HOST:PORT --token-file FILE",
     "topology": "offbeat topology GRAPH [-n PEERS] [--rate RATE] [--plot FILE.png] [--json]",
-    "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL]",
+    "microbatch": "offbeat microbatch WORKLOAD [--batch N] [--sizes N,N,...] [--seconds S] [--plot FILE] [--json]",
+    "reproduce": "offbeat reproduce NAME [OPTIONS]  |  offbeat reproduce --list  |  offbeat reproduce --redraw PLACE",
+    "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL] [--figures DIR]",
     "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
     "strategies": "offbeat strategies [NAME] [--json]",
-    "workloads": "offbeat workloads [NAME] [--json]",
+    "workloads": "offbeat workloads [NAME] [--counts] [--json]",
     "clusters": "offbeat clusters [NAME] [--json]",
+    "data": "offbeat data get NAME... [--source WHO] [--from PATH]  |  offbeat data list  |  offbeat data path [NAME]",
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, replace
 from typing import Annotated, Any
 
 import tomli_w
@@ -19,9 +19,18 @@ from offbeat.cli.output import console, print_json
 from offbeat.cluster import PRESETS, SUMMARIES
 from offbeat.configuration import options, to_plain
 from offbeat.errors import unknown
+from offbeat.workloads import NamedWorkload
+from offbeat.workloads.images import ImageWorkload
+from offbeat.workloads.models import Model
 
 Name = Annotated[str | None, Parameter(name="NAME", help="show this one in full", show_default=False)]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else", negative=(), show_default=False)]
+
+
+Counts = Annotated[
+    bool,
+    Parameter(help="show parameters, examples and classes instead; needs no data", negative=(), show_default=False),
+]
 
 
 def strategies(name: Name = None, /, *, json: Json = False) -> int:
@@ -29,8 +38,11 @@ def strategies(name: Name = None, /, *, json: Json = False) -> int:
     return _members("strategies", flags.strategies(), name, json, find_strategy)
 
 
-def workloads(name: Name = None, /, *, json: Json = False) -> int:
+def workloads(name: Name = None, /, *, counts: Counts = False, json: Json = False) -> int:
     """What workloads there are, or the fields of one with their defaults."""
+    if counts:
+        found = list(flags.workloads().values()) if name is None else [find_workload(name)[0]]
+        return _print_counts([row for cls in found for row in _counted(cls)], json)
     return _members("workloads", flags.workloads(), name, json, find_workload)
 
 
@@ -65,6 +77,36 @@ def _members(plural: str, known: Mapping[str, type[Any]], name: str | None, json
         rows = [[key, cls.summary, cls.paper] for key, cls in known.items()]
         console().print(_table([plural, "what it is", "paper or source"], rows))
     return 0
+
+
+def _counted(cls: type[NamedWorkload]) -> Iterator[dict[str, Any]]:
+    """The workload as it is by default, then with the other models that are mostly trained on its data."""
+    named = cls()
+    yield {"workload": cls.name, **vars(named.size())}
+    if isinstance(named, ImageWorkload):
+        for model in Model.members.values():
+            if model.usual == cls.name and not isinstance(named.model, model):
+                yield {"workload": cls.name, **vars(replace(named, model=model()).size())}
+
+
+def _print_counts(rows: list[dict[str, Any]], json: bool) -> int:
+    if json:
+        print_json({"counts": rows})
+        return 0
+    heads = ["workload", "model", "parameters", "training examples", "test examples", "classes"]
+    cells = [[str(row["workload"]), row["model"], *(_count(row[key]) for key in _NUMBERS)] for row in rows]
+    table = _table(heads, cells)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    console().print(table)
+    return 0
+
+
+_NUMBERS = ("parameters", "train", "test", "classes")
+
+
+def _count(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"
 
 
 def _print_one(name: str, cls: type[Any]) -> None:

@@ -1,16 +1,21 @@
-"""`offbeat report`: the page about runs that were recorded."""
+"""`offbeat report`: the page about runs that were recorded, and its figures as files."""
 
 from __future__ import annotations
 
 import os
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from offbeat.cli.output import PAGE, print_comparison
+from offbeat.cli.output import EXPERIMENT, PAGE, file_name, print_comparison, say
 from offbeat.comparison import Comparison
+from offbeat.plots.style import FORMATS
 from offbeat.records.files import find_runs, read_run
+from offbeat.report.drawings import write_figures
+from offbeat.report.labels import told_apart, without_repeats
 from offbeat.report.page import write_report
 from offbeat.validation import require
 
@@ -28,12 +33,52 @@ def report(
             show_default=False,
         ),
     ] = None,
+    figures: Annotated[
+        str | None, Parameter(help="also write each figure as files of its own, into this directory", metavar="DIR")
+    ] = None,
+    format: Annotated[
+        tuple[Literal["png", "svg", "pdf"], ...],
+        Parameter(
+            help="what --figures writes: png, svg or pdf, once for each that is wanted [all three]",
+            negative="",
+            show_default=False,
+            show_choices=False,
+            metavar="FORMAT",
+        ),
+    ] = (),
 ) -> int:
     """The page and the table, from records alone."""
     require(bool(runs), "no run is named; type, for example: offbeat report runs/digits-001")
-    found = find_runs(Path(run) for run in runs)
-    records = [read_run(run) for run in found]
+    require(figures is not None or not format, "--format is for figures; say where to put them with --figures DIR")
+    found = list(dict.fromkeys(run for path in runs for run in _as_planned(find_runs([Path(path)]))))
+    read = [read_run(run) for run in found]
+    records = told_apart(without_repeats(read))
+    if len(records) < len(read):
+        say(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
     path = Path(out) if out else Path(os.path.commonpath(found)) / PAGE
     comparison = Comparison.of(records, baseline)
-    print_comparison(comparison, [f"page: {write_report(records, path, baseline)}"])
+    places = [f"page: {write_report(records, path, baseline)}"]
+    if figures is not None:
+        formats = tuple(dict.fromkeys(format)) or FORMATS
+        written = write_figures(records, Path(figures), formats)
+        places.append(f"figures: {figures} ({len(written) // len(formats)}, each as {', '.join(formats)})")
+    print_comparison(comparison, places)
     return 0
+
+
+def _as_planned(found: Iterable[Path]) -> list[Path]:
+    """Runs that lie together in the order in which their strategies were given, which the file beside them knows."""
+    order = {run: (place, *_planned(run)) for place, run in enumerate(found)}
+    homes = {run.parent: place for run, (place, *_) in reversed(order.items())}
+    return sorted(order, key=lambda run: (homes[run.parent], *order[run][1:], order[run][0]))
+
+
+def _planned(run: Path) -> tuple[int, int]:
+    """The place of the strategy among those that were planned, and the seed; what is not known comes last."""
+    name, _, seed = run.name.rpartition("-seed")
+    try:
+        plan = tomllib.loads((run.parent / EXPERIMENT).read_text(encoding="utf-8"))
+        labels = [file_name(str(strategy.get("label") or strategy["name"])) for strategy in plan["strategy"]]
+        return labels.index(name), int(seed)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 1 << 30, 0

@@ -28,6 +28,7 @@ from offbeat.cli.flags import (
     workloads,
 )
 from offbeat.cli.names import EXAMPLE, find_strategy, find_workload, load_files
+from offbeat.cli.output import say
 from offbeat.cluster import Cluster, Link, load_cluster
 from offbeat.configuration import from_plain, make, options, read_toml, to_plain
 from offbeat.errors import ConfigurationError, unknown
@@ -61,7 +62,8 @@ def plan_of(
     built = _strategies(chosen, workload, given)
     settings = settings_of(given)
     settings = {**defaults, **_size_of(settings["cluster"], sized), **settings}
-    return checked(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
+    plan = checked(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
+    return _with_use_for_workers(plan, "workers" in given[RUN])
 
 
 def workload_of(words: Sequence[str], given: Given) -> NamedWorkload:
@@ -82,7 +84,8 @@ def plan_from_file(path: str, given: Given, defaults: Mapping[str, Any] = NO_DEF
     plan = Plan.from_plain({**{key: to_plain(value) for key, value in defaults.items()}, **table}, path)
     settings = settings_of(given, plan.cluster)
     size = _size_of(settings["cluster"], sized and "workers" not in table)
-    return checked(dataclasses.replace(plan, **{**size, **settings}))
+    plan = checked(dataclasses.replace(plan, **{**size, **settings}))
+    return _with_use_for_workers(plan, "workers" in given[RUN] or "workers" in table)
 
 
 def _size_of(cluster: Cluster, counts: bool) -> dict[str, Any]:
@@ -147,7 +150,15 @@ def checked(plan: Plan) -> Plan:
     twice = [seed for seed, count in Counter(plan.seeds).items() if count > 1]
     require(not twice, f"seed {twice[0] if twice else None} is named more than once, and would give the same run again")
     for strategy in plan.strategies:
-        plan.cluster.check(strategy.processes(plan.workers), plan.workers)
+        plan.cluster.check(max(strategy.processes(plan.workers), plan.workers), plan.workers)
+    return plan
+
+
+def _with_use_for_workers(plan: Plan, asked: bool) -> Plan:
+    """The same plan; where workers were asked for and no strategy has a use for them, that is said."""
+    if asked and all(strategy.processes(plan.workers) < plan.workers for strategy in plan.strategies):
+        trains = "trains" if len(plan.labels) == 1 else "train"
+        say(f"{_listed(plan.labels)} {trains} in one process, so the {plan.workers} workers are not used")
     return plan
 
 

@@ -21,7 +21,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.flat import FlatModule, is_finite
 from offbeat.messages import Buffers
 from offbeat.workloads.examples import Order
-from offbeat.workloads.workload import Workload, on_device
+from offbeat.workloads.workload import Measured, Workload, on_device
 
 SAMPLES_PER_CALL_MAX = 1024
 """A call of more samples than this is no faster, and needs memory."""
@@ -50,11 +50,13 @@ class Batches:
 class Computing:
     """The model of this process, and how to differentiate and evaluate it."""
 
-    def __init__(self, workload: Workload, seed: int) -> None:
+    def __init__(self, workload: Workload, seed: int, *, joins: bool = True) -> None:
+        """Without `joins`, every micro-batch is a call of its own, also where that makes no difference to the sum."""
         self.workload = workload
         self.flat = FlatModule(workload.initial_model(seed))
         self._loaded: tuple[Tensor, int] | None = None
-        self._joins_microbatches = not self.flat.buffers and not _has_batch_norm(self.flat.module)
+        self.batch_norm = _has_batch_norm(self.flat.module)
+        self._joins_microbatches = joins and not self.flat.buffers and not self.batch_norm
         self._works = False
 
     def gradient(self, parameters: Tensor, buffers: Buffers, batches: Batches) -> Differentiated:
@@ -65,7 +67,7 @@ class Computing:
         torch.default_generator.manual_seed(zlib.crc32(repr((batches.key, batches.first)).encode()))
         losses = []
         for first, stop in self._calls(batches):
-            batch = self.workload.train.take(batches.order.take(first, stop))
+            batch = self.workload.train.drawn(batches.order, first, stop)
             total = self._losses(batch).sum()
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total.detach())
@@ -85,12 +87,11 @@ class Computing:
         with self._explained(batch):
             return self.workload.losses(self.flat.module, batch)
 
-    def evaluate(self, parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
-        """Held-out loss and accuracy."""
+    def evaluate(self, parameters: Tensor, buffers: Buffers) -> Measured:
+        """Held-out loss and accuracies."""
         self._load(parameters, buffers)
-        data = self.workload.evaluation_examples
-        with self._explained((data.inputs, data.targets)):
-            return self.workload.evaluate(self.flat.module)
+        with self._explained(self.workload.evaluation_examples.between(0, 2)):
+            return Measured(*self.workload.evaluate(self.flat.module))
 
     @contextmanager
     def _explained(self, batch: tuple[Tensor, Tensor]) -> Iterator[None]:

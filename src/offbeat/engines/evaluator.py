@@ -12,9 +12,10 @@ from offbeat.actions import Evaluate
 from offbeat.engines.clock import Clock
 from offbeat.events import Evaluated
 from offbeat.messages import Buffers
+from offbeat.workloads.workload import Measured
 
-Measure = Callable[[Tensor, Buffers], tuple[float, float | None]]
-"""Loss and accuracy at these values."""
+Measure = Callable[[Tensor, Buffers], Measured]
+"""Loss and accuracies at these values."""
 
 
 class Evaluator:
@@ -50,7 +51,7 @@ class Evaluator:
     def _run(self) -> None:
         try:
             while (wanted := self._queue.get()) is not None:
-                loss, accuracy = self._measure(wanted.parameters, wanted.buffers)
-                self._deliver(Evaluated(self._clock.now(), wanted.version, loss, accuracy))
+                measured = self._measure(wanted.parameters, wanted.buffers)
+                self._deliver(Evaluated(self._clock.now(), wanted.version, *measured))
         except Exception as error:
             self._fail(error)

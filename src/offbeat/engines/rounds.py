@@ -157,10 +157,10 @@ class Rounds:
         return any(fault.at_seconds <= self._sim.now < fault.at_seconds + fault.seconds for fault in faults)
 
     def evaluate(self, rank: int, action: Evaluate) -> None:
-        loss, accuracy = self._sim.computing.evaluate(action.parameters, action.buffers)
+        measured = self._sim.computing.evaluate(action.parameters, action.buffers)
         self.record_consensus(self._sim.now, (process for process in self._sim.processes if process.active))
         self._sim.record_traffic(self._sim.now)
-        self._sim.deliver(self._sim.now, rank, lambda at: Evaluated(at, action.version, loss, accuracy))
+        self._sim.deliver(self._sim.now, rank, lambda at: Evaluated(at, action.version, *measured))
 
     def record_consensus(self, at: float, processes: Iterable[Process]) -> None:
         """Write down how far these are apart, where two of them or more have parameters of their own."""

@@ -120,7 +120,9 @@ class Simulation:
 
         strategy, workers = scenario.strategy, scenario.workers
         self.size = strategy.processes(workers)
-        scenario.cluster.check(self.size, workers)
+        scenario.cluster.check(max(self.size, workers), workers)
+        self.faults = [fault for fault in scenario.cluster.faults if max(fault.affected) < self.size]
+        """Those that can strike: where one trains alone, whatever befalls other workers is none of its business."""
         self.troubles.check()
         self.computing = Computing(scenario.workload, scenario.seed)
         self.initial = self.computing.flat.parameters.clone()
@@ -182,7 +184,7 @@ class Simulation:
             self.deliver(0.0, rank, lambda at: Started(at))
         for (a, b), link in self.network:
             self.troubles.announce(a, b, link)
-        for fault in self.scenario.cluster.faults:
+        for fault in self.faults:
             self.at(fault.at_seconds, -1, lambda fault=fault: self.troubles.strike(fault))  # type: ignore[misc]
         with torch.random.fork_rng(devices=[]):
             while self._heap and (self.active or self._will_begin_again()):

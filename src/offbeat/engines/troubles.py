@@ -25,7 +25,7 @@ class Troubles:
         """How many of those who are gone will be back."""
 
     def check(self) -> None:
-        for fault in self._sim.scenario.cluster.faults:
+        for fault in self._sim.faults:
             returns = isinstance(fault, Crash) and fault.back_after_seconds is not None
             require(
                 not returns or self._sim.scenario.strategy.computes(fault.affected[0]),

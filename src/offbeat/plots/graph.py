@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plots.style import COLOURS, INK, styled
+from offbeat.plots.looks import COLOURS
+from offbeat.plots.style import INK, new_figure, styled
 from offbeat.topology import Topology
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def layout(topology: Topology) -> NDArray[np.float64]:
 def graph_figure(topology: Topology, title: str) -> Figure:
     """The members in their places, with their ranks where there is room."""
     from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
 
     peers = len(topology.members)
     places = layout(topology)
@@ -43,7 +43,7 @@ def graph_figure(topology: Topology, title: str) -> Figure:
     counts = Counter(
         (index[rank], index[peer]) for rank in topology.members for peer in topology.neighbours(rank) if rank < peer
     )
-    figure = Figure(figsize=(5.0, 5.2), layout="constrained")
+    figure = new_figure(5.0, 5.2)
     axes = figure.add_subplot()
     lines = [places[list(pair)] for pair in counts]
     # Many lines hide one another; thin and pale ones show where they are dense.

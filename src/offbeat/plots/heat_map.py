@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat.exchanges import exchange_counts
-from offbeat.plots.figures import WIDTH_INCHES, one_of_each
-from offbeat.plots.style import Look, looks, styled
+from offbeat.plots.groups import Groups
+from offbeat.plots.looks import Look
+from offbeat.plots.style import WIDTH_INCHES, new_figure, styled
 from offbeat.records.files import RunRecords
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ class Panel:
 @styled
 def heat_maps(panels: Sequence[Panel]) -> Figure:
     """The panels side by side, a row for each sender, each on a scale from zero."""
-    from matplotlib.figure import Figure
-
     ranks = max(len(panel.values) for panel in panels)
     side = min(1.6 + 0.55 * ranks, 9.0)
-    figure = Figure(figsize=(side * len(panels) + 0.6, side), layout="constrained")
+    figure = new_figure(side * len(panels) + 0.6, side)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         values = _table(panel.values)
         image = _draw(axes, values, _top(values), "Blues" if panel.more_is_better else "Oranges")
@@ -62,12 +61,11 @@ def who_talked_to_whom(runs: Sequence[RunRecords]) -> Figure:
 
     Strategies in which no two did are left out; the others share one scale.
     """
-    from matplotlib.figure import Figure
-
-    style = looks(run.header.label for run in runs)
-    counts = {label: found for label, run in one_of_each(runs).items() if (found := exchange_counts(run))}
+    groups = Groups.of(runs)
+    style = groups.looks
+    counts = {label: found for label, run in groups.one_of_each().items() if (found := exchange_counts(run))}
     down = max(1, math.ceil(len(counts) / ACROSS))
-    figure = Figure(figsize=(WIDTH_INCHES, 0.1 + PAIRS_INCHES * down), layout="constrained")
+    figure = new_figure(WIDTH_INCHES, 0.1 + PAIRS_INCHES * down)
     panels = figure.subplots(down, ACROSS, squeeze=False)
     for axes in panels.flat[len(counts) :]:
         axes.set_axis_off()
@@ -93,7 +91,7 @@ def _totals(beside: Axes, totals: Sequence[int], look: Look) -> None:
     axes.barh(range(len(totals)), totals, height=0.8, color=look.colour)
     axes.set_xlim(0, 1.05 * max(totals))
     axes.set_xticks([0, max(totals)], ["0", f"{max(totals):,}"])
-    axes.set_xlabel("with any")
+    axes.set_xlabel("with any (exchanges)")
     axes.tick_params(axis="y", labelleft=False, length=0)
     axes.grid(False)
 

@@ -1,4 +1,4 @@
-"""How figures look and how they are written: one colour per strategy, ink that follows the page, stable bytes.
+"""How figures are set and how they are written: ink that follows the page, stable bytes.
 
 Nothing of matplotlib is imported before a figure is asked for, and its settings are left as they were.
 """
@@ -9,8 +9,7 @@ import functools
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -21,9 +20,10 @@ if TYPE_CHECKING:
 
 Given = ParamSpec("Given")
 
-# After Okabe and Ito, told apart by colour-blind readers; their yellow is left out, it vanishes on white.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+FORMATS = ("png", "svg", "pdf")
+
+PNG_DPI = 160
+WIDTH_INCHES = 9.0
 
 INK = "#1f2329"
 """Text and axes. In a page it becomes the colour of the page's own text, so that dark mode can be read."""
@@ -49,28 +49,12 @@ SETTINGS: dict[Any, Any] = {
     "ytick.color": INK,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "errorbar.capsize": 2.5,
+    "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "offbeat",
 }
-
-
-@dataclass(frozen=True)
-class Look:
-    """The colour of a strategy, and the dashes that tell it from its neighbours without any colour."""
-
-    colour: str
-    dashes: str | tuple[int, tuple[int, ...]]
-
-
-def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """One look per label, in order; the same labels in the same order look the same in every figure.
-
-    There are seven colours and four dashes, which come round together after twenty-eight labels.
-    """
-    return {
-        label: Look(COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)])
-        for index, label in enumerate(dict.fromkeys(labels))
-    }
 
 
 def styled(draw: Callable[Given, Figure]) -> Callable[Given, Figure]:
@@ -88,6 +72,13 @@ def styled(draw: Callable[Given, Figure]) -> Callable[Given, Figure]:
     return drawn
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches; what is put into it finds its place by itself."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as the kind of file that its name ends in: .svg, .png, .pdf."""
     import matplotlib
@@ -98,8 +89,13 @@ def save(figure: Figure, path: Path) -> Path:
     with matplotlib.rc_context(SETTINGS):
         if form not in figure.canvas.get_supported_filetypes():
             raise ConfigurationError(f"cannot draw to {path.name}; name a file that ends in .svg, .png or .pdf")
-        figure.savefig(path, format=form, dpi=160, facecolor="white", metadata=undated)
+        figure.savefig(path, format=form, dpi=PNG_DPI, facecolor="white", metadata=undated)
     return path
+
+
+def save_as(figure: Figure, path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write a figure once in each format; `path` is without an ending, and each file has its own."""
+    return [save(figure, path.with_name(f"{path.name}.{form}")) for form in formats]
 
 
 def svg_text(figure: Figure) -> str:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from offbeat import curves
 from offbeat.analysis import summarize
-from offbeat.plots.figures import WIDTH_INCHES, one_of_each
-from offbeat.plots.style import INK, Look, looks, styled
+from offbeat.plots.cells import TIME
+from offbeat.plots.groups import Groups
+from offbeat.plots.looks import Look
+from offbeat.plots.style import INK, WIDTH_INCHES, new_figure, styled
 from offbeat.records.files import RunRecords
 
 if TYPE_CHECKING:
@@ -28,18 +30,17 @@ def timeline(runs: Sequence[RunRecords], seconds: float | None = None) -> Figure
 
     All runs shown have the same seed where one is common to all strategies.
     """
-    from matplotlib.figure import Figure
-
-    shown = one_of_each(runs)
+    groups = Groups.of(runs)
+    shown = groups.one_of_each()
     window = seconds or curves.timeline_seconds(list(shown.values()))
     rows = {label: curves.segments(run, window) for label, run in shown.items()}
     heights = [PANEL_INCHES + ROW_INCHES * (1 + min(len(rows[label]), ROWS_MAX)) for label in shown]
-    figure = Figure(figsize=(WIDTH_INCHES, 0.8 + sum(heights)), layout="constrained")
+    figure = new_figure(WIDTH_INCHES, 0.8 + sum(heights))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    style = looks(shown)
     for axes, (label, run) in zip(panels, shown.items(), strict=True):
-        _panel(axes, run, rows[label], style[label], window)
-    panels[-1].set_xlabel("seconds since the run began")
+        _panel(axes, run, rows[label], groups.looks[label], window)
+    panels[-1].set_xlabel(TIME)
+    figure.supylabel("rank", fontsize=8.5)
     _legend(figure, with_hub=any(len(curves.hub_updates(run)) for run in shown.values()))
     return figure
 

@@ -90,14 +90,18 @@ class Dropped(Record, frozen=True, tag="dropped"):
     reason: Reason
 
 
-class Evaluation(Record, frozen=True, tag="evaluation"):
-    """Held-out loss and accuracy of one version; `at` is when that version was made."""
+class Evaluation(Record, frozen=True, tag="evaluation", omit_defaults=True):
+    """Held-out loss and accuracy of one version; `at` is when that version was made.
+
+    `accuracy_top5` is how often the label was among the five likeliest; left out where there are five classes or fewer.
+    """
 
     rank: int
     version: int
     samples_total: int
     loss: float | None
     accuracy: float | None
+    accuracy_top5: float | None = None
 
 
 class Exchange(Record, frozen=True, tag="exchange"):

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
 from string import Template
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.analysis import evaluations, of_kind
+from offbeat.analysis import of_kind
 from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError
-from offbeat.exchanges import consensus_series, exchanges
-from offbeat.plots.figures import (
-    accuracy_over_time,
-    consensus_over_time,
-    loss_over_time,
-    metric_over_bytes,
-    quality_over_bytes,
-    samples_over_time,
-    updates_made_of,
-)
-from offbeat.plots.heat_map import who_talked_to_whom
 from offbeat.plots.style import svg_text
-from offbeat.plots.timeline import timeline
 from offbeat.records.files import RunRecords
-from offbeat.records.schema import Flow, Notice, Round, Traffic, Update
+from offbeat.records.schema import Flow, Notice
+from offbeat.report.drawings import Drawing, drawings
 from offbeat.report.headline import goal, headline
 from offbeat.report.numbers import fixed, number, plural, size
 from offbeat.report.table import columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NOTICES_MAX = 50
 
@@ -66,7 +51,7 @@ def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
         troubles=_troubles(comparison),
         table=_table(comparison),
         meanings=_meanings(comparison),
-        figures="\n".join(_figures(runs)),
+        figures="\n".join(map(_figure, drawings(runs))),
         traffic=_traffic(comparison),
         notices=_notices(runs),
         configurations="\n".join(_configuration(run) for run in runs),
@@ -125,68 +110,12 @@ def _meanings(comparison: Comparison) -> str:
     )
 
 
-def _figures(runs: Sequence[RunRecords]) -> Iterator[str]:
-    curve = [evaluation for run in runs for evaluation in evaluations(run)]
-    if any(evaluation.accuracy is not None for evaluation in curve):
-        yield _figure("Accuracy over time", ACCURACY, accuracy_over_time, runs)
-    if curve:
-        yield _figure("Loss over time", LOSS, loss_over_time, runs)
-    if curve and any(isinstance(record, Traffic) for run in runs for record in run.records):
-        name = metric_over_bytes(runs).capitalize()
-        yield _figure(f"{name} over bytes sent", OVER_BYTES, quality_over_bytes, runs)
-    if any(isinstance(record, Round) for run in runs for record in run.records):
-        yield _figure("Who computes and who waits", TIMELINE, timeline, runs)
-    if any(isinstance(record, Update) for run in runs for record in run.records):
-        yield _figure("Samples applied over time", SAMPLES, samples_over_time, runs)
-        yield _figure("What updates are made of", UPDATES, updates_made_of, runs)
-    yield from _gossip_figures(runs)
-
-
-def _gossip_figures(runs: Sequence[RunRecords]) -> Iterator[str]:
-    """Of runs whose peers have a model each."""
-    series = [found for run in runs if (found := consensus_series(run)).points]
-    if series:
-        estimated = any(one.estimated for one in series)
-        yield _figure("Consensus distance over time", CONSENSUS + ESTIMATED * estimated, consensus_over_time, runs)
-    if any(exchanges(run) for run in runs):
-        yield _figure("Who talked to whom", PAIRS, who_talked_to_whom, runs)
-
-
-BAND = "The line is the mean over seeds, the band runs from the lowest to the highest seed"
-ACCURACY = f"Held-out accuracy; further left and higher is better. {BAND}; the dashed line is the target."
-LOSS = f"Held-out loss; further left and lower is better. {BAND}."
-OVER_BYTES = (
-    "The same against what all ranks together had sent by then, heads of messages included; further left is less "
-    f"traffic. {BAND}. Runs that did not count their traffic are left out."
-)
-TIMELINE = (
-    "The beginning of one run of each strategy, one row a rank. Full colour is computing, pale colour is delay that "
-    "was put in on purpose, a thin line is waiting; the marks above, where there is a hub, are its updates. Look for "
-    "thin lines: that is time paid for and not used."
-)
-SAMPLES = f"The steeper, the more samples a second go into the parameters. {BAND}."
-UPDATES = (
-    "Left, how many samples each update averaged over; right, how many versions old a message was when it was "
-    "applied. Each panel has its own height; the number beside it is the tallest bar's share."
-)
-CONSENSUS = (
-    "How far the peers' models are apart: the mean over peers of the squared distance from the mean of all models, on "
-    f"a logarithmic axis. Lower is closer together. {BAND}."
-)
-ESTIMATED = (
-    " Estimated: nobody sees all models of a live run at once, so the distances of the pairs that averaged are taken "
-    "for those of all pairs. Where few pairs are neighbours, that is too low."
-)
-PAIRS = (
-    "How often each two peers averaged, in one run of each strategy: the darker, the more often, and blank is never. "
-    "The bars beside it are how often each peer averaged with any other."
-)
-
-
-def _figure(name: str, caption: str, draw: Callable[[Sequence[RunRecords]], Figure], runs: Sequence[RunRecords]) -> str:
-    key = name.lower().replace(" ", "-")
-    svg = svg_text(draw(runs)).replace("<svg ", f'<svg role="img" aria-labelledby="{key}" ', 1)
-    return f'<figure>\n<h2 id="{key}">{escape(name)}</h2>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>'
+def _figure(drawing: Drawing) -> str:
+    svg = svg_text(drawing.figure).replace("<svg ", f'<svg role="img" aria-labelledby="{drawing.key}" ', 1)
+    return (
+        f'<figure>\n<h2 id="{drawing.key}">{escape(drawing.title)}</h2>\n{svg}\n'
+        f"<figcaption>{escape(drawing.caption)}</figcaption>\n</figure>"
+    )
 
 
 def _traffic(comparison: Comparison) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from offbeat.errors import ConfigurationError
-from offbeat.workloads.examples import Examples, Order
+from offbeat.workloads.examples import Data, Order, data_of
 from offbeat.workloads.splits import Shared, Split
 
 
@@ -30,9 +30,9 @@ class Drawn:
         self._order = order
 
     def take(self, draw: int, samples: int) -> tuple[Any, int]:
+        if isinstance(self._data, Data):
+            return self._data.drawn(self._order, draw, draw + samples), samples
         indices = self._order.take(draw, draw + samples)
-        if isinstance(self._data, Examples):
-            return self._data.take(indices), samples
         return default_collate([self._data[int(index)] for index in indices]), samples
 
 
@@ -77,8 +77,8 @@ class Streamed:
 
 def source_of(data: Any, split: Split, *, worker: int, workers: int, rank: int, seed: int) -> Source:
     """What `run.batches` was given, as something that gives micro-batches."""
-    if isinstance(data, Examples | TensorDataset | tuple) or _is_tensors(data):
-        data = Examples.of(data)
+    if isinstance(data, Data | TensorDataset | tuple) or _is_tensors(data):
+        data = data_of(data)
     elif isinstance(data, DataLoader | IterableDataset) or not _has_positions(data):
         if not isinstance(data, Iterable):
             raise ConfigurationError(
@@ -97,7 +97,7 @@ def source_of(data: Any, split: Split, *, worker: int, workers: int, rank: int, 
     if isinstance(split, Shared):
         indices = np.arange(size)
     else:
-        targets = data.targets if isinstance(data, Examples) else torch.as_tensor(getattr(data, "targets", range(size)))
+        targets = data.targets if isinstance(data, Data) else torch.as_tensor(getattr(data, "targets", range(size)))
         indices = split.indices(targets, worker, workers, seed)
     return Drawn(data, Order(indices, seed, rank))
 

@@ -13,9 +13,13 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.flat import FlatModule
 from offbeat.messages import Buffers
 from offbeat.validation import check_instance, require
+from offbeat.workloads.workload import Measured
 
 Evaluation = Callable[[nn.Module], Any]
-"""Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}."""
+"""Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}.
+
+A third value, or "accuracy_top5", is how often the label was among the five likeliest.
+"""
 
 
 def summed(loss: Any, reduction: str, count: int) -> Tensor:
@@ -47,7 +51,7 @@ def measure_with(model: nn.Module, evaluate: Evaluation) -> Measure:
     """The user's evaluation, on a copy of the model, as the engine wants it."""
     flat = FlatModule(model)
 
-    def measure(parameters: Tensor, buffers: Buffers) -> tuple[float, float | None]:
+    def measure(parameters: Tensor, buffers: Buffers) -> Measured:
         flat.load(parameters, buffers)
         flat.module.eval()
         with torch.no_grad():
@@ -56,13 +60,13 @@ def measure_with(model: nn.Module, evaluate: Evaluation) -> Measure:
     return measure
 
 
-def _measured(value: Any) -> tuple[float, float | None]:
+def _measured(value: Any) -> Measured:
     if isinstance(value, Mapping):
-        value = value.get("loss"), value.get("accuracy")
-    pair = value if isinstance(value, tuple | list) else (value, None)
+        value = tuple(value.get(name) for name in Measured._fields)
+    values = value if isinstance(value, tuple | list) else (value, None)
     try:
-        loss, accuracy = pair
-        return float(loss), None if accuracy is None else float(accuracy)
+        loss, *accuracies = Measured(*values)
+        return Measured(float(loss), *(None if accuracy is None else float(accuracy) for accuracy in accuracies))
     except (TypeError, ValueError):
         raise RunFailed(
             f"evaluate must return a loss, (loss, accuracy) or a dictionary with these, but returned {value!r}"

@@ -4,6 +4,6 @@ Importing a family enters its members in `Strategy.members`, where the command l
 """
 
 from offbeat.strategies import hub  # isort: skip
-from offbeat.strategies import gossip, local_steps, population
+from offbeat.strategies import gossip, local_steps, population, serial
 
-__all__ = ["gossip", "hub", "local_steps", "population"]
+__all__ = ["gossip", "hub", "local_steps", "population", "serial"]

@@ -32,12 +32,15 @@ class Evaluations:
         return bool(self._under_way)
 
     def due(self, at: float, version: int) -> bool:
-        """Whether this version should be measured. Where updates are faster than that, a later one will do."""
-        if len(self._under_way) >= EVALUATIONS_MAX:
-            return False
+        """Whether this version should be measured. Where updates are faster than that, a later one will do.
+
+        By the clock one is measured at a time: where that takes longer than the interval, what is known stays fresh.
+        """
         if isinstance(self._cadence, EveryUpdates):
-            return version - self._last_version >= self._cadence.updates
-        return isinstance(self._cadence, EverySeconds) and at - self._last_at >= self._cadence.seconds
+            due = version - self._last_version >= self._cadence.updates
+            return due and len(self._under_way) < EVALUATIONS_MAX
+        due = isinstance(self._cadence, EverySeconds) and at - self._last_at >= self._cadence.seconds
+        return due and not self._under_way
 
     def wants(self, version: int) -> bool:
         """Whether there is anything to measure, due or not: not what was measured last."""
@@ -59,6 +62,7 @@ class Evaluations:
                 samples_total=samples,
                 loss=event.loss,
                 accuracy=event.accuracy,
+                accuracy_top5=event.accuracy_top5,
             )
         )
 

@@ -151,6 +151,11 @@ class Strategy(Family, ABC):
         """The staleness that no applied gradient exceeds; None: no promise."""
         return None
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a rank may compute at an older version than it has computed at before, on purpose."""
+        return False
+
     def paced(self, seconds_per_sample: float) -> Self:
         """This strategy with the times that it leaves open filled in, for workers that are about so fast."""
         return self

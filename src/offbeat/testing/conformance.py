@@ -68,15 +68,23 @@ def _is_default(strategy: Strategy) -> bool:
 def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
     """Run one case plainly, and again with nodes swapped and leases taken back; both must write the same."""
     strategy = case.scenario.strategy
-    bound, replicas = strategy.staleness_bound, strategy.keeps_replicas
-    plain = _run(case, Invariants(bound, replicas=replicas), strict=False, trace=trace)
-    swapped = _run(case, _Swapping(bound, case.scenario.seed, replicas), strict=True)
+    plain = _run(case, Invariants(**_promises(strategy)), strict=False, trace=trace)
+    swapped = _run(case, _Swapping(case.scenario.seed, **_promises(strategy)), strict=True)
     changed = "a node that went through state() and restore(), or had its leases taken back, behaved differently; "
     equal = record_bytes(plain.records) == record_bytes(swapped.records)
     demand(equal, f"{changed}first at {_first_difference(plain.records, swapped.records)}")
     for rank, finish in plain.outcome.finishes.items():
         equal = torch.equal(finish.parameters, swapped.outcome.finishes[rank].parameters)
         demand(equal, f"{changed}rank {rank} ended with other parameters")
+
+
+def _promises(strategy: Strategy) -> dict[str, Any]:
+    """What the invariants have to know of a strategy."""
+    return {
+        "staleness_max": strategy.staleness_bound,
+        "replicas": strategy.keeps_replicas,
+        "looks_back": strategy.looks_back,
+    }
 
 
 class _Ran(NamedTuple):
@@ -103,8 +111,8 @@ def _first_difference(plain: list[Record], swapped: list[Record]) -> str:
 class _Swapping(Invariants):
     """Replaces nodes by new ones that were restored from their state, at random events."""
 
-    def __init__(self, staleness_max: int | None, seed: int, replicas: bool) -> None:
-        super().__init__(staleness_max, replicas=replicas)
+    def __init__(self, seed: int, **promises: Any) -> None:
+        super().__init__(**promises)
         self._random = stream(seed, "swap")
         self._probability = float(self._random.choice(SWAP_PROBABILITIES))
 

@@ -47,6 +47,7 @@ from offbeat.strategies.hub import RestartFromCheckpoint
 from offbeat.strategies.learner import Differences, Gradients
 from offbeat.strategies.local_steps.named import LocalStepsStrategy
 from offbeat.strategies.population import All, Best, Better, Population
+from offbeat.strategies.serial import ArtificialDelay
 from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
 from offbeat.workloads import Quadratic, Workload
@@ -97,6 +98,8 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
         varied = _population(varied, seed, workers)
     if isinstance(varied, RestartFromCheckpoint):
         varied = _restart(varied, seed)
+    if isinstance(varied, ArtificialDelay):
+        varied = dataclasses.replace(varied, delay=int(stream(seed, "fuzz delay").choice([1, 2, 5, 20])))
     chosen = workload or _workload(rng)
     cluster = _cluster(rng, varied, workers, samples, faults)
     scenario = Scenario(

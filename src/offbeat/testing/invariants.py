@@ -3,8 +3,8 @@
 - No sample is applied twice: the draws of contributions and of dropped messages never overlap.
 - None is lost uncounted: what is accounted for is everything up to the last draw, without a gap, and all of it
   was really computed.
-- Versions grow by one per update; no rank computes at an older version than before; staleness is never negative
-  and keeps to its bound.
+- Versions grow by one per update; no rank computes at an older version than before, unless that is its strategy;
+  staleness is never negative and keeps to its bound.
 - Updates that are undone are the last ones; their samples are accounted for anew.
 - A gradient that is not finite is never applied, and the parameters stay finite.
 - What was applied was computed: a contribution is one round, or several that follow one another, the oldest of which
@@ -44,9 +44,10 @@ def demand(holds: bool, sentence: str) -> None:
 class Invariants:
     """Watches one run: a writer of records and an observer of the simulation at once."""
 
-    def __init__(self, staleness_max: int | None = None, *, replicas: bool = False) -> None:
+    def __init__(self, staleness_max: int | None = None, *, replicas: bool = False, looks_back: bool = False) -> None:
         self.records: list[Record] = []
         self._replicas = replicas
+        self._looks_back = looks_back
         self._split = False
         """Whether two that were alive lost sight of each other."""
         self._staleness_max = staleness_max
@@ -159,7 +160,7 @@ class Invariants:
             if isinstance(action, Finish) and action.failure is None:
                 waiting = self._stopping[rank]
                 demand(not waiting, f"rank {rank} finished without having heard Stopped from {sorted(waiting)}")
-            if isinstance(action, Compute):
+            if isinstance(action, Compute) and not self._looks_back:
                 key = (rank, simulation.processes[rank].life)
                 before = self._computes_at.get(key, 0)
                 demand(action.version >= before, f"rank {rank} computes at version {action.version} after {before}")

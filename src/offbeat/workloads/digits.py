@@ -16,10 +16,11 @@ from offbeat.errors import MissingDependency
 from offbeat.randomness import stream
 from offbeat.validation import require_positive
 from offbeat.workloads.examples import Examples
-from offbeat.workloads.workload import NamedWorkload, Target, Workload
+from offbeat.workloads.workload import NamedWorkload, Size, Target, Workload
 
 _PAPER = "E. Alpaydin, C. Kaynak: Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998"
 _CLASSES = 10
+_TRAIN, _TEST = 1438, 359
 _UNTIL = Samples(160_000)
 
 
@@ -30,6 +31,8 @@ class Digits(NamedWorkload, name="digits"):
     summary = "scikit-learn's 8×8 digits, one hidden layer"
     paper = _PAPER
 
+    layers = "one hidden layer"
+
     hidden: int = option(64, "width of the hidden layer")
 
     def __post_init__(self) -> None:
@@ -37,6 +40,9 @@ class Digits(NamedWorkload, name="digits"):
 
     def build(self) -> Workload:
         return _workload(self, self._model)
+
+    def size(self) -> Size:
+        return _size(self, self._model())
 
     def _model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, _CLASSES))
@@ -49,6 +55,8 @@ class DigitsCNN(NamedWorkload, name="digits-cnn"):
     summary = "scikit-learn's 8×8 digits, two convolutions"
     paper = _PAPER
 
+    layers = "two convolutions"
+
     width: int = option(16, "channels of the first convolution; the second has twice as many")
 
     def __post_init__(self) -> None:
@@ -56,6 +64,9 @@ class DigitsCNN(NamedWorkload, name="digits-cnn"):
 
     def build(self) -> Workload:
         return _workload(self, self._model)
+
+    def size(self) -> Size:
+        return _size(self, self._model())
 
     def _model(self) -> nn.Module:
         return nn.Sequential(
@@ -76,8 +87,20 @@ class DigitsLogistic(NamedWorkload, name="digits-logistic"):
     summary = "scikit-learn's 8×8 digits, logistic regression"
     paper = _PAPER
 
+    layers = "logistic regression"
+
+    def size(self) -> Size:
+        return _size(self, self._model())
+
     def build(self) -> Workload:
-        return _workload(self, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, _CLASSES)), until=Samples(320_000))
+        return _workload(self, self._model, until=Samples(320_000))
+
+    def _model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, _CLASSES))
+
+
+def _size(named: NamedWorkload, model: nn.Module) -> Size:
+    return Size(named.layers, sum(parameter.numel() for parameter in model.parameters()), _TRAIN, _TEST, _CLASSES)
 
 
 def _workload(named: NamedWorkload, model: Callable[[], nn.Module], until: Samples = _UNTIL) -> Workload:

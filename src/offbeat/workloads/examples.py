@@ -1,7 +1,8 @@
-"""Data as two tensors, and the order in which a rank draws from them."""
+"""Data that is drawn by number, data as two tensors, and the order in which a rank draws."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,32 @@ from offbeat.randomness import stream
 from offbeat.validation import require
 
 Indices = npt.NDArray[np.int64]
+Batch = tuple[Tensor, Tensor]
+
+
+class Data(ABC):
+    """Examples that are drawn by number, each with a target."""
+
+    targets: Tensor
+
+    @abstractmethod
+    def take(self, indices: Tensor) -> Batch:
+        """A batch of these examples, as they are evaluated."""
+
+    @abstractmethod
+    def between(self, first: int, stop: int) -> Batch:
+        """The examples first .. stop − 1, or up to the last, as they are evaluated."""
+
+    def drawn(self, order: Order, first: int, stop: int) -> Batch:
+        """The examples of draws first .. stop − 1, as they are trained on: a pure function of (seed, rank, draw)."""
+        return self.take(order.take(first, stop))
+
+    def __len__(self) -> int:
+        return len(self.targets)
 
 
 @dataclass(frozen=True, eq=False)
-class Examples:
+class Examples(Data):
     """Inputs and targets, example i being row i of both."""
 
     inputs: Tensor
@@ -33,16 +56,15 @@ class Examples:
         )
         require(len(self.inputs) > 0, "there are no examples in the data; give at least one")
 
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch of these examples."""
+    def take(self, indices: Tensor) -> Batch:
         return self.inputs[indices], self.targets[indices]
+
+    def between(self, first: int, stop: int) -> Batch:
+        return self.inputs[first:stop], self.targets[first:stop]
 
     @classmethod
     def of(cls, data: Any) -> Examples:
-        """Examples from Examples, from a pair of tensors or arrays, or from a map-style dataset of such pairs."""
+        """Examples as they are, or from a pair of tensors or arrays, or from a map-style dataset of such pairs."""
         if isinstance(data, cls):
             return data
         if isinstance(data, TensorDataset):
@@ -76,6 +98,11 @@ class Examples:
         return cls(inputs, targets)
 
 
+def data_of(data: Any) -> Data:
+    """Data as it is, or whatever `Examples` are made of."""
+    return data if isinstance(data, Data) else Examples.of(data)
+
+
 def _is_array(item: Any) -> bool:
     return isinstance(item, Tensor | np.ndarray)
 
@@ -96,6 +123,13 @@ def _tensor(array: Any) -> Tensor:
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXES = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+
 class Order:
     """The order in which a rank draws its examples: a pure function of (seed, rank, draw).
 
@@ -108,6 +142,7 @@ class Order:
         self._seed = seed
         self._rank = rank
         self._kept: tuple[int, npt.NDArray[Any]] | None = None
+        self._key: np.uint64 | None = None
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -122,6 +157,15 @@ class Order:
             parts.append(self._indices[self._permutation(epoch)[position:end]])
             first += end - position
         return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
+
+    def chances(self, first: int, stop: int) -> npt.NDArray[np.uint64]:
+        """64 random bits for each of these draws, whatever was asked for before: splitmix64 of the draw's number."""
+        if self._key is None:
+            self._key = stream(self._seed, "chances", self._rank).integers(2**64, dtype=np.uint64)
+        bits = np.arange(first, stop, dtype=np.uint64) * _GOLDEN + self._key
+        for shift, factor in _MIXES:
+            bits = (bits ^ (bits >> shift)) * factor
+        return bits ^ (bits >> np.uint64(31))
 
     def _permutation(self, epoch: int) -> npt.NDArray[Any]:
         if self._kept is None or self._kept[0] != epoch:

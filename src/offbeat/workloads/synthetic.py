@@ -43,6 +43,8 @@ class Quadratic(NamedWorkload, name="quadratic"):
     summary = "a noisy quadratic with a known optimum"
     paper = "the textbook case; here as the one whose golden values travel between machines"
 
+    layers = "a point"
+
     dimension: int = option(100, "how many parameters")
     condition: float = option(10.0, "largest curvature over smallest; the largest is 1")
     noise: float = option(1.0, "standard deviation of each coordinate of a sample's gradient")
@@ -95,6 +97,8 @@ class LinearRegression(NamedWorkload, name="linear"):
 
     summary = "linear regression with a known optimum"
     paper = "N. Ferdinand et al.: Anytime Minibatch, ICLR 2019 (there on synthetic data, too)"
+
+    layers = "linear regression"
 
     dimension: int = option(20, "how many inputs")
     noise: float = option(0.1, "standard deviation of the noise on the targets")
@@ -157,6 +161,8 @@ class TwoGaussians(NamedWorkload, name="toy"):
 
     summary = "two Gaussians in ten dimensions, one hidden layer of 500"
     paper = "the toy problem that anytime mini-batch studies test their code with"
+
+    layers = "10-500-10"
 
     noise: float = option(6.0, "standard deviation of each coordinate; the means are 8 apart")
     examples: int = option(4096, "how many training examples")

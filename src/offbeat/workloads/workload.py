@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from offbeat.configuration import Family, build, option
 from offbeat.errors import ConfigurationError
 from offbeat.optimizers import Adam, Optimizer
 from offbeat.validation import check_instance, require
-from offbeat.workloads.examples import Examples, is_whole
+from offbeat.workloads.examples import Data, Examples, data_of, is_whole
 from offbeat.workloads.splits import Shared, Split
 
 EVALUATION_CHUNK = 512
@@ -57,6 +57,17 @@ class Target:
         return accuracy is not None and accuracy >= self.value
 
 
+class Measured(NamedTuple):
+    """What evaluation finds: the mean loss, how often the likeliest label was right, how often one of the five.
+
+    There is no accuracy where the model is no classifier, and none of the five likeliest where there are no more.
+    """
+
+    loss: float
+    accuracy: float | None = None
+    accuracy_top5: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """A model with its data.
@@ -87,9 +98,9 @@ class Workload:
         check_instance(self.optimizer, (Optimizer,), "Workload.optimizer", "offbeat.SGD(lr=0.1)")
         check_instance(self.target, (Target, type(None)), "Workload.target", 'offbeat.Target("accuracy", 0.9)')
         check_instance(self.until, (Samples,), "Workload.until", "offbeat.Samples(60_000)")
-        object.__setattr__(self, "train", Examples.of(self.train))
+        object.__setattr__(self, "train", data_of(self.train))
         if self.test is not None:
-            object.__setattr__(self, "test", Examples.of(self.test))
+            object.__setattr__(self, "test", data_of(self.test))
 
     def initial_model(self, seed: int) -> nn.Module:
         """The model that training starts from; the same for the same seed. Global randomness is not touched."""
@@ -112,25 +123,30 @@ class Workload:
         """One loss per sample of a batch that is where the model is, ready to be summed and differentiated."""
         return self._outputs_and_losses(model, batch)[1]
 
-    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Mean loss on the test data, and accuracy where outputs and targets are those of a classifier."""
+    def evaluate(self, model: nn.Module) -> Measured:
+        """Mean loss on the test data, and accuracies where outputs and targets are those of a classifier."""
         data, device = self.evaluation_examples, next(model.parameters()).device
-        loss, correct, classifies = 0.0, 0, True
+        loss, correct, among_five, classifies, classes = 0.0, 0, 0, True, 0
         with torch.no_grad(), _evaluating(model):
             for first in range(0, len(data), EVALUATION_CHUNK):
-                chunk = slice(first, first + EVALUATION_CHUNK)
-                batch = on_device((data.inputs[chunk], data.targets[chunk]), device)
+                batch = on_device(data.between(first, first + EVALUATION_CHUNK), device)
                 outputs, losses = self._outputs_and_losses(model, batch)
                 loss += float(losses.sum(dtype=torch.float64))
                 classifies = classifies and _is_classification(outputs, batch[1])
                 if classifies:
+                    classes = outputs.shape[1]
                     correct += int((outputs.argmax(1) == batch[1]).sum())
-        return loss / len(data), correct / len(data) if classifies else None
+                    among_five += _among_five(outputs, batch[1])
+        return Measured(
+            loss / len(data),
+            correct / len(data) if classifies else None,
+            among_five / len(data) if classifies and classes > 5 else None,
+        )
 
     @functools.cached_property
-    def evaluation_examples(self) -> Examples:
+    def evaluation_examples(self) -> Data:
         """What `evaluate` looks at: the test data, or examples spread evenly over the training data."""
-        data: Examples = self.train if self.test is None else self.test
+        data: Data = self.train if self.test is None else self.test
         if self.test is not None or len(data) <= EVALUATION_MAX:
             return data
         spread = torch.linspace(0, len(data) - 1, EVALUATION_MAX, dtype=torch.float64).long()
@@ -170,6 +186,11 @@ def _is_classification(outputs: Any, targets: Tensor) -> bool:
     return is_whole(targets) and targets.dim() == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2
 
 
+def _among_five(outputs: Tensor, targets: Tensor) -> int:
+    likeliest = outputs.topk(min(5, outputs.shape[1]), sorted=False).indices
+    return int((likeliest == targets[:, None]).sum())
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and back for exactly those modules that were training: some users freeze a part."""
@@ -182,6 +203,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@dataclass(frozen=True)
+class Size:
+    """How large a workload is: its model and parameters, its examples, its classes where it has any."""
+
+    model: str
+    parameters: int
+    train: int
+    test: int
+    classes: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamedWorkload(Family, ABC):
     """A workload that has a name."""
@@ -192,8 +224,23 @@ class NamedWorkload(Family, ABC):
     paper: ClassVar[str] = ""
     """Where the data or the problem comes from."""
 
-    split: Split = option(Shared(), "which examples each worker draws from: shared, sharded, by-label")
+    split: Split = option(Shared(), "which examples each worker draws from: shared, sharded, by-label, dirichlet")
+
+    layers: ClassVar[str] = ""
+    """What its model is, in a few words."""
 
     @abstractmethod
     def build(self) -> Workload:
         """The model, data and loss."""
+
+    def size(self) -> Size:
+        """How large it is; overridden where building it takes data that may not be there."""
+        workload = self.build()
+        targets = workload.train.targets
+        return Size(
+            self.layers,
+            sum(parameter.numel() for parameter in workload.initial_model(0).parameters()),
+            len(workload.train),
+            len(workload.evaluation_examples),
+            len(targets.unique()) if is_whole(targets) else None,
+        )

@@ -166,7 +166,7 @@ class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
         return self.composed(compute=Samples(self.batch), collect=Messages(1), waits=True)
 
     def suited(self, optimizer: Optimizer) -> Self:
-        return super().suited(_amsgrad(optimizer))
+        return super().suited(AMSGrad.like(optimizer))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
         return self.composed(compute=Share(self.batch), collect=All(), waits=True)
 
     def suited(self, optimizer: Optimizer) -> Self:
-        return super().suited(_amsgrad(optimizer))
+        return super().suited(AMSGrad.like(optimizer))
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,3 @@ class RestartFromCheckpoint(HubStrategy, name="restart"):
     def hub(self, workers: int) -> Hub:
         every = self.checkpoint_interval_seconds
         return self.composed(compute=Samples(self.batch), collect=All(), waits=True, checkpoint_interval_seconds=every)
-
-
-def _amsgrad(optimizer: Optimizer) -> AMSGrad:
-    """AMSGrad with whatever it has in common with the workload's optimizer: rate, weight decay, clipping."""
-    shared = {item.name for item in dataclasses.fields(AMSGrad)} & {item.name for item in dataclasses.fields(optimizer)}
-    return AMSGrad(**{name: value for name in shared if (value := getattr(optimizer, name)) is not None})

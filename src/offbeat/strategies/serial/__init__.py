@@ -1,0 +1,8 @@
+"""Serial training: one process computes and updates; nobody else takes part.
+
+Start with `named.py` (what can be chosen), then `node.py`.
+"""
+
+from offbeat.strategies.serial.named import ArtificialDelay, Serial
+
+__all__ = ["ArtificialDelay", "Serial"]

@@ -1,0 +1,295 @@
+"""Figures: how strategies look, that axes have units, and that files come out the same."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import pytest
+from made_records import a_gossip, a_round, a_small_run, a_toy, an_exchange, an_update, run, timed
+
+import offbeat.strategies  # noqa: F401  so that all strategies are in the register
+from offbeat.cli import main
+from offbeat.errors import ConfigurationError
+from offbeat.plots.against import GREY, Point, against
+from offbeat.plots.figures import accuracy_over_time, consensus_over_time, quality_over_bytes, samples_over_time
+from offbeat.plots.groups import Groups
+from offbeat.plots.heat_map import who_talked_to_whom
+from offbeat.plots.histograms import QUANTITIES, Binned, distributions
+from offbeat.plots.looks import NAMED, Look, looks
+from offbeat.plots.panels import CELLS, panel
+from offbeat.plots.style import FORMATS, save_as, svg_text
+from offbeat.plots.timeline import timeline
+from offbeat.records.files import RunRecords
+from offbeat.report.drawings import drawings, write_figures
+from offbeat.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+UNITS = {"s", "1/s", "%", "samples", "updates", "versions", "per update", "bytes", "exchanges", "squared norm"}
+WITHOUT_UNIT = {
+    "held-out accuracy",
+    "held-out top-5 accuracy",
+    "held-out loss",
+    "training loss",
+    "learning rate",
+    "rank",
+    "with rank",
+    "exchanges of rank",
+}
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[RunRecords]:
+    hubs = [a_toy(label, seed, workers=3, seconds=20.0) for label in ("fmb", "amb", "apam") for seed in (1, 2)]
+    return [*hubs, a_gossip(peers=4, seconds=20.0)]
+
+
+# Looks
+
+
+def without_colour(style: dict[str, Look]) -> set[tuple[object, str]]:
+    return {(look.dashes, look.marker) for look in style.values()}
+
+
+def test_every_strategy_with_a_name_has_a_look_that_no_other_has_with_or_without_colour() -> None:
+    ours = [name for name, kind in Strategy.members.items() if kind.__module__.startswith("offbeat.strategies.")]
+    assert set(ours) <= set(NAMED)
+    assert len({look.colour for look in NAMED.values()}) == len(NAMED)
+    assert len(without_colour(NAMED)) == len(NAMED)
+
+
+@pytest.mark.parametrize("others", [[], ["amb"], ["x", "y", "fmb batch=64"], ["amb, fixed limit", "apam"]])
+def test_a_strategy_looks_the_same_whatever_is_beside_it(others: list[str]) -> None:
+    for labels in itertools.permutations([*others, "fmb"]):
+        assert looks(labels)["fmb"] == NAMED["fmb"]
+
+
+def test_what_is_of_one_strategy_has_shades_of_its_colour() -> None:
+    style = looks(["fmb", "quick", "slow", "amb, fixed limit", "amb-2"], {"quick": "fmb", "slow": "fmb"})
+    assert style["amb, fixed limit"] == NAMED["amb"], "the first of a strategy that is not there by name"
+    assert len({look.colour for look in style.values()}) == 5
+    assert len(without_colour(style)) == 5
+    blue = [int(style[label].colour[5:], 16) - int(style[label].colour[1:3], 16) for label in ("fmb", "quick", "slow")]
+    red = [int(style[label].colour[1:3], 16) - int(style[label].colour[5:], 16) for label in ("amb-2",)]
+    assert min(blue + red) > 50, "light and dark, each is still the strategy's own hue"
+
+
+def test_labels_of_no_known_strategy_are_told_apart_as_long_as_can_be() -> None:
+    many = looks(f"mine {index}" for index in range(40))
+    assert len(without_colour(many)) == 40
+    assert len(set(looks(f"mine {index}" for index in range(120)).values())) == 120
+    assert not {look.colour for look in looks(["fmb", "x", "y"]).values() if look != NAMED["fmb"]} & {"#0072b2"}
+
+
+def test_figures_know_the_strategy_of_a_label_from_the_run() -> None:
+    header = {"experiment": {"strategy": {"name": "amb"}}}
+    (line, *_) = accuracy_over_time([timed("a limit of 6.43 s", 1, 4.0, **header)]).axes[0].lines
+    assert (line.get_color(), line.get_marker()) == (NAMED["amb"].colour, NAMED["amb"].marker)
+
+
+def test_lines_carry_markers_but_few_of_them(mixed: list[RunRecords]) -> None:
+    for line in samples_over_time(mixed).axes[0].lines:
+        assert line.get_marker() == NAMED[str(line.get_label())].marker
+        assert isinstance(line.get_markevery(), tuple)
+
+
+def test_lines_of_equal_colour_differ_in_grey(tmp_path: Path) -> None:
+    """Two strategies in turn, drawn in the same colour: what is left of the difference is dashes and markers."""
+    import numpy
+    from matplotlib.image import imread
+
+    drawn = []
+    for name in ("fmb", "amb", "apam"):
+        figure = accuracy_over_time([timed(name, 1, 4.0)])
+        for line in figure.axes[0].lines:
+            line.set_color("black")
+        figure.legends.clear()
+        (path,) = save_as(figure, tmp_path / name, ["png"])
+        drawn.append(imread(path)[..., :3].mean(axis=2))
+    for one, other in itertools.combinations(drawn, 2):
+        assert (numpy.abs(one - other) > 0.5).mean() > 0.0005
+
+
+# Axes
+
+
+def drawn_figures(runs: list[RunRecords]) -> Iterator[Figure]:
+    yield from (drawing.figure for drawing in drawings(runs))
+    yield panel(runs, [[name] for name in CELLS])
+
+
+def all_axes(figure: Figure) -> Iterator[Axes]:
+    """Those that are there to be read, those within others among them."""
+    for axes in (axes for axes in figure.axes if axes.axison):
+        yield axes
+        yield from (child for child in axes.child_axes if hasattr(child, "xaxis"))
+
+
+def says_its_unit(text: str) -> bool:
+    unit = re.search(r"\(([^()]+)\)$", text.replace("\n", " "))
+    return text in WITHOUT_UNIT or (unit is not None and unit[1] in UNITS)
+
+
+def is_explained(axis: Axis, figure: Figure) -> bool:
+    """By its own label, by one for the whole figure, or by that of the axes below that it shares its scale with."""
+    texts = [axis.get_label_text(), figure.get_supylabel() if axis.axis_name == "y" else ""]
+    siblings = getattr(axis.axes, f"get_shared_{axis.axis_name}_axes")().get_siblings(axis.axes)
+    texts += [getattr(other, f"{axis.axis_name}axis").get_label_text() for other in siblings]
+    return any(says_its_unit(text) for text in texts if text)
+
+
+def test_every_axis_of_every_figure_says_its_unit(mixed: list[RunRecords]) -> None:
+    checked = 0
+    for figure in drawn_figures(mixed):
+        for axes in all_axes(figure):
+            for axis in (axes.xaxis, axes.yaxis):
+                assert is_explained(axis, figure), axis.get_label_text()
+                checked += 1
+    assert checked > 50
+
+
+# Cells, panels and distributions
+
+
+def test_a_panel_has_a_plot_for_each_name_and_one_legend_for_all(mixed: list[RunRecords]) -> None:
+    figure = panel(mixed, [["delay density", "compute time", "batch size"], ["accuracy over time", "", "bytes"]])
+    assert len(figure.axes) == 5
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["fmb", "amb", "apam", "gossip"]
+    ElementTree.fromstring(svg_text(figure))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_can_be_drawn_of_much_of_little_and_of_nothing(name: str, mixed: list[RunRecords]) -> None:
+    for runs in (mixed, [a_small_run()], [run([])]):
+        ElementTree.fromstring(svg_text(panel(runs, [[name]])))
+
+
+def test_a_cell_that_is_not_known_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'accuracy over time'"):
+        panel([a_small_run()], [["acuracy over time"]])
+    with pytest.raises(ConfigurationError, match="a panel needs a cell"):
+        panel([a_small_run()], [])
+
+
+def test_distributions_leave_out_what_was_recorded_nowhere() -> None:
+    rounds = [a_round(1, 0.0, 1.0), a_round(1, 1.0, 2.0)]
+    plain = distributions([run([*rounds, an_update(1.0, 10, (1, 0, 10, 0))])])
+    labels = [axes.get_xlabel().replace("\n", " ") for axes in plain.axes]
+    assert labels == ["compute time (s)", "batch size (samples)", "messages (per update)", "staleness (versions)"]
+    waited = distributions([run([*rounds, a_round(1, 4.0, 1.0, idle=1.0, induced=0.5)], label="fmb"), run(rounds)])
+    labels = [axes.get_xlabel().replace("\n", " ") for axes in waited.axes]
+    assert [label for label in labels if label] == ["compute time (s)", "induced delay (s)", "waiting time (s)"]
+
+
+def test_bars_are_shares_of_all_values_and_what_is_beyond_is_told() -> None:
+    usual = [a_round(1, float(start), 1.0, idle=0.1 * (start % 5)) for start in range(300)]
+    figure = distributions([run([*usual, a_round(1, 400.0, 1.0, idle=90.0)])])
+    compute, waiting = figure.axes
+    assert compute.patches[0].get_data().values.sum() == pytest.approx(100.0)  # type: ignore[attr-defined]
+    assert waiting.patches[0].get_data().values.sum() == pytest.approx(100.0 * 300 / 301)  # type: ignore[attr-defined]
+    assert "0.3% beyond" in next(text.get_text() for text in waiting.texts)
+
+
+def test_all_labels_share_the_bins_of_a_quantity() -> None:
+    groups = Groups.of([a_toy("fmb", 1, workers=3, seconds=10.0), a_toy("apam", 1, workers=3, seconds=10.0)])
+    binned = Binned.of(QUANTITIES["staleness"], groups)
+    assert set(binned.values) == {"fmb", "apam"}
+    assert binned.edges.tolist() == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
+
+
+# A quantity against a setting
+
+
+def test_what_others_have_published_is_hollow_and_grey_and_says_so() -> None:
+    measured = {"fmb": [Point(2, 90.0, 80.0, 100.0), Point(4, 60.0, 50.0, 70.0)], "amb": [Point(2, 70.0)]}
+    figure = against(
+        "workers", "time (s)", measured, log_x=True, log_y=True, reference={"fmb": [(2.0, 85.0), (4.0, 58.0)]}
+    )
+    (axes,) = figure.axes
+    (published,) = [line for line in axes.lines if line.get_color() == GREY]
+    assert published.get_markerfacecolor() == "none"
+    assert published.get_marker() == NAMED["fmb"].marker
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fmb", "amb", "fmb, published"]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    (bars,) = axes.collections
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[80.0, 100.0], [50.0, 70.0]]
+    ElementTree.fromstring(svg_text(figure))
+
+
+# Files
+
+
+def test_figures_are_written_by_what_they_show_in_every_format(mixed: list[RunRecords], tmp_path: Path) -> None:
+    written = write_figures(mixed, tmp_path / "deep", ["svg"])
+    assert {path.name for path in written} >= {"accuracy-over-time.svg", "who-computes-and-who-waits.svg"}
+    assert all(path.read_bytes() for path in written)
+    paths = save_as(samples_over_time(mixed), tmp_path / "samples 0.5")
+    assert [path.name for path in paths] == [f"samples 0.5.{form}" for form in FORMATS]
+    assert [path.read_bytes()[:4] for path in paths] == [b"\x89PNG", b"<?xm", b"%PDF"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"cannot write figures to .*--figures"):
+        write_figures(mixed, tmp_path / "file", ["svg"])
+
+
+SAVED_AGAIN = """
+import sys
+from pathlib import Path
+from made_records import a_toy
+from offbeat.plots.panels import panel
+from offbeat.plots.style import save_as
+
+runs = [a_toy(label, 1, workers=3, seconds=10.0) for label in ("fmb", "amb", "mine")]
+save_as(panel(runs, [["accuracy over time", "batch size"]]), Path(sys.argv[1]))
+"""
+
+
+def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    for name, seed in (("one", "1"), ("other", "2")):
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": here, "PATH": ""}
+        argv = [sys.executable, "-c", SAVED_AGAIN, str(tmp_path / name)]
+        subprocess.run(argv, check=True, timeout=120, env=environment)
+    for form in FORMATS:
+        assert (tmp_path / f"one.{form}").read_bytes() == (tmp_path / f"other.{form}").read_bytes(), form
+
+
+def test_the_command_writes_figures_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["simulate", "quadratic", "amb", "fmb", "--until", "2000", "--workers", "2", "--no-report", "--quiet"]
+    assert main([*argv, "--out", "o"]) == 0
+    assert main(["report", "o", "--figures", "f", "--format", "svg", "--format", "pdf"]) == 0
+    said = capsys.readouterr().out
+    names = {path.name for path in Path("f").iterdir()}
+    assert {"loss-over-time.svg", "loss-over-time.pdf"} <= names
+    assert f"figures: f ({len(names) // 2}, each as svg, pdf)" in said
+    assert said.index("\namb") < said.index("\nfmb"), "as they were given"
+    assert main(["report", "o", "--format", "svg"]) == 2
+    assert "--figures DIR" in capsys.readouterr().err
+
+
+def test_pairs_have_their_unit_too() -> None:
+    figure = who_talked_to_whom([run([an_exchange(1.0, 0, 1)], workers=2)])
+    inset = figure.axes[0].child_axes[0]
+    assert inset.get_xlabel() == "with any (exchanges)"
+
+
+def test_figures_of_one_page_agree_on_looks(mixed: list[RunRecords]) -> None:
+    for draw in (accuracy_over_time, quality_over_bytes, samples_over_time, consensus_over_time):
+        for line in draw(mixed).axes[0].lines:
+            if str(line.get_label()) in NAMED:
+                assert line.get_color() == NAMED[str(line.get_label())].colour
+    titles = {axes.get_title(loc="left") for axes in timeline(mixed).axes}
+    assert titles == {"fmb", "amb", "apam", "gossip"}

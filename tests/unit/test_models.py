@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from offbeat.configuration import from_plain, to_plain
+from offbeat.errors import ConfigurationError
+from offbeat.flat import FlatModule
+from offbeat.workloads.models import (
+    AllCNN,
+    CifarCNN,
+    ImageShape,
+    LeNet5,
+    MnistCNN,
+    Model,
+    ResNet18,
+    WideResNet28x2,
+    WideResNet28x5,
+)
+
+MNIST = ImageShape(1, 28, 28, 10)
+CIFAR = ImageShape(3, 32, 32, 10)
+IMAGENET = ImageShape(3, 32, 32, 1000)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "count"),
+    [
+        (MnistCNN(), MNIST, 3_274_634),
+        (CifarCNN(), CIFAR, 4_607_178),
+        (AllCNN(), CIFAR, 1_681_268),
+        (ResNet18(), CIFAR, 11_173_962),
+        (WideResNet28x5(), IMAGENET, 9_450_424),
+        (WideResNet28x2(), IMAGENET, 1_595_320),
+        (LeNet5(), MNIST, 44_426),
+    ],
+)
+def test_models_have_as_many_parameters_as_published(model: Model, shape: ImageShape, count: int) -> None:
+    assert model.parameters(shape) == count
+    assert sum(parameter.numel() for parameter in model.build(shape).parameters()) == count
+
+
+def small(cls: type[Model]) -> Model:
+    return cls(width=0.25)
+
+
+@pytest.mark.parametrize("shape", [MNIST, CIFAR, IMAGENET], ids=["mnist", "cifar", "imagenet"])
+@pytest.mark.parametrize("cls", Model.members.values(), ids=Model.members)
+def test_every_model_is_differentiated_on_every_kind_of_image(cls: type[Model], shape: ImageShape) -> None:
+    module = small(cls).build(shape)
+    flat = FlatModule(module)
+    outputs = module(torch.randn(2, shape.channels, shape.height, shape.width))
+    assert outputs.shape == (2, shape.classes)
+    F.cross_entropy(outputs, torch.tensor([0, 1])).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+    assert float(flat.gradients.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("cls", Model.members.values(), ids=Model.members)
+def test_outputs_do_not_depend_on_how_a_model_lies_in_memory(cls: type[Model]) -> None:
+    module = small(cls).build(CIFAR).eval()
+    images = torch.randn(3, 3, 32, 32)
+    expected = module(images)
+    flat = FlatModule(module.to(memory_format=torch.channels_last))
+    assert flat.module is module
+    torch.testing.assert_close(module(images.to(memory_format=torch.channels_last)), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", Model.members.values(), ids=Model.members)
+def test_models_are_written_read_and_told_by_one_word(cls: type[Model]) -> None:
+    assert from_plain(Model, to_plain(small(cls)), "model") == small(cls)
+    assert from_plain(Model, f"{cls.name}:0.25", "model") == small(cls)
+
+
+def test_half_the_width_is_about_a_quarter_of_the_parameters() -> None:
+    for cls in Model.members.values():
+        assert 0.2 < cls(width=0.5).parameters(CIFAR) / cls().parameters(CIFAR) < 0.35
+
+
+def test_only_the_wide_cifar_cnn_lies_channel_after_channel() -> None:
+    assert not CifarCNN().channels_last
+    assert CifarCNN(0.5).channels_last
+    assert all(cls().channels_last for cls in Model.members.values() if cls is not CifarCNN)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: LeNet5(0.05), "lenet5 with width 0.05 has a layer of 6 that becomes one of 0"),
+        (lambda: MnistCNN(0), "MnistCNN.width must be greater than 0, but is 0"),
+        (lambda: CifarCNN(dropout=1.0), "CifarCNN.dropout must be at least 0 and below 1"),
+        (lambda: CifarCNN().build(ImageShape(1, 8, 8, 10)), "needs images of at least 16×16 pixels, but these are 8×8"),
+        (lambda: LeNet5().build(ImageShape(1, 8, 8, 10)), "needs images of at least 16×16 pixels"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(make, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_outputs_of_all_cnn_are_an_eighth_of_a_mean() -> None:
+    module = AllCNN(0.1).build(CIFAR).eval()
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(module(images), module[:-3](images).mean((2, 3)) / 8)

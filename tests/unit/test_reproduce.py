@@ -1,0 +1,325 @@
+"""Studies: that those that ship are sound, and what `offbeat reproduce` does with one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.comparison import Interval
+from offbeat.errors import ConfigurationError
+from offbeat.plots.panels import CELLS
+from offbeat.records.files import HEADER, RECORDS, find_runs
+from offbeat.reproduction.findings import find, shown, spelled
+from offbeat.reproduction.quantities import QUANTITIES, common_training_loss
+from offbeat.reproduction.runs import archive, opened, read_study, tasks_of
+from offbeat.reproduction.study import SCALES, Scale, Study, directory, load_study, names, study_of
+
+OWN = """
+title = "Digits by two strategies"
+original = "none"
+scaled = "everything"
+expect = "something"
+minutes = 1
+columns = ["seconds_to_target", "seconds_to_common_loss", "accuracy", "seconds_per_epoch"]
+epoch = 1000
+each = {microbatch = 8}
+
+[base]
+workload = "digits"
+workers = 3
+seeds = 2
+until = 1500
+target = "accuracy:0.3"
+
+[[base.strategy]]
+name = "fmb"
+batch = 16
+
+[[base.strategy]]
+name = "amb"
+batch = 16
+
+[[case]]
+label = "even"
+x = 1
+
+[[case]]
+label = "niagara"
+x = 2
+cluster = {straggle = "niagara"}
+
+[[figure]]
+file = "curves"
+caption = "Curves."
+cells = [["accuracy over time", "training loss over steps"]]
+by = "both"
+
+[[figure]]
+file = "against"
+caption = "Against."
+x = "case (number)"
+y = "seconds_per_epoch"
+published = {"fmb" = [[1, 2.0]]}
+
+[[claim]]
+quantity = "seconds_per_epoch"
+of = {strategy = "fmb", case = "niagara"}
+over = {strategy = "amb", case = "niagara"}
+sentence = "AMB was {ours} times as fast."
+published = "1.3 to 1.5 times"
+low = 1.3
+high = 1.5
+
+[full.base]
+workers = 5
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.toml"
+    path.write_text(OWN, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", names())
+def test_what_a_study_speaks_of_is_there(name: str, scale: Scale) -> None:
+    study = load_study(name, scale)
+    said = study.described
+    sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
+    labels = {label for _, label in sides}
+    assert set(said.columns) <= set(QUANTITIES)
+    for drawing in said.drawings:
+        assert bool(drawing.cells) != bool(drawing.y), drawing.file
+        assert {cell for row in drawing.cells for cell in row} <= set(CELLS)
+        assert set(drawing.cases) <= {case.label for case in study.cases}
+        assert {*drawing.strategies, *drawing.published} <= labels
+        assert not drawing.y or drawing.y in QUANTITIES
+        assert not drawing.y or any(case.x is not None for case in study.cases)
+    assert said.claims, "a study compares with what was published"
+    for claim in said.claims:
+        assert claim.quantity in QUANTITIES
+        assert "{ours}" in claim.sentence
+        for side in (claim.of, claim.over):
+            assert side is None or (side.case, side.strategy) in sides
+    assert len({drawing.file for drawing in said.drawings}) == len(said.drawings)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_head_of_a_study_says_what_was_done_and_how_to_run_it(name: str) -> None:
+    text = (directory() / f"{name}.toml").read_text(encoding="utf-8")
+    head = "\n".join(line for line in text.split("title =")[0].splitlines() if line.startswith("#"))
+    for words in ("The original:", "Scaled down by default:", f"offbeat reproduce {name}"):
+        assert words in head
+    assert "expect" in head.lower()
+
+
+def test_the_full_scale_takes_the_place_of_the_default(own: Path) -> None:
+    assert {case.plan.workers for case in load_study(str(own)).cases} == {3}
+    assert {case.plan.workers for case in load_study(str(own), "full").cases} == {5}
+    assert all(strategy.microbatch == 8 for strategy in load_study(str(own)).cases[0].plan.strategies)  # type: ignore[attr-defined]
+
+
+def reproduce(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["reproduce", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_study_is_run_told_kept_and_drawn_again(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = reproduce(str(own), "--out", "here", "--json", "--save", "kept.zip", capsys=capsys)
+    assert code == 0, err
+    told: dict[str, Any] = json.loads(out)
+    assert [(row["case"], row["strategy"], row["runs"]) for row in told["rows"]] == [
+        ("even", "fmb", 2), ("even", "amb", 2), ("niagara", "fmb", 2), ("niagara", "amb", 2),
+    ]  # fmt: skip
+    for row in told["rows"]:
+        cell = row["seconds_per_epoch"]
+        assert cell["low"] <= cell["mean"] <= cell["high"]
+        assert cell["count"] == 2
+    (finding,) = told["findings"]
+    assert finding["ours"]["mean"] > 1
+    assert finding["sentence"].startswith("AMB was ")
+    assert set(told["cases"]) == {"even", "niagara"}
+    assert set(told["cases"]["niagara"]) >= {"runs", "speedup", "baseline", "target"}
+    figures = {f"{file}.{form}" for file in ("curves", "against") for form in ("png", "svg", "pdf")}
+    assert {Path(path).name for path in told["figures"]} == figures
+    assert all(Path(path).stat().st_size > 1000 for path in told["figures"])
+    assert len(err.splitlines()) == 8  # a line for each run that has ended
+
+    # From the archive: the same, and nothing is trained.
+    code, out, err = reproduce("--redraw", "kept.zip", "--out", "again", "--json", capsys=capsys)
+    assert code == 0, err
+    again: dict[str, Any] = json.loads(out)
+    assert (again["rows"], again["findings"]) == (told["rows"], told["findings"])
+    for path in Path("here").glob("*.svg"):
+        assert (Path("again") / path.name).read_bytes() == path.read_bytes()
+
+    # As a table.
+    code, out, err = reproduce("--redraw", "here", capsys=capsys)
+    assert code == 0, err
+    assert "means over 2 seeds; ± is half of a 95% interval" in out
+    assert finding["sentence"] in out
+
+
+def test_what_is_finished_is_not_run_again(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(own), "--out", "here", "--seeds", "1", "--quiet", "--json")
+    code, before, err = reproduce(*words, capsys=capsys)
+    assert (code, err) == (0, "")
+    whole, cut, *others = find_runs([Path("here")])
+    stamps = {run: (run / RECORDS).stat().st_mtime_ns for run in (whole, *others)}
+    lines = (cut / RECORDS).read_bytes().splitlines(keepends=True)
+    (cut / RECORDS).write_bytes(b"".join(lines[: len(lines) // 2]))
+    code, after, err = reproduce(*words, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(after) == json.loads(before)
+    assert (cut / RECORDS).read_bytes().splitlines(keepends=True) == lines
+    assert {run: (run / RECORDS).stat().st_mtime_ns for run in stamps} == stamps
+
+
+def test_a_directory_of_something_else_is_left_alone(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "digits", "fmb", "--workers", "2", "--until", "200", "--out", "other", "--no-report"]) == 0
+    capsys.readouterr()
+    code, _, err = reproduce(str(own), "--out", "other", capsys=capsys)
+    assert (code, err) == (2, "offbeat: other holds other runs; name another place with --out\n")
+    code, _, err = reproduce(str(own), "--out", "here", "--seeds", "1", "--quiet", capsys=capsys)
+    assert code == 0, err
+    code, _, err = reproduce(str(own), "--out", "here", "--scale", "full", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("offbeat: here holds the study own at scale default")
+    own.write_text(OWN.replace("until = 1500", "until = 900"), encoding="utf-8")
+    code, _, err = reproduce(str(own), "--out", "here", "--seeds", "1", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds a run with other settings" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no study is named; type one of "),
+        (["anytim"], "unknown study 'anytim'; did you mean 'anytime'?"),
+        (["anytime", "--scale", "huge"], "there is no scale 'huge'; type --scale default or --scale full"),
+        (["anytime", "--seeds", "0"], "--seeds must be 1 or more, but is 0"),
+        (["anytime", "--processes", "0"], "--processes must be 1 or more, but is 0"),
+        (["nothing.toml"], "the study file nothing.toml cannot be read: no such file or directory"),
+        (["--redraw", "nowhere"], "nowhere holds no study; name a directory or an archive"),
+        (["--redraw", "bad.zip"], "bad.zip cannot be read"),
+        (["anytime", "--redraw", "nowhere"], "--redraw takes its study from the records; leave the name out"),
+    ],
+)
+def test_mistakes_are_said_in_one_sentence(
+    words: list[str], said: str, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bad.zip").write_bytes(b"not an archive")
+    code, out, err = reproduce(*words, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_missing_data_is_said_before_anything_is_begun(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OFFBEAT_DATA", str(own.parent / "empty"))
+    own.write_text(OWN.replace('"digits"', '"fashion-mnist"'), encoding="utf-8")
+    code, _, err = reproduce(str(own), capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "offbeat data get fashion-mnist" in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("[base]\nworkload", "[bse]\nworkload"), "names no workload"),
+        (('label = "niagara"', 'label = "even"'), "two cases of one label"),
+        (("minutes = 1", 'minutes = "one"'), "cannot be read"),
+        (('x = "case (number)"', 'xs = "case (number)"'), "cannot be read"),
+        (("batch = 16", "batsch = 16"), "batsch"),
+    ],
+)
+def test_a_file_that_is_no_study_is_refused(change: tuple[str, str], said: str, own: Path) -> None:
+    own.write_text(OWN.replace(*change, 1), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=said):
+        load_study(str(own))
+
+
+def of_own(own: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Study, list[Any]]:
+    assert main(["reproduce", str(own), "--out", "here", "--quiet", "--json", "--seeds", "1"]) == 0
+    capsys.readouterr()
+    return read_study(Path("here"))
+
+
+def test_quantities_are_what_they_say(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study, runs = of_own(own, capsys)
+    even = [run for run in runs if run.case == "even"]
+    level = common_training_loss(even)
+    for run, taken in zip(even, QUANTITIES["seconds_to_common_loss"].of(even, None), strict=True):
+        assert taken is not None
+        assert 0 < taken <= run.summary.seconds
+    assert 0 < level < 2.5
+    for run, value in zip(runs, QUANTITIES["seconds_per_epoch"].of(runs, 1000), strict=True):
+        assert value == pytest.approx(run.summary.seconds / run.summary.samples * 1000)
+    assert QUANTITIES["seconds_per_epoch"].of(runs, None) == [None] * len(runs)
+    row = find(study, runs).rows[0]
+    assert row.cells["accuracy"] == Interval(even[0].summary.accuracy or 0.0, None, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "better", "verdict"),
+    [(0.5, 50, "higher", "agrees"), (100, 200, "higher", "worse"), (100, 200, "lower", "better"),
+     (0.1, 0.2, "higher", "better"), (0.1, 0.2, "lower", "worse")],
+)  # fmt: skip
+def test_a_number_is_judged_beside_what_was_published(
+    low: float, high: float, better: str, verdict: str, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own.write_text(OWN.replace("low = 1.3\nhigh = 1.5", f'low = {low}\nhigh = {high}\nbetter = "{better}"'))
+    study, runs = of_own(own, capsys)
+    (finding,) = find(study, runs).sentences
+    assert finding.verdict == verdict
+    assert (f"ours is {verdict}" if verdict != "agrees" else "ours agrees") in finding.sentence
+
+
+def test_intervals_are_shown_with_as_many_digits_as_count() -> None:
+    assert shown(None) == "–"
+    assert shown(Interval(1.234567, None, None, 1)) == spelled(Interval(1.234567, None, None, 1)) == "1.23"
+    assert shown(Interval(12345.6, 12345.1, 12346.1, 3)) == "12,346 ±0.5"
+    assert spelled(Interval(12345.6, 12000.0, 13000.0, 3)) == "12,346 (12,000–13,000)"
+    assert shown(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 ±0.250"
+    assert spelled(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 (0.250–0.750)"
+
+
+def test_an_archive_holds_what_is_needed_and_nothing_else(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study, runs = of_own(own, capsys)
+    first, second = archive(Path("here"), Path("a.zip")), archive(Path("here"), Path("b.zip"))
+    assert first.read_bytes() == second.read_bytes()
+    with zipfile.ZipFile(first) as held:
+        assert {Path(name).name for name in held.namelist()} == {"study.json", "study.toml", HEADER, RECORDS}
+    shutil.rmtree("here")
+    with opened(first) as place:
+        again, read = read_study(place)
+        assert [run.records.records for run in read] == [run.records.records for run in runs]
+        assert len(tasks_of(again, place)) == len(tasks_of(study, place)) == 4
+
+
+def test_live_cases_run_on_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "live.toml"
+    path.write_text(OWN.replace("x = 2\n", 'x = 2\nengine = "live"\n').replace("workers = 3", "workers = 2"))
+    place = str(tmp_path / "here")
+    code, _, err = reproduce(str(path), "--out", place, "--seeds", "1", "--json", capsys=capsys)
+    assert code == 0, err
+    engines = {path.parent.name: json.loads((path / HEADER).read_text())["engine"] for path in find_runs([Path(place)])}
+    assert engines == {"even": "simulated", "niagara": "live"}
+    assert main(["reproduce", "--redraw", place]) == 0
+
+
+def test_a_study_needs_its_table() -> None:
+    with pytest.raises(ConfigurationError, match="no table"):
+        study_of("x", {}, "default")

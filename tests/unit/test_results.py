@@ -1,0 +1,37 @@
+"""docs/results.md says what the records say, and every figure on it is drawn from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.reproduction.study import names
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("draw_results", DOCS / "draw_results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_its_script_makes_of_the_records(script: Any) -> None:
+    assert script.page(draw=False) == (DOCS / "results.md").read_text(encoding="utf-8")
+
+
+def test_every_study_is_on_the_page_with_its_figures() -> None:
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## ([\w-]+): ", text, flags=re.MULTILINE) == names()
+    figures = re.findall(r"\]\((images/results/[^)]+)\)", text)
+    assert len(figures) >= len(names())
+    drawn = {path.relative_to(DOCS).as_posix() for path in (DOCS / "images/results").rglob("*.svg")}
+    assert set(figures) == drawn
