@@ -62,7 +62,7 @@ def table(study: Study, findings: Findings) -> str:
     cases = any(row.case for row in findings.rows)
     lines = [[*(["case"] if cases else []), "strategy", *(quantity(name).head for name in columns)]]
     for row in findings.rows:
-        cells = [shown(row.cells[name], quantity(name)) for name in columns]
+        cells = [shown(row.cells[name], quantity(name), row.runs) for name in columns]
         lines.append([*([row.case] if cases else []), row.strategy, *cells])
     return as_markdown(lines)
 

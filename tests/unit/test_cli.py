@@ -86,7 +86,7 @@ COMMANDS = {
     "network": NETWORK,
     "topology": "--json --peers --plot --rate",
     "microbatch": MICROBATCH,
-    "reproduce": "--json --list --out --processes --quiet --redraw --save --scale --seeds",
+    "reproduce": "--json --list --no-figures --out --processes --quiet --redraw --save --scale --seeds",
     "report": "--baseline --figures --format --out",
     "replay": "--no-faults --seed --trace",
     "strategies": "--json",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from offbeat.cli import main
 from offbeat.comparison import Interval
 from offbeat.errors import ConfigurationError
 from offbeat.plots.panels import CELLS
-from offbeat.records.files import HEADER, RECORDS, find_runs
+from offbeat.records.files import HEADER, RECORDS, RunRecords, find_runs
 from offbeat.reproduction.findings import find, shown, spelled
-from offbeat.reproduction.quantities import QUANTITIES, common_training_loss
+from offbeat.reproduction.quantities import QUANTITIES, Measured, common_training_loss
 from offbeat.reproduction.runs import archive, opened, read_study, tasks_of
 from offbeat.reproduction.study import SCALES, Scale, Study, directory, load_study, names, study_of
 
@@ -79,6 +81,9 @@ high = 1.5
 [full.base]
 workers = 5
 """
+
+INLINE = ["--processes", "1", "--no-figures"]
+"""Most tests need neither processes of their own nor figures."""
 
 
 @pytest.fixture
@@ -164,14 +169,15 @@ def test_a_study_is_run_told_kept_and_drawn_again(own: Path, capsys: pytest.Capt
         assert (Path("again") / path.name).read_bytes() == path.read_bytes()
 
     # As a table.
-    code, out, err = reproduce("--redraw", "here", capsys=capsys)
+    code, out, err = reproduce("--redraw", "here", "--no-figures", capsys=capsys)
     assert code == 0, err
+    assert "figure:" not in out
     assert "means over 2 seeds; ± is half of a 95% interval" in out
     assert finding["sentence"] in out
 
 
 def test_what_is_finished_is_not_run_again(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(own), "--out", "here", "--seeds", "1", "--quiet", "--json")
+    words = (str(own), "--out", "here", "--seeds", "1", "--quiet", "--json", *INLINE)
     code, before, err = reproduce(*words, capsys=capsys)
     assert (code, err) == (0, "")
     whole, cut, *others = find_runs([Path("here")])
@@ -190,7 +196,7 @@ def test_a_directory_of_something_else_is_left_alone(own: Path, capsys: pytest.C
     capsys.readouterr()
     code, _, err = reproduce(str(own), "--out", "other", capsys=capsys)
     assert (code, err) == (2, "offbeat: other holds other runs; name another place with --out\n")
-    code, _, err = reproduce(str(own), "--out", "here", "--seeds", "1", "--quiet", capsys=capsys)
+    code, _, err = reproduce(str(own), "--out", "here", "--seeds", "1", "--quiet", *INLINE, capsys=capsys)
     assert code == 0, err
     code, _, err = reproduce(str(own), "--out", "here", "--scale", "full", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)
@@ -252,7 +258,7 @@ def test_a_file_that_is_no_study_is_refused(change: tuple[str, str], said: str, 
 
 
 def of_own(own: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Study, list[Any]]:
-    assert main(["reproduce", str(own), "--out", "here", "--quiet", "--json", "--seeds", "1"]) == 0
+    assert main(["reproduce", str(own), "--out", "here", "--quiet", "--json", "--seeds", "1", *INLINE]) == 0
     capsys.readouterr()
     return read_study(Path("here"))
 
@@ -291,9 +297,61 @@ def test_intervals_are_shown_with_as_many_digits_as_count() -> None:
     assert shown(None) == "–"
     assert shown(Interval(1.234567, None, None, 1)) == spelled(Interval(1.234567, None, None, 1)) == "1.23"
     assert shown(Interval(12345.6, 12345.1, 12346.1, 3)) == "12,346 ±0.5"
+    assert shown(Interval(1.5e6, 1e6, 2e6, 3), QUANTITIES["bytes_sent"]) == "1.50 MB ±500 kB"
     assert spelled(Interval(12345.6, 12000.0, 13000.0, 3)) == "12,346 (12,000–13,000)"
     assert shown(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 ±0.250"
     assert spelled(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 (0.250–0.750)"
+
+
+def test_a_mean_says_of_how_many_runs_it_is(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A target that only some runs reach must not look like one that all reach."""
+    assert shown(Interval(2.0, 1.0, 3.0, 2), None, 3) == "2 ±1 (2 of 3)"
+    own.write_text(OWN.replace('quantity = "seconds_per_epoch"', 'quantity = "seconds_to_target"'), encoding="utf-8")
+    study, runs = of_own(own, capsys)
+    more = [dataclasses.replace(run, records=with_seed(run, 1)) for run in runs]
+    missed = [
+        dataclasses.replace(run, summary=msgspec.structs.replace(run.summary, seconds_to_target=None))
+        if run.strategy == "fmb"
+        else run
+        for run in more
+    ]
+    findings = find(study, [*runs, *missed])
+    assert "That is of 1 of 2 seeds; the others have no such number." in findings.sentences[0].sentence
+    cell = findings.rows[0].cells["seconds_to_target"]
+    assert cell is not None
+    assert (cell.count, findings.rows[0].runs) == (1, 2)
+
+
+def with_seed(run: Measured, seed: int) -> RunRecords:
+    return dataclasses.replace(run.records, header=msgspec.structs.replace(run.records.header, seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (('"accuracy", "seconds_per_epoch"', '"accuracies"'), "unknown quantity 'accuracies'"),
+        (('y = "seconds_per_epoch"', 'y = "second"'), "unknown quantity 'second'"),
+        (('over = {strategy = "amb"', 'over = {strategy = "abm"'), "claims something of"),
+        (("{ours}", "{mine}"), "something else in braces"),
+        (('case = "niagara"', 'case = "niagra"'), "claims something of"),
+    ],
+)
+def test_what_cannot_be_told_is_said_before_it_is_run(
+    change: tuple[str, str], said: str, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own.write_text(OWN.replace(*change), encoding="utf-8")
+    code, _, err = reproduce(str(own), "--out", "here", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+    assert not Path("here").exists()
+
+
+def test_two_runs_never_share_a_place(own: Path) -> None:
+    own.write_text(
+        OWN.replace('label = "niagara"\nx', 'label = "even?"\nx').replace('label = "even"', 'label = "even!"')
+    )
+    with pytest.raises(ConfigurationError, match="would share the directory"):
+        tasks_of(load_study(str(own)), Path("here"))
 
 
 def test_an_archive_holds_what_is_needed_and_nothing_else(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,14 +368,21 @@ def test_an_archive_holds_what_is_needed_and_nothing_else(own: Path, capsys: pyt
 
 
 def test_live_cases_run_on_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "live.toml"
-    path.write_text(OWN.replace("x = 2\n", 'x = 2\nengine = "live"\n').replace("workers = 3", "workers = 2"))
-    place = str(tmp_path / "here")
-    code, _, err = reproduce(str(path), "--out", place, "--seeds", "1", "--json", capsys=capsys)
+    path, place = tmp_path / "live.toml", tmp_path / "here"
+    path.write_text(OWN.replace("x = 1\n", 'x = 1\nengine = "live"\n').replace("workers = 3", "workers = 2"))
+    words = (str(path), "--out", str(place), "--seeds", "1", "--json", *INLINE)
+    code, out, err = reproduce(*words, capsys=capsys)
     assert code == 0, err
-    engines = {path.parent.name: json.loads((path / HEADER).read_text())["engine"] for path in find_runs([Path(place)])}
-    assert engines == {"even": "simulated", "niagara": "live"}
-    assert main(["reproduce", "--redraw", place]) == 0
+    runs = find_runs([place])
+    engines = {run.parent.name: json.loads((run / HEADER).read_text())["engine"] for run in runs}
+    assert engines == {"even": "live", "niagara": "simulated"}
+    assert [row["runs"] for row in json.loads(out)["rows"]] == [1, 1, 1, 1]
+    archive(place, tmp_path / "kept.zip")
+    code, again, err = reproduce("--redraw", str(tmp_path / "kept.zip"), "--json", "--no-figures", capsys=capsys)
+    assert code == 0, err
+    assert json.loads(again)["rows"] == json.loads(out)["rows"]
+    code, same, err = reproduce(*words, capsys=capsys)  # what has ended is not run again, live runs neither
+    assert (code, json.loads(same)["rows"]) == (0, json.loads(out)["rows"]), err
 
 
 def test_a_study_needs_its_table() -> None:

@@ -55,7 +55,7 @@ def report(
     records = told_apart(without_repeats(read))
     if len(records) < len(read):
         say(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
-    path = Path(out) if out else Path(os.path.commonpath(found)) / PAGE
+    path = Path(out) if out else _above(found) / PAGE
     comparison = Comparison.of(records, baseline)
     places = [f"page: {write_report(records, path, baseline)}"]
     if figures is not None:
@@ -64,6 +64,12 @@ def report(
         places.append(f"figures: {figures} ({len(written) // len(formats)}, each as {', '.join(formats)})")
     print_comparison(comparison, places)
     return 0
+
+
+def _above(runs: list[Path]) -> Path:
+    """The directory that holds them all, however each of them was named."""
+    mixed = len({run.is_absolute() for run in runs}) > 1
+    return Path(os.path.commonpath([run.absolute() for run in runs] if mixed else runs))
 
 
 def _as_planned(found: Iterable[Path]) -> list[Path]:

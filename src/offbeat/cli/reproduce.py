@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from offbeat.comparison import Comparison
 from offbeat.errors import MissingDependency
 from offbeat.experiment import built
 from offbeat.reproduction.drawing import draw_all
-from offbeat.reproduction.findings import Findings, find, shown
+from offbeat.reproduction.findings import Findings, check, find, shown
 from offbeat.reproduction.quantities import Measured, quantity
 from offbeat.reproduction.runs import archive, begin, carry_out, cores, opened, read_study, tasks_of
 from offbeat.reproduction.study import SCALES, Study, load_study, names
@@ -47,6 +48,7 @@ def reproduce(
         str | None, _option("draw and print again from a directory or an archive, without any training", "PLACE")
     ] = None,
     save: Annotated[str | None, _option("write all records to one archive, for --redraw", "FILE.zip")] = None,
+    no_figures: Annotated[bool, _option("draw no figures", name="--no-figures")] = False,
     json: Annotated[bool, _option("print one JSON object and nothing else")] = False,
     quiet: Annotated[bool, _option("show no progress while it runs")] = False,
 ) -> int:
@@ -55,22 +57,28 @@ def reproduce(
         return _list(json)
     if redraw is not None:
         require(name is None, "--redraw takes its study from the records; leave the name out")
-        return _redraw(Path(redraw), None if out is None else Path(out), json)
+        return _redraw(Path(redraw), None if out is None else Path(out), json, not no_figures)
     require(name is not None, f"no study is named; type one of {', '.join(names())}, or --list")
     assert name is not None
     require(scale in SCALES, f"there is no scale {scale!r}; type --scale default or --scale full")
     require(seeds is None or seeds > 0, f"--seeds must be 1 or more, but is {seeds}")
     require(processes is None or processes > 0, f"--processes must be 1 or more, but is {processes}")
+    require(save is None or Path(save).suffix == ".zip", f"--save writes an archive; type --save {save}.zip")
     chosen = None if seeds is None else tuple(range(seeds))
     study = load_study(name, scale, chosen)  # type: ignore[arg-type]
+    check(study)
     for workload in dict.fromkeys(case.plan.workload for case in study.cases):
         built(workload)  # data that is missing is said before anything is begun
     directory = new_directory(study.name) if out is None else Path(out)
     begin(study, directory, chosen)
-    runs, timed = _carried_out(study, directory, processes or cores(), quiet)
+    try:
+        runs, timed = _carried_out(study, directory, processes or cores(), quiet)
+    except KeyboardInterrupt:
+        again = _again(study, directory, seeds)
+        raise KeyboardInterrupt(f"what was finished is in {directory}; to go on: {again}") from None
     if save is not None:
         archive(directory, Path(save))
-    return _tell(study, runs, timed, directory, directory, json)
+    return _tell(study, runs, timed, directory, None if no_figures else directory, json)
 
 
 def _carried_out(study: Study, directory: Path, processes: int, quiet: bool) -> tuple[list[Measured], list[Timed]]:
@@ -80,26 +88,28 @@ def _carried_out(study: Study, directory: Path, processes: int, quiet: bool) -> 
         write_timings(directory, timed)
     tasks = tasks_of(study, directory)
     with _progress(len(tasks), quiet) as shown_by:
-        try:
-            return carry_out(tasks, processes, shown_by.share, shown_by.ended), timed
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"what was finished is in {directory}; to go on: offbeat reproduce {study.name} "
-                f"{'--scale full ' if study.scale == 'full' else ''}--out {directory}"
-            ) from None
+        return carry_out(tasks, processes, shown_by.share, shown_by.ended), timed
 
 
-def _redraw(place: Path, out: Path | None, json: bool) -> int:
+def _again(study: Study, directory: Path, seeds: int | None) -> str:
+    """What to type to go on with a study that was broken off."""
+    options = [*(["--scale", "full"] if study.scale == "full" else []), *(["--seeds", str(seeds)] if seeds else [])]
+    return shlex.join(["offbeat", "reproduce", str(study.own or study.name), *options, "--out", str(directory)])
+
+
+def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
     with opened(place) as directory:
         study, runs = read_study(directory)
         where = out or (place.with_suffix("") if place.suffix == ".zip" else place)
-        return _tell(study, runs, read_timings(directory), where, place, json)
+        return _tell(study, runs, read_timings(directory), place, where if draws else None, json)
 
 
-def _tell(study: Study, runs: list[Measured], timed: list[Timed], where: Path, records: Path, json: bool) -> int:
+def _tell(
+    study: Study, runs: list[Measured], timed: list[Timed], records: Path, drawn_to: Path | None, json: bool
+) -> int:
     """The figures, the table or JSON, and the exit code."""
     try:
-        figures = draw_all(study, runs, timed, where)
+        figures = [] if drawn_to is None else draw_all(study, runs, timed, drawn_to)
     except MissingDependency as missing:
         figures = []
         say(f"no figure was drawn: {missing}")
@@ -110,7 +120,8 @@ def _tell(study: Study, runs: list[Measured], timed: list[Timed], where: Path, r
         _print(study, timed, findings, figures, records)
     failed = [run for run in runs if run.summary.failure is not None]
     for run in failed:
-        say(f"{run.strategy}, seed {run.seed}, failed: {run.summary.failure}")
+        whose = ", ".join(part for part in (run.case, run.strategy, f"seed {run.seed}") if part)
+        say(f"{whose}, failed: {run.summary.failure}")
     return 1 if failed else 0
 
 
@@ -150,7 +161,7 @@ def _table(study: Study, findings: Findings) -> Table:
     heads = [*(["case"] if cases else []), "strategy", *(quantity(name).head for name in study.described.columns)]
     table = _empty(heads)
     for row in findings.rows:
-        cells = [shown(row.cells[name], quantity(name)) for name in study.described.columns]
+        cells = [shown(row.cells[name], quantity(name), row.runs) for name in study.described.columns]
         table.add_row(*([row.case] if cases else []), row.strategy, *cells)
     seeds = {row.runs for row in findings.rows}
     counts = "–".join(map(str, sorted({min(seeds), max(seeds)})))

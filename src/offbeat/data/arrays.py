@@ -84,8 +84,8 @@ def _assembled(maps: dict[str, Any]) -> DataSet:
 def check(entry: Entry, data: DataSet, where: str) -> tuple[float, ...]:
     """Refuse arrays that are not this data set: labels, means, checksums. Returns the means of the channels."""
     for name, part in (("training", data.train), ("test", data.test)):
-        counts = np.bincount(part.labels + 1, minlength=entry.classes + 1)
-        if counts[0] or len(counts) > entry.classes + 1 or not counts[1:].all():
+        inside = part.labels.min() >= 0 and part.labels.max() < entry.classes
+        if not inside or not np.bincount(part.labels, minlength=entry.classes).all():
             raise ConfigurationError(
                 f"the {name} labels from {where} are not those of {entry.name}: expected every class "
                 f"of 0 to {entry.classes - 1} and nothing else; get it from another place"

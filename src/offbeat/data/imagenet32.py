@@ -75,7 +75,7 @@ def _decode_batch(entry: Entry, batch: tuple[bytes, str], rows: Part, advance: A
         images, labels = _npz_array(data, "data", name), _npz_array(data, "labels", name)
     else:
         images, labels = batch_of_pickle(read_pickle(data, name), name)
-    count = len(images)
+    count = len(images) if images.ndim else 0
     if count > len(rows.images):
         raise ConfigurationError(f"{name} holds {count:,} images, more than there should be; get it again")
     rows.images[:count] = channels_last(entry, images, count, name)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from offbeat.plots.cells import logarithmic
 from offbeat.plots.legend import place_legend, sign
 from offbeat.plots.looks import Look, looks
 from offbeat.plots.style import WIDTH_INCHES, new_figure, styled
@@ -36,10 +39,14 @@ def against(
     log_x: bool = False,
     log_y: bool = False,
     reference: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    strategies: Mapping[str, str] | None = None,
 ) -> Figure:
-    """One line a label with its intervals; values that others have published are hollow and grey, with its marker."""
+    """One line a label with its intervals; values that others have published are hollow and grey, with its marker.
+
+    `strategies` says which strategy a label stands for, where it is not itself the name of one.
+    """
     published = reference or {}
-    style = looks([*series, *published])
+    style = looks([*series, *published], strategies)
     figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     axes = figure.add_subplot()
     for label, points in series.items():
@@ -49,8 +56,10 @@ def against(
     if log_x:
         _logarithmic_in_settings(axes, sorted({point.x for points in series.values() for point in points}))
     if log_y:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        means = [point.mean for points in series.values() for point in points]
+        heights = np.array([*means, *(y for pairs in published.values() for _, y in pairs)])
+        logarithmic(axes, heights)
+        axes.set_ylim(0.7 * heights.min(), 1.4 * heights.max())  # an interval may reach below zero
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     signs = [sign(label, style[label]) for label in series]

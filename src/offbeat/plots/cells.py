@@ -120,7 +120,7 @@ def consensus_over_time(axes: Axes, groups: Groups) -> None:
     axes.set_xlabel(TIME)
     axes.set_ylabel("consensus (squared norm)")
     if values.size:
-        _logarithmic(axes, values)
+        logarithmic(axes, values)
 
 
 def quality_over_bytes(axes: Axes, groups: Groups) -> None:
@@ -246,10 +246,10 @@ def _draw_targets(axes: Axes, groups: Groups, measured: curves.Measured) -> None
 
 def _logarithmic_where_it_falls_far(axes: Axes, values: np.ndarray) -> None:
     if values.size and values.min() > 0 and values.max() >= LOG_FROM * values.min():
-        _logarithmic(axes, values)
+        logarithmic(axes, values)
 
 
-def _logarithmic(axes: Axes, values: np.ndarray) -> None:
+def logarithmic(axes: Axes, values: np.ndarray) -> None:
     """Over few decades, 2 and 5 are marked as well."""
     from matplotlib.ticker import LogLocator, NullLocator
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.comparison import interval
+from offbeat.experiment import Plan
 from offbeat.plots.against import Point, against
 from offbeat.plots.panels import panel
 from offbeat.plots.style import save_as
@@ -18,6 +19,7 @@ from offbeat.reproduction.findings import values_of
 from offbeat.reproduction.quantities import Measured, quantity
 from offbeat.reproduction.study import Drawing, Study, Timing
 from offbeat.reproduction.timings import Timed
+from offbeat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,13 +67,18 @@ def _against(study: Study, drawing: Drawing, runs: Sequence[Measured]) -> Figure
     chosen = _chosen(drawing, runs)
     values = values_of(study, drawing.y, chosen)
     series: dict[str, list[Point]] = {}
-    for case in study.cases:
+    for case in sorted(study.cases, key=lambda case: case.x or 0.0):
         for strategy in dict.fromkeys(run.strategy for run in chosen if run.case == case.label):
             mean = interval(value for (c, s, _), value in values.items() if (c, s) == (case.label, strategy))
             if mean is not None and case.x is not None:
                 series.setdefault(strategy, []).append(Point(case.x, mean.mean, mean.low, mean.high))
     head = quantity(drawing.y).head
-    return against(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published)
+    named = {label: strategy.name for case in study.cases for label, strategy in _named(case.plan)}
+    return against(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published, named)
+
+
+def _named(plan: Plan) -> Iterator[tuple[str, Strategy]]:
+    return zip(plan.labels, plan.strategies, strict=True)
 
 
 def _timing(timing: Timing, timed: Sequence[Timed]) -> Figure:

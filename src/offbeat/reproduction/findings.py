@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 
 from offbeat.comparison import Interval, interval
+from offbeat.errors import ConfigurationError
+from offbeat.report.numbers import size
 from offbeat.reproduction.quantities import Measured, Quantity, quantity
 from offbeat.reproduction.study import Claim, Side, Study
+from offbeat.validation import require
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,39 @@ def _rows(study: Study, runs: Sequence[Measured]) -> list[Row]:
 
 def _finding(study: Study, claim: Claim, runs: Sequence[Measured]) -> Finding:
     values = values_of(study, claim.quantity, runs)
-    ours = interval(_compared(claim, values))
+    compared = _compared(claim, values)
+    ours = interval(compared)
     if ours is None:
         return Finding(f"Not found here: {claim.sentence.format(ours='–')} Published: {claim.published}.", None, "")
     said = claim.sentence.format(ours=spelled(ours, quantity(claim.quantity) if claim.over is None else None))
     verdict = _verdict(claim, ours)
+    if ours.count < len(compared):
+        said += f" That is of {ours.count} of {len(compared)} seeds; the others have no such number."
     judged = {"agrees": "; ours agrees", "better": "; ours is better", "worse": "; ours is worse", "": ""}[verdict]
     return Finding(f"{said} Published: {claim.published}{judged}.", ours, verdict)
+
+
+def check(study: Study) -> None:
+    """Refuse a study that speaks of something that is not there, before it is run."""
+    said = study.described
+    sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
+    for name in (*said.columns, *(drawing.y for drawing in said.drawings if drawing.y)):
+        quantity(name)
+    for claim in said.claims:
+        quantity(claim.quantity)
+        for side in (claim.of, claim.over):
+            known = side is None or (side.case, side.strategy) in sides
+            require(known, f"{study.name} claims something of {side}, which is not run; {_listed(sides)}")
+        try:
+            claim.sentence.format(ours="")
+        except (KeyError, IndexError, ValueError):
+            raise ConfigurationError(
+                f"{study.name} has a sentence with something else in braces than {{ours}}: {claim.sentence!r}"
+            ) from None
+
+
+def _listed(sides: set[tuple[str, str]]) -> str:
+    return "there are " + ", ".join(f"{strategy} in {case}" if case else strategy for case, strategy in sorted(sides))
 
 
 def _compared(claim: Claim, values: dict[tuple[str, str, int], float | None]) -> list[float | None]:
@@ -119,31 +148,30 @@ def _verdict(claim: Claim, ours: Interval) -> str:
     return "agrees"
 
 
-def shown(value: Interval | None, of: Quantity | None = None) -> str:
-    """A mean, and half of its interval after ± where there is one: for tables."""
+def shown(value: Interval | None, of: Quantity | None = None, runs: int | None = None) -> str:
+    """For tables: a mean, half of its interval after ± where there is one, and of how many runs if not of all."""
     if value is None:
         return "–"
-    digits = None if of is None else of.digits
-    mean = _number(value.mean, digits)
-    if value.high is None:
-        return mean
-    half = value.high - value.mean
-    return f"{mean} ±{half:,.0f}" if half >= 100 else f"{mean} ±{_number(half, digits) if digits else f'{half:.2g}'}"
+    text = _number(value.mean, of)
+    if value.high is not None:
+        text += f" ±{_number(value.high - value.mean, of, 2)}"
+    return text if runs is None or value.count == runs else f"{text} ({value.count} of {runs})"
 
 
 def spelled(value: Interval, of: Quantity | None = None) -> str:
-    """A mean, and the ends of its interval in brackets where there is one: for sentences."""
-    digits = None if of is None else of.digits
-    mean = _number(value.mean, digits)
+    """For sentences: a mean, and the ends of its interval in brackets where there is one."""
+    mean = _number(value.mean, of)
     if value.low is None or value.high is None:
         return mean
-    return f"{mean} ({_number(value.low, digits)}–{_number(value.high, digits)})"
+    return f"{mean} ({_number(value.low, of)}–{_number(value.high, of)})"
 
 
-def _number(value: float, digits: int | None) -> str:
-    if digits is not None:
-        return f"{value:.{digits}f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _number(value: float, of: Quantity | None, digits: int = 3) -> str:
+    if of is not None and of.in_bytes:
+        return size(value)
+    if of is not None and of.digits is not None:
+        return f"{value:.{of.digits}f}"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def _plain_row(row: Row) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Quantity:
     """Takes the runs, and how many samples an epoch has."""
     digits: int | None = None
     """Digits after the point; none: three that count."""
+    in_bytes: bool = False
 
 
 def _read(read: Callable[[Summary], float | None]) -> Callable[[Sequence[Measured], int | None], Values]:
@@ -88,7 +89,7 @@ def common_training_loss(runs: Sequence[Measured]) -> float:
 QUANTITIES: dict[str, Quantity] = {
     "seconds_to_target": Quantity("time to target (s)", _read(lambda run: run.seconds_to_target)),
     "samples_to_target": Quantity("samples to target", _read(lambda run: run.samples_to_target)),
-    "bytes_to_target": Quantity("bytes to target (B)", _read(lambda run: run.bytes_to_target)),
+    "bytes_to_target": Quantity("bytes to target (B)", _read(lambda run: run.bytes_to_target), in_bytes=True),
     "seconds_to_common_loss": Quantity("time to a training loss that all reach (s)", _seconds_to_common_loss),
     "seconds": Quantity("time (s)", _read(lambda run: run.seconds)),
     "seconds_per_epoch": Quantity("time per epoch (s)", _per_epoch),
@@ -103,7 +104,7 @@ QUANTITIES: dict[str, Quantity] = {
     "updates": Quantity("updates", _read(lambda run: run.updates)),
     "staleness_mean": Quantity("staleness (versions)", _read(lambda run: run.staleness_mean)),
     "idle_share": Quantity("share of time idle", _read(lambda run: run.idle_share), 2),
-    "bytes_sent": Quantity("bytes sent (B)", _read(lambda run: run.bytes_sent)),
+    "bytes_sent": Quantity("bytes sent (B)", _read(lambda run: run.bytes_sent), in_bytes=True),
 }
 
 

@@ -11,11 +11,15 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.pool import Pool
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,9 @@ from offbeat.reproduction.quantities import Measured
 from offbeat.reproduction.study import SCALES, Case, Scale, Study, load_study
 from offbeat.reproduction.timings import FILE as TIMINGS
 from offbeat.running import simulate_experiment
+from offbeat.session import LIVE_SECONDS_PER_SAMPLE
 from offbeat.training import train_experiment
+from offbeat.validation import require
 
 FILE = "study.json"
 OWN = "study.toml"
@@ -64,10 +70,15 @@ OnEnd = Callable[[int, Measured], None]
 
 
 def tasks_of(study: Study, directory: Path) -> list[Task]:
-    return [
+    """Every run and its place, no two the same."""
+    tasks = [
         Task(index, case, experiment, directory / _place(case, experiment))
         for index, (case, experiment) in enumerate(study.experiments())
     ]
+    places = Counter(task.place for task in tasks)
+    twice = next((place for place, count in places.items() if count > 1), None)
+    require(twice is None, f"two runs of {study.name} would share the directory {twice}; change one of their labels")
+    return tasks
 
 
 def _place(case: Case, experiment: Experiment) -> Path:
@@ -76,7 +87,7 @@ def _place(case: Case, experiment: Experiment) -> Path:
 
 
 def _file_name(label: str) -> str:
-    return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label)
+    return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label).lstrip(".") or "-"
 
 
 def begin(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
@@ -103,18 +114,22 @@ def begin(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
 
 
 def is_done(task: Task) -> bool:
-    """Whether the run is there, of the same experiment, and has ended."""
+    """Whether the run is there, of the same experiment, and has ended.
+
+    A simulation that failed would fail again; a live run that failed, or was interrupted, is worth another try.
+    """
     if not (task.place / HEADER).is_file():
         return False
-    resolved, _ = task.experiment.resolved()
+    resolved, _ = task.experiment.resolved(LIVE_SECONDS_PER_SAMPLE if task.case.engine == "live" else None)
     header = read_header(task.place)
     plain = msgspec.json.decode(msgspec.json.encode(resolved.to_plain()))
-    if header.engine != task.case.engine or (header.engine == "simulated" and header.experiment != plain):
+    if header.engine != task.case.engine or header.experiment != plain:
         raise ConfigurationError(
             f"{task.place} holds a run with other settings, of an earlier version of this study perhaps; "
             "name another place with --out"
         )
-    return end_of(read_run(task.place)) is not None
+    end = end_of(read_run(task.place))
+    return end is not None and (end.failure is None or header.engine == "simulated")
 
 
 def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: OnEnd) -> list[Measured]:
@@ -158,25 +173,51 @@ def _clear(place: Path) -> None:
 
 
 def _simulated(tasks: Sequence[Task], processes: int, on_share: OnShare) -> Iterator[int]:
-    """The index of each task when it has ended. Every process imports anew, for torch cannot be copied safely."""
-    if not tasks:
-        return
+    """The index of each task when it has ended."""
+    ended = _one_by_one(tasks, on_share) if processes <= 1 else _side_by_side(tasks, processes, on_share)
+    for index, failure, wrong in ended:
+        if failure is not None:
+            raise ConfigurationError(failure) if wrong else RunFailed(failure)
+        yield index
+
+
+Outcome = tuple[int, str | None, bool]
+"""Which task it was, why it failed, and whether that is for the user to mend."""
+
+
+def _one_by_one(tasks: Sequence[Task], on_share: OnShare) -> Iterator[Outcome]:
+    for task in tasks:
+        yield _simulate(task, on_share)
+
+
+def _side_by_side(tasks: Sequence[Task], processes: int, on_share: OnShare) -> Iterator[Outcome]:
+    """Every process imports anew, for torch cannot be copied safely."""
     context = multiprocessing.get_context("spawn")
     shares: Any = context.SimpleQueue()
+    others = multiprocessing.active_children()
     with _pool(context.Pool(processes, _be_quiet, (shares,))) as pool:
+        workers = [child for child in multiprocessing.active_children() if child not in others]
         results = pool.imap_unordered(_simulate, tasks, chunksize=1)
         left = len(tasks)
         while left:
             try:
-                index, failure, wrong = results.next(LOOK_SECONDS)
+                outcome: Outcome = results.next(LOOK_SECONDS)
             except multiprocessing.TimeoutError:
                 while not shares.empty():
                     on_share(*shares.get())
+                _check_alive(workers)
                 continue
-            if failure is not None:
-                raise ConfigurationError(failure) if wrong else RunFailed(failure)
             left -= 1
-            yield index
+            yield outcome
+
+
+def _check_alive(workers: Sequence[BaseProcess]) -> None:
+    """A pool replaces a process that was killed, but the run that it was at would be waited for in vain."""
+    if any(worker.exitcode is not None for worker in workers):
+        raise RunFailed(
+            "a process of this study was killed, for want of memory perhaps; what was finished is kept: "
+            "type the same again, with --out and fewer --processes"
+        )
 
 
 @contextmanager
@@ -188,18 +229,18 @@ def _pool(pool: Pool) -> Iterator[Pool]:
         pool.join()
 
 
-_shares: Any = None
+_tell: OnShare = lambda index, share: None  # noqa: E731
 
 
 def _be_quiet(shares: Any) -> None:
     """Whoever types Ctrl-C means the command, which ends its processes."""
-    global _shares
-    _shares = shares
+    global _tell
+    _tell = lambda index, share: shares.put((index, share))  # noqa: E731
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _simulate(task: Task) -> tuple[int, str | None, bool]:
-    """Run one, in a process of the pool."""
+def _simulate(task: Task, tell: OnShare | None = None) -> Outcome:
+    """Run one; in a process of the pool, which tells its share through a queue."""
     said = 0.0
 
     def on_record(experiment: Experiment, record: Record) -> None:
@@ -207,12 +248,15 @@ def _simulate(task: Task) -> tuple[int, str | None, bool]:
         now = time.monotonic()
         if isinstance(record, Update) and now - said >= LOOK_SECONDS:
             said = now
-            _shares.put((task.index, _share(experiment, record)))
+            (tell or _tell)(task.index, _share(experiment, record))
 
     try:
         simulate_experiment(task.experiment, task.place, on_record)
     except OffbeatError as error:
         return task.index, str(error), isinstance(error, ConfigurationError)
+    except Exception:  # it would come as an object that the other process may not be able to make again
+        traceback.print_exc()
+        return task.index, f"{task.experiment.name}, seed {task.experiment.seed}, met a mistake, shown above", False
     return task.index, None, False
 
 
@@ -236,12 +280,16 @@ def read_study(directory: Path) -> tuple[Study, list[Measured]]:
     own = directory / OWN
     study = load_study(str(own) if own.is_file() else stored.study, stored.scale, stored.seeds)
     study = dataclasses.replace(study, name=stored.study)
-    tasks = [task for task in tasks_of(study, directory) if (task.place / HEADER).is_file()]
+    tasks = [task for task in tasks_of(study, directory) if _has_ended(task.place)]
     if not tasks:
         raise ConfigurationError(
             f"{directory} holds no run of the study {study.name}; type: offbeat reproduce {study.name}"
         )
     return study, [measured(task) for task in tasks]
+
+
+def _has_ended(place: Path) -> bool:
+    return (place / HEADER).is_file() and end_of(read_run(place)) is not None
 
 
 def _stored(directory: Path) -> Stored:
@@ -263,13 +311,18 @@ def archive(directory: Path, path: Path) -> Path:
     files = [directory / FILE, directory / OWN, directory / TIMINGS]
     for run in find_runs([directory]):
         files += [run / HEADER, run / RECORDS, *(path for _, path in rank_files(run))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as held:
-        for file in files:
-            if file.is_file():
-                entry = zipfile.ZipInfo(file.relative_to(directory).as_posix())
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                held.writestr(entry, file.read_bytes())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as held:
+            for file in files:
+                if file.is_file():
+                    entry = zipfile.ZipInfo(file.relative_to(directory).as_posix())
+                    entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                    held.writestr(entry, file.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write {path} ({error.strerror}); the records are in {directory}, to be saved elsewhere"
+        ) from None
     return path
 
 
@@ -283,6 +336,6 @@ def opened(place: Path) -> Iterator[Path]:
         try:
             with zipfile.ZipFile(place) as held:
                 held.extractall(directory)  # zipfile makes names harmless that lead elsewhere
-        except (OSError, zipfile.BadZipFile) as error:
+        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last one: encrypted
             raise ConfigurationError(f"{place} cannot be read ({error}); name another archive") from None
         yield Path(directory)
