@@ -11,14 +11,15 @@ from scenes import play
 from torch import Tensor, nn
 
 import offbeat as ob
+from offbeat.actions import Cancel, Evaluate, Finish
 from offbeat.cli import main
 from offbeat.engines.computing import Batches, Computing
-from offbeat.events import GradientReady, Started
+from offbeat.events import Evaluated, GradientReady, Leave, Started
 from offbeat.optimizers import AMSGrad
 from offbeat.randomness import stream
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
 from offbeat.strategies.serial import ArtificialDelay, Serial
-from offbeat.strategies.strategy import EveryUpdates, Setup
+from offbeat.strategies.strategy import EveryUpdates, Node, Setup
 from offbeat.testing import check_strategy
 from offbeat.training import workers_in
 from offbeat.workloads.examples import Order
@@ -161,12 +162,12 @@ def test_delays_beyond_those_of_the_fuzz_keep_the_contract() -> None:
     assert check_strategy(Serial(), seeds=range(1000, 1010)) == 10
 
 
-def node_of(strategy: Serial, members: int = 1) -> object:
+def node_of(strategy: Serial, members: int = 1, evaluate: EveryUpdates | None = None) -> Node:
     computing = Computing(WORKLOADS["quadratic"](), 0)
     flat = computing.flat
     return strategy.node(
         Setup(0, tuple(range(members)), flat.layout, flat.parameters.clone(), (), stream(0, "node", 0, 0),
-              ob.Samples(1000), None)
+              ob.Samples(1000), evaluate)
     )  # fmt: skip
 
 
@@ -185,6 +186,28 @@ def test_a_node_that_goes_on_in_a_new_process_repeats_the_step_that_was_under_wa
     assert (repeated.version, repeated.draw) == (asked.version, asked.draw)
     assert repeated.version < 30
     assert torch.equal(repeated.parameters, asked.parameters)
+
+
+def test_a_result_that_was_being_measured_is_measured_again_in_a_new_process() -> None:
+    strategy = ob.Serial(batch=4, optimizer=ob.SGD(lr=0.1))
+    node = node_of(strategy, evaluate=ob.EveryUpdates())
+    list(node.handle(Started(0.0)))
+    list(node.handle(Evaluated(0.1, 0, 1.0, None)))
+    (asked,) = (action for action in node.handle(Leave(1.0)) if isinstance(action, Evaluate | Cancel))
+    assert isinstance(asked, Cancel)  # version 0 was measured already
+    again = node_of(strategy, evaluate=ob.EveryUpdates())
+    again.restore(node.state())
+    (finish,) = again.handle(Started(2.0))
+    assert isinstance(finish, Finish)
+
+    node = node_of(strategy, evaluate=ob.EveryUpdates())
+    list(node.handle(Started(0.0)))  # and version 0 is being measured
+    list(node.handle(Leave(1.0)))
+    again = node_of(strategy, evaluate=ob.EveryUpdates())
+    again.restore(node.state())
+    (measured,) = again.handle(Started(2.0))
+    assert isinstance(measured, Evaluate)
+    assert any(isinstance(action, Finish) for action in again.handle(Evaluated(3.0, 0, 1.0, None)))
 
 
 def test_every_iterate_is_one_tensor_that_nobody_changes_or_copies() -> None:

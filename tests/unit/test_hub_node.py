@@ -235,6 +235,18 @@ def test_a_hub_restored_in_a_new_process_welcomes_whoever_joins() -> None:
     assert (welcome.version, welcome.draw, welcome.parameters.tolist()) == (1, 4, [-1.0, 0.0])
 
 
+def test_a_result_that_was_being_measured_is_measured_again_in_a_new_process() -> None:
+    setup = dataclasses.replace(setup_for(0, 1), evaluate=ob.EveryUpdates())
+    old = FMB.node(setup)
+    list(old.handle(Started(0.0)))
+    list(old.handle(PeerJoined(0.0, 1, 0)))
+    list(old.handle(Leave(1.0)))
+    new = FMB.node(setup)
+    new.restore(old.state())
+    (measured,) = [action for action in new.handle(Started(2.0)) if isinstance(action, Evaluate)]
+    assert any(isinstance(action, Finish) for action in new.handle(Evaluated(3.0, measured.version, 1.0, None)))
+
+
 def test_a_late_gradient_is_late_even_if_it_is_not_finite() -> None:
     hub = hub_of(ob.Hub(collect=Distinct(1), optimizer=ob.SGD(lr=1.0)))
     list(hub.handle(arrives(1, gradient([1.0, 0.0], 0, (0, 4)))))

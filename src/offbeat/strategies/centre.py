@@ -153,6 +153,8 @@ class Centre(Node):
         self._awaited = None if self._awaited is None else set()
         yield SetTimer("workers", self._patience_seconds)
         yield from self._set_all_timers(at)
+        if self._awaited is not None:
+            yield from self._evaluate(at)  # the result, if the process before died while it was measured
         yield from self._finish_if_done(at)
 
     def _set_all_timers(self, at: float) -> Iterator[Action]:

@@ -82,6 +82,7 @@ class SerialNode(Node):
         self._evaluations.forget()
         self._computing = False
         if self._stopping:
+            yield from self._evaluate(at)  # the result, if the process before died while it was measured
             yield from self._finish_if_done()
             return
         yield from self._set_timer(at)
