@@ -67,7 +67,7 @@ class Evaluations:
         )
 
     def forget(self) -> None:
-        """A process that goes on from a checkpoint gets no answer to what the one before it asked, and may ask again."""
+        """A process that goes on from a checkpoint gets no answer to what the one before it asked; it may ask again."""
         if self._under_way:
             self._last_version = -1
         self._under_way = {}
