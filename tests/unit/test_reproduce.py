@@ -17,10 +17,10 @@ from offbeat.comparison import Interval
 from offbeat.errors import ConfigurationError
 from offbeat.plots.panels import CELLS
 from offbeat.records.files import HEADER, RECORDS, RunRecords, find_runs
-from offbeat.reproduction.findings import find, shown, spelled
+from offbeat.reproduction.findings import find, shown, spelled, verdict_of
 from offbeat.reproduction.quantities import QUANTITIES, Measured, common_training_loss
 from offbeat.reproduction.runs import archive, opened, read_study, tasks_of
-from offbeat.reproduction.study import SCALES, Scale, Study, directory, load_study, names, study_of
+from offbeat.reproduction.study import SCALES, Claim, Scale, Side, Study, directory, load_study, names, study_of
 
 OWN = """
 title = "Digits by two strategies"
@@ -291,6 +291,13 @@ def test_a_number_is_judged_beside_what_was_published(
     (finding,) = find(study, runs).sentences
     assert finding.verdict == verdict
     assert (f"ours is {verdict}" if verdict != "agrees" else "ours agrees") in finding.sentence
+
+
+def test_an_interval_that_agrees_with_anything_agrees_with_nothing() -> None:
+    claim = Claim(quantity="accuracy", of=Side("fmb"), sentence="{ours}", published="2", low=2.0, high=2.0)
+    assert verdict_of(claim, Interval(1.9, 1.5, 2.3, 3)) == "agrees"
+    assert verdict_of(claim, Interval(1.9, -1.0, 4.8, 3)) == "uncertain"
+    assert verdict_of(claim, Interval(1.2, 1.0, 1.4, 3)) == "worse"
 
 
 def test_intervals_are_shown_with_as_many_digits_as_count() -> None:

@@ -15,6 +15,13 @@ from offbeat.reproduction.quantities import Measured, Quantity, quantity
 from offbeat.reproduction.study import Claim, Side, Study
 from offbeat.validation import require
 
+JUDGED = {
+    "agrees": "ours agrees",
+    "better": "ours is better",
+    "worse": "ours is worse",
+    "uncertain": "ours is too uncertain to tell",
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -34,7 +41,7 @@ class Finding:
     sentence: str
     ours: Interval | None
     verdict: str
-    """`agrees`, `better`, `worse`, or nothing where there is no number to compare with."""
+    """`agrees`, `better`, `worse`, `uncertain`, or nothing where there is no number to compare with."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,10 @@ def _finding(study: Study, claim: Claim, runs: Sequence[Measured]) -> Finding:
     if ours is None:
         return Finding(f"Not found here: {claim.sentence.format(ours='–')} Published: {claim.published}.", None, "")
     said = claim.sentence.format(ours=spelled(ours, quantity(claim.quantity) if claim.over is None else None))
-    verdict = _verdict(claim, ours)
+    verdict = verdict_of(claim, ours)
     if ours.count < len(compared):
         said += f" That is of {ours.count} of {len(compared)} seeds; the others have no such number."
-    judged = {"agrees": "; ours agrees", "better": "; ours is better", "worse": "; ours is worse", "": ""}[verdict]
+    judged = f"; {JUDGED[verdict]}" if verdict else ""
     return Finding(f"{said} Published: {claim.published}{judged}.", ours, verdict)
 
 
@@ -136,7 +143,8 @@ def _by_seed(side: Side, values: dict[tuple[str, str, int], float | None]) -> di
     }
 
 
-def _verdict(claim: Claim, ours: Interval) -> str:
+def verdict_of(claim: Claim, ours: Interval) -> str:
+    """How ours stands beside what was published."""
     if claim.low is None and claim.high is None:
         return ""
     low = ours.mean if ours.low is None else ours.low
@@ -145,7 +153,7 @@ def _verdict(claim: Claim, ours: Interval) -> str:
         return "worse" if claim.better == "higher" else "better"
     if claim.high is not None and low > claim.high:
         return "better" if claim.better == "higher" else "worse"
-    return "agrees"
+    return "agrees" if high - low <= abs(ours.mean) else "uncertain"  # a wide interval agrees with anything
 
 
 def shown(value: Interval | None, of: Quantity | None = None, runs: int | None = None) -> str:
