@@ -39,7 +39,7 @@ NAMES = (
 )
 VARIED = {"gossip-acid", "local-sgd", "serial"}
 """Another default of one that is checked, whose cases vary just that."""
-CHUNK = 20
+CHUNK = 18
 CHUNKS = 8
 
 
