@@ -22,7 +22,7 @@ from offbeat.engines.computing import Computing
 from offbeat.engines.simulated import Scenario, Simulation
 from offbeat.errors import RunFailed
 from offbeat.experiment import Experiment, Plan, workers_for
-from offbeat.records.files import HEADER, FileWriter, MemoryWriter, RunRecords
+from offbeat.records.files import HEADER, FileWriter, MemoryWriter, RunRecords, file_name
 from offbeat.records.schema import RunHeader
 from offbeat.strategies.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.validation import check_instance, require
@@ -148,7 +148,7 @@ def run_all(
     """Simulate experiments one after the other; with `out`, each into a directory of its own below it."""
     runs = []
     for experiment in experiments.experiments() if isinstance(experiments, Plan) else _told_apart(experiments):
-        directory = None if out is None else Path(out) / f"{_as_file_name(experiment.name)}-seed{experiment.seed}"
+        directory = None if out is None else Path(out) / f"{file_name(experiment.name)}-seed{experiment.seed}"
         runs.append(simulate_experiment(experiment, directory, on_record).records)
     return runs
 
@@ -161,10 +161,6 @@ def _told_apart(experiments: Iterable[Experiment]) -> Iterator[Experiment]:
         seen[key] = seen.get(key, 0) + 1
         name = experiment.name if seen[key] == 1 else f"{experiment.name}-{seen[key]}"
         yield dataclasses.replace(experiment, label=name)
-
-
-def _as_file_name(label: str) -> str:
-    return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label)
 
 
 def header_of(

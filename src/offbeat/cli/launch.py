@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from offbeat.cli.live_board import Board
 from offbeat.cli.live_view import Lines, Quiet
 from offbeat.cli.mpi import become_mpirun
-from offbeat.cli.output import file_name, given_directory, new_directory
+from offbeat.cli.output import given_directory, new_directory
 from offbeat.configuration import from_plain
 from offbeat.errors import RunFailed, unknown
 from offbeat.launch import (
@@ -30,7 +30,7 @@ from offbeat.launch import (
     read_token,
     start_command,
 )
-from offbeat.records.files import HEADER, check_idle
+from offbeat.records.files import HEADER, check_idle, file_name
 from offbeat.transports.mpi import check_installed
 from offbeat.validation import require
 

@@ -160,6 +160,8 @@ def _share(update: Any, until: Budget) -> float:
 
 def new_directory(workload: str) -> Path:
     """runs/<workload>-001, or the next number that is free; made here, so that two commands never share one."""
+    from offbeat.records.files import file_name
+
     parent = Path("runs")
     name = file_name(workload)
     taken = [path.name.removeprefix(f"{name}-") for path in parent.glob(f"{name}-*")]
@@ -218,8 +220,3 @@ def _is_ours(header: Path) -> bool:
     except (OSError, msgspec.MsgspecError):
         return False
     return True
-
-
-def file_name(label: str) -> str:
-    """A label as the name of a directory."""
-    return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label)

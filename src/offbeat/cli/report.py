@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from offbeat.cli.output import EXPERIMENT, PAGE, file_name, print_comparison, say
+from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, say
 from offbeat.comparison import Comparison
 from offbeat.plots.style import FORMATS
-from offbeat.records.files import find_runs, read_run
+from offbeat.records.files import file_name, find_runs, read_run
 from offbeat.report.drawings import write_figures
 from offbeat.report.labels import told_apart, without_repeats
 from offbeat.report.page import write_report

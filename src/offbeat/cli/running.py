@@ -13,7 +13,6 @@ from offbeat.cli.flags import Output
 from offbeat.cli.output import (
     EXPERIMENT,
     PAGE,
-    file_name,
     given_directory,
     new_directory,
     print_comparison,
@@ -24,7 +23,7 @@ from offbeat.cli.output import (
 from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.experiment import Experiment, Plan
-from offbeat.records.files import RunRecords
+from offbeat.records.files import RunRecords, file_name
 from offbeat.records.schema import Notice
 from offbeat.running import simulate_experiment
 from offbeat.validation import require

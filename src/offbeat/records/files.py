@@ -302,6 +302,11 @@ def _not_a_run(directory: Path, error: OSError) -> ConfigurationError:
     )
 
 
+def file_name(label: str) -> str:
+    """A label as the name of a directory."""
+    return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label)
+
+
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The run directories at or below the given paths, in order."""
     found: list[Path] = []

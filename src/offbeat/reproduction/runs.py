@@ -29,7 +29,7 @@ from offbeat.actions import Record, Samples, Seconds
 from offbeat.analysis import end_of, summarize
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.experiment import Experiment
-from offbeat.records.files import HEADER, RECORDS, find_runs, rank_files, read_header, read_run
+from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, rank_files, read_header, read_run
 from offbeat.records.schema import Update
 from offbeat.reproduction.quantities import Measured
 from offbeat.reproduction.study import SCALES, Case, Scale, Study, load_study
@@ -82,12 +82,8 @@ def tasks_of(study: Study, directory: Path) -> list[Task]:
 
 
 def _place(case: Case, experiment: Experiment) -> Path:
-    run = f"{_file_name(experiment.name)}-seed{experiment.seed}"
-    return Path(_file_name(case.label), run) if case.label else Path(run)
-
-
-def _file_name(label: str) -> str:
-    return "".join(sign if sign.isalnum() or sign in "-_.=" else "-" for sign in label).lstrip(".") or "-"
+    run = f"{file_name(experiment.name)}-seed{experiment.seed}"
+    return Path(file_name(case.label).lstrip(".") or "-", run) if case.label else Path(run)
 
 
 def begin(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
