@@ -60,6 +60,8 @@ def _panel(drawing: Drawing, runs: Sequence[Measured]) -> Figure:
 def _labelled(run: Measured, drawing: Drawing) -> RunRecords:
     names = {"strategy": run.strategy, "case": run.case, "both": f"{run.strategy}, {run.case}"}
     header = msgspec.structs.replace(run.records.header, label=names[drawing.by])
+    if drawing.by == "case":  # of one strategy, whose colour would not tell them apart
+        header = msgspec.structs.replace(header, experiment=None)
     return dataclasses.replace(run.records, header=header)
 
 
