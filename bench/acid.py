@@ -42,13 +42,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import offbeat as ob
-from offbeat.actions import Action, Record
-from offbeat.comparison import interval
-from offbeat.engines.simulated import Scenario, Simulation
-from offbeat.events import Event
-from offbeat.randomness import stream
-from offbeat.workloads.examples import Indices
-from offbeat.workloads.splits import Split
+from offbeat.core.actions import Action, Record
+from offbeat.core.events import Event
+from offbeat.core.examples import Indices
+from offbeat.core.randomness import stream
+from offbeat.core.splits import Split
+from offbeat.records.comparison import interval
+from offbeat.simulation.simulator import Scenario, Simulation
 
 PEERS = (16, 32, 64)
 SEEDS = 10
@@ -74,9 +74,9 @@ LOSS_PEERS = 16
 """Peers that train the CNN."""
 
 CONTESTANTS: dict[str, ob.Gossip] = {
-    "same rate": ob.Gossip(graph=ob.Cycle(), rate=1.0),
-    "double rate": ob.Gossip(graph=ob.Cycle(), rate=2.0),
-    "acid": ob.GossipAcid(graph=ob.Cycle(), rate=1.0),
+    "same rate": ob.Gossip(graph=ob.graphs.Cycle(), rate=1.0),
+    "double rate": ob.Gossip(graph=ob.graphs.Cycle(), rate=2.0),
+    "acid": ob.GossipAcid(graph=ob.graphs.Cycle(), rate=1.0),
 }
 SAME, DOUBLE, ACID = CONTESTANTS
 
@@ -121,19 +121,19 @@ def quadratics(peers: int, seed: int, spread: float) -> ob.Workload:
 
 def cnn(split: Split) -> ob.Workload:
     """Evaluated on what it is trained with."""
-    built = ob.DigitsCNN(split=split).build()
+    built = ob.workloads.DigitsCNN(split=split).build()
     return dataclasses.replace(built, test=built.train)
 
 
 HETEROGENEOUS, IDENTICAL = "heterogeneous", "identical"
 QUADRATICS, LOGISTIC, CNN = "quadratics", "logistic", "CNN"
-TWO_DIGITS = ob.ByLabel(labels=2)
+TWO_DIGITS = ob.workloads.ByLabel(labels=2)
 WORKLOADS: dict[tuple[str, str], Callable[[int, int], ob.Workload]] = {
     (HETEROGENEOUS, QUADRATICS): lambda peers, seed: quadratics(peers, seed, SPREAD),
-    (HETEROGENEOUS, LOGISTIC): lambda peers, seed: ob.DigitsLogistic(split=TWO_DIGITS).build(),
+    (HETEROGENEOUS, LOGISTIC): lambda peers, seed: ob.workloads.DigitsLogistic(split=TWO_DIGITS).build(),
     (IDENTICAL, QUADRATICS): lambda peers, seed: quadratics(peers, seed, 0.0),
     (HETEROGENEOUS, CNN): lambda peers, seed: cnn(TWO_DIGITS),
-    (IDENTICAL, CNN): lambda peers, seed: cnn(ob.Shared()),
+    (IDENTICAL, CNN): lambda peers, seed: cnn(ob.workloads.Shared()),
 }
 
 

@@ -42,12 +42,12 @@ from rich.table import Table
 from torch import nn
 
 import offbeat as ob
-from offbeat.actions import Record
-from offbeat.configuration import to_plain
-from offbeat.engines.simulated import Scenario, Simulation
+from offbeat.core.actions import Record
+from offbeat.core.configuration import to_plain
+from offbeat.core.workload import Measured
 from offbeat.records.schema import Evaluation, Traffic
+from offbeat.simulation.simulator import Scenario, Simulation
 from offbeat.strategies.local_steps import DecoupledDiLoCo, DiLoCo, LocalSGD
-from offbeat.workloads.workload import Measured
 
 WORKERS = 8
 DECAY = 1e-3
@@ -63,15 +63,15 @@ JOINING = ("Welcome", "Begin")
 PLAIN, USUAL, PUBLISHED = ob.SGD(lr=1.0), ob.SGD(lr=0.7, momentum=0.5, nesterov=True), ob.SGD(0.7, 0.9, True)
 """Outer optimizers: the mean itself; what suits few rounds; what was published, for many."""
 
-INT8 = ob.Int8()
-OTHER_COMPRESSIONS = (None, ob.BFloat16(), ob.TopK(0.1))
+INT8 = ob.compression.Int8()
+OTHER_COMPRESSIONS = (None, ob.compression.BFloat16(), ob.compression.TopK(0.1))
 """What is tried beside one byte per element."""
 
 LOGISTIC, MLP, CNN = "logistic", "mlp", "cnn"
-NAMED: dict[str, ob.NamedWorkload] = {
-    LOGISTIC: ob.DigitsLogistic(),
-    MLP: ob.Digits(),
-    CNN: ob.DigitsCNN(width=8),
+NAMED: dict[str, ob.workloads.NamedWorkload] = {
+    LOGISTIC: ob.workloads.DigitsLogistic(),
+    MLP: ob.workloads.Digits(),
+    CNN: ob.workloads.DigitsCNN(width=8),
 }
 
 
@@ -116,45 +116,49 @@ class Case:
         return math.ceil(self.updates * steps * WORKERS * batch)
 
 
-def sgd(lr: float | ob.Schedule) -> ob.SGD:
+def sgd(lr: float | ob.schedules.Schedule) -> ob.SGD:
     return ob.SGD(lr=lr, momentum=0.9, nesterov=True, weight_decay=DECAY)
 
 
-def adam(lr: float | ob.Schedule) -> ob.Adam:
+def adam(lr: float | ob.schedules.Schedule) -> ob.Adam:
     return ob.Adam(lr=lr, weight_decay=DECAY)
 
 
 def fmb(
-    workload: str, batch: int, optimizer: ob.Optimizer, updates: int, compression: ob.Compression | None = None
+    workload: str,
+    batch: int,
+    optimizer: ob.nodes.Optimizer,
+    updates: int,
+    compression: ob.compression.Compression | None = None,
 ) -> Case:
     strategy = ob.FixedMinibatch(batch=batch, microbatch=batch, optimizer=optimizer, compression=compression)
     return Case(workload, strategy, updates, evaluate=max(1, updates // 200))
 
 
-def falling(lr: float, updates: int, batch: int) -> ob.Linear:
+def falling(lr: float, updates: int, batch: int) -> ob.schedules.Linear:
     """On a straight line to nothing, where FMB ends."""
-    return ob.Linear(lr, 0.0, updates * batch * WORKERS)
+    return ob.schedules.Linear(lr, 0.0, updates * batch * WORKERS)
 
 
 def diloco(
     workload: str,
     every: int,
     batch: int,
-    inner: ob.Optimizer,
+    inner: ob.nodes.Optimizer,
     updates: int,
-    outer: ob.Optimizer = USUAL,
-    compression: ob.Compression | None = INT8,
+    outer: ob.nodes.Optimizer = USUAL,
+    compression: ob.compression.Compression | None = INT8,
 ) -> Case:
     strategy = DiLoCo(every=every, batch=batch, microbatch=batch, inner=inner, outer=outer, compression=compression)
     return Case(workload, strategy, updates)
 
 
-def local_sgd(workload: str, every: int, batch: int, optimizer: ob.Optimizer, updates: int) -> Case:
+def local_sgd(workload: str, every: int, batch: int, optimizer: ob.nodes.Optimizer, updates: int) -> Case:
     strategy = LocalSGD(every=every, batch=batch, microbatch=batch, optimizer=optimizer, compression=INT8)
     return Case(workload, strategy, updates)
 
 
-def decoupled(workload: str, every: int, batch: int, inner: ob.Optimizer, rounds: int) -> Case:
+def decoupled(workload: str, every: int, batch: int, inner: ob.nodes.Optimizer, rounds: int) -> Case:
     strategy = DecoupledDiLoCo(every=every, batch=batch, microbatch=batch, inner=inner, outer=USUAL, compression=INT8)
     return Case(workload, strategy, rounds * strategy.fragments)
 
@@ -180,7 +184,7 @@ def logistic_cases() -> list[Case]:
         *(fmb(name, batch, adam(lr), long) for batch in (32, 128) for lr in (0.05, 0.1)),
         fmb(name, 128, sgd(falling(1.5, long, 128)), long),
         fmb(name, 32, sgd(1.5), long, INT8),
-        fmb(name, 32, sgd(1.5), long, ob.TopK(0.01)),
+        fmb(name, 32, sgd(1.5), long, ob.compression.TopK(0.01)),
         *(diloco(name, every, 32, sgd(0.5), 800 // every) for every in (25, 50, 100, 200, 400)),
         *(diloco(name, every, 32, sgd(0.5), 800 // every, outer=PLAIN) for every in (25, 50, 100, 200, 400)),
         *(diloco(name, 200, batch, sgd(lr), 4, outer=PLAIN) for batch in (32, 64) for lr in (0.3, 1.0)),
@@ -213,7 +217,7 @@ def mlp_cases() -> list[Case]:
 
 def cnn_cases() -> list[Case]:
     name, long = CNN, 400
-    slower = adam(ob.Linear(0.02, 0.002, 1600 * 64 * WORKERS))
+    slower = adam(ob.schedules.Linear(0.02, 0.002, 1600 * 64 * WORKERS))
     return [
         *(fmb(name, 64, adam(lr), long) for lr in (0.01, 0.02)),
         fmb(name, 64, adam(falling(0.03, long, 64)), long),
@@ -534,14 +538,18 @@ def settings(case: Case) -> str:
     if isinstance(strategy, DiLoCo | DecoupledDiLoCo):
         parts.append(f"outer {strategy.outer.lr:g}, {strategy.outer.momentum:g}")  # type: ignore[attr-defined]
     if strategy.compression is not None:
-        share = f" {strategy.compression.share:g}" if isinstance(strategy.compression, ob.TopK) else ""
+        share = f" {strategy.compression.share:g}" if isinstance(strategy.compression, ob.compression.TopK) else ""
         parts.append(f"{strategy.compression.name}{share}")
     return "; ".join(parts)
 
 
 def stepping(optimizer: Any) -> str:
     rate = optimizer.lr
-    return f"{optimizer.name} {rate.start:g} falling" if isinstance(rate, ob.Linear) else f"{optimizer.name} {rate:g}"
+    return (
+        f"{optimizer.name} {rate.start:g} falling"
+        if isinstance(rate, ob.schedules.Linear)
+        else f"{optimizer.name} {rate:g}"
+    )
 
 
 # The table

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offbeat as ob
+from offbeat.core.examples import Examples, Order
 from offbeat.records.schema import Round, Update
-from offbeat.workloads.examples import Examples, Order
 
 BATCH = 32
 CLASSES = 10

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.compression import decode
-from offbeat.pool import Pool
+from offbeat.core.compression import decode
+from offbeat.core.memory_pool import Pool
 
 NUMEL = 11_000_000
 REPEATS = 15
 SHARE = 0.01
-COMPRESSIONS: dict[str, ob.Compression] = {
-    "bf16": ob.BFloat16(),
-    "int8": ob.Int8(),
-    "int8 without feedback": ob.Int8(feedback=False),
-    "top_k": ob.TopK(SHARE),
-    "top_k without feedback": ob.TopK(SHARE, feedback=False),
+COMPRESSIONS: dict[str, ob.compression.Compression] = {
+    "bf16": ob.compression.BFloat16(),
+    "int8": ob.compression.Int8(),
+    "int8 without feedback": ob.compression.Int8(feedback=False),
+    "top_k": ob.compression.TopK(SHARE),
+    "top_k without feedback": ob.compression.TopK(SHARE, feedback=False),
 }
 
 
@@ -58,7 +58,7 @@ def main() -> None:
         print(f"  {row['name']:24} encode {row['encode_passes']:6.2f} passes{decoding}{weight}")
 
 
-def measured(name: str, compression: ob.Compression, vectors: list[Tensor], repeats: int) -> dict[str, Any]:
+def measured(name: str, compression: ob.compression.Compression, vectors: list[Tensor], repeats: int) -> dict[str, Any]:
     """Encode and decode, each beside a copy; the vectors take turns, as no two gradients are the same."""
     pool, target = Pool(), torch.empty(NUMEL)
     residual = torch.zeros(NUMEL) if compression.keeps_residual else None

@@ -79,7 +79,7 @@ def main() -> None:
 
 def one_run(strategy: ob.Strategy, seconds: float) -> Rates:
     """Train, with the second worker stopped for so long; the silence is shorter than what ends a link."""
-    pause = ob.Pause(STOPPED, at_seconds=seconds, seconds=seconds)
+    pause = ob.faults.Pause(STOPPED, at_seconds=seconds, seconds=seconds)
     cluster = ob.Cluster(faults=(pause,), silence_seconds=4 * seconds)
     run = ob.train(workload(), strategy, ob.Seconds(2.5 * seconds), workers=2, cluster=cluster, evaluate=None)
     steps = sorted(Trace.of(run).steps, key=lambda step: step.at)

@@ -47,10 +47,10 @@ from rich.table import Table
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.actions import Action, Record, Report, SetTimer
-from offbeat.engines.simulated import Scenario, Simulation
-from offbeat.events import Event, TimerFired
+from offbeat.core.actions import Action, Record, Report, SetTimer
+from offbeat.core.events import Event, TimerFired
 from offbeat.records.schema import Membership, Undone, Update
+from offbeat.simulation.simulator import Scenario, Simulation
 from offbeat.strategies.local_steps import DecoupledDiLoCo
 
 WORKERS = 64
@@ -118,8 +118,8 @@ def expected() -> dict[str, float]:
     }
 
 
-def crashes(seed: int, seconds: float) -> tuple[ob.Crash, ...]:
-    return ob.failures(WORKERS, MTBF_SECONDS, RECOVERY_SECONDS, seconds, seed)
+def crashes(seed: int, seconds: float) -> tuple[ob.faults.Crash, ...]:
+    return ob.faults.failures(WORKERS, MTBF_SECONDS, RECOVERY_SECONDS, seconds, seed)
 
 
 def chosen_seeds() -> list[int]:
@@ -187,7 +187,7 @@ class Watch:
 def one_run(task: Task) -> dict[str, Any]:
     """In virtual time, as a row."""
     torch.set_num_threads(1)
-    built = ob.DigitsLogistic().build()
+    built = ob.workloads.DigitsLogistic().build()
     workload = dataclasses.replace(built, test=built.train)
     strategy = STRATEGIES[task.strategy]
     factors = speeds() if task.strategy == DECOUPLED else ()
@@ -197,7 +197,7 @@ def one_run(task: Task) -> dict[str, Any]:
     )
     watch = Watch()
     until = ob.Seconds(task.seconds)
-    scenario = Scenario(strategy.suited(built.optimizer), workload, cluster, WORKERS, until, task.seed)
+    scenario = Scenario(strategy.with_default_optimizer(built.optimizer), workload, cluster, WORKERS, until, task.seed)
     simulation = Simulation(scenario, watch, observer=watch)
     outcome = simulation.run()
     assert outcome.failure is None, outcome.failure

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from offbeat.flat import FlatModule
-from offbeat.workloads import Cifar10, Order
-from offbeat.workloads.models import AllCNN, CifarCNN, LeNet5, Model
+from offbeat.core.examples import Order
+from offbeat.core.flat import FlatModule
+from offbeat.lab.workloads import Cifar10
+from offbeat.lab.workloads.models import AllCNN, CifarCNN, LeNet5, Model
 
 HEADLINE = (CifarCNN(0.25), 64)
 CASES: tuple[tuple[Model, int], ...] = (

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import offbeat as ob
 from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, workload
-from offbeat.launch.memory import keep_memory
+from offbeat.launch.process_settings import keep_memory
 from offbeat.records.schema import Ended, Round
 
 REPEATS = 5

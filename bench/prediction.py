@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 import offbeat as ob
-from offbeat.analysis import of_kind
-from offbeat.calibration import calibrate
+from offbeat.lab.calibration import calibrate
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Round, Update
 
 WORKERS = 2
@@ -89,15 +89,21 @@ def main() -> None:
 
 def one_turn(turn: int, seconds: float) -> list[Pair]:
     """Calibrate, then every strategy live and simulated."""
-    calm = calibrate(ob.DigitsCNN(), workers=WORKERS, seconds=CALIBRATION_SECONDS, straggle=ob.CEDAR).cluster
+    calm = calibrate(
+        ob.workloads.DigitsCNN(), workers=WORKERS, seconds=CALIBRATION_SECONDS, straggle=ob.stragglers.CEDAR
+    ).cluster
     told = f"{calm.seconds_per_call * 1e3:.2f} ms per call, {calm.seconds_per_sample * 1e6:.1f} µs per sample"
     print(f"turn {turn}: {told}, {calm.seconds_per_update * 1e3:.2f} ms per update", file=sys.stderr)
-    cluster = dataclasses.replace(calm, straggle=ob.CEDAR)
+    cluster = dataclasses.replace(calm, straggle=ob.stragglers.CEDAR)
     pairs = []
     for name, strategy in STRATEGIES.items():
         until = ob.Seconds(seconds)
-        live = ob.train(ob.DigitsCNN(), strategy, until, workers=WORKERS, cluster=cluster, seed=turn, evaluate=EVALUATE)
-        simulated = ob.simulate(ob.DigitsCNN(), strategy, cluster, until, turn, workers=WORKERS, evaluate=EVALUATE)
+        live = ob.train(
+            ob.workloads.DigitsCNN(), strategy, until, workers=WORKERS, cluster=cluster, seed=turn, evaluate=EVALUATE
+        )
+        simulated = ob.simulate(
+            ob.workloads.DigitsCNN(), strategy, cluster, until, turn, workers=WORKERS, evaluate=EVALUATE
+        )
         pair = Pair(turn, name, pace_of(live), pace_of(simulated))
         pairs.append(pair)
         print(

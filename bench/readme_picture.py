@@ -9,10 +9,10 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from offbeat.experiment import Plan
-from offbeat.plots.style import save
-from offbeat.plots.timeline import timeline
-from offbeat.running import run_all
+from offbeat.lab.experiment import Plan
+from offbeat.lab.plots.style import save
+from offbeat.lab.plots.timeline import timeline
+from offbeat.lab.simulated_runs import run_all
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("fmb", "amb", "async-timed")

@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 
 import offbeat as ob
-from offbeat.engines.simulated import Scenario, Simulation
+from offbeat.core.examples import Order
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Round
-from offbeat.workloads.examples import Order
+from offbeat.simulation.simulator import Scenario, Simulation
 
 WORKERS = 16
 BATCH = 64
@@ -49,8 +49,8 @@ def main() -> None:
 
 def one_pair() -> tuple[float, float]:
     """Seconds of a simulated run, and of the gradients in it computed by a plain loop."""
-    workload = ob.DigitsCNN().build()
-    strategy = ob.AsyncFixed(batch=BATCH, microbatch=BATCH).suited(workload.optimizer)
+    workload = ob.workloads.DigitsCNN().build()
+    strategy = ob.AsyncFixed(batch=BATCH, microbatch=BATCH).with_default_optimizer(workload.optimizer)
     scenario = Scenario(strategy, workload, ob.Cluster(), WORKERS, ob.Samples(ROUNDS * BATCH), seed=0)
     writer = MemoryWriter()
     simulation = Simulation(scenario, writer)
@@ -72,9 +72,11 @@ def one_pair() -> tuple[float, float]:
 
 
 def events_per_second() -> float:
-    workload = ob.Quadratic(dimension=10).build()
+    workload = ob.workloads.Quadratic(dimension=10).build()
     strategy = ob.AsyncTimed(worker_seconds=1.0, hub_seconds=1.0, samples_max=32, microbatch=32)
-    scenario = Scenario(strategy.suited(workload.optimizer), workload, ob.Cluster(), 1000, ob.Samples(150_000), seed=0)
+    scenario = Scenario(
+        strategy.with_default_optimizer(workload.optimizer), workload, ob.Cluster(), 1000, ob.Samples(150_000), seed=0
+    )
     simulation = Simulation(scenario, MemoryWriter())
     elapsed = seconds_of(simulation.run)
     return simulation.events / elapsed

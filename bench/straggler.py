@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat as ob
 from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, workload
-from offbeat.launch.memory import keep_memory
+from offbeat.launch.process_settings import keep_memory
 
 WORKERS = 2
 REPEATS = 6
@@ -65,8 +65,8 @@ STRATEGIES: dict[str, ob.Strategy] = {
     "async-timed": ob.AsyncTimed(worker_seconds=0.15, hub_seconds=0.15, microbatch=BATCH),
     "fmb": ob.FixedMinibatch(batch=BATCH, microbatch=BATCH),
     "apam": ob.AsyncAdaptive(batch=BATCH, microbatch=BATCH),
-    "gossip": ob.Gossip(graph=ob.Cycle(), rate=1.0, batch=BATCH, microbatch=BATCH),
-    "gossip-acid": ob.GossipAcid(graph=ob.Cycle(), rate=1.0, batch=BATCH, microbatch=BATCH),
+    "gossip": ob.Gossip(graph=ob.graphs.Cycle(), rate=1.0, batch=BATCH, microbatch=BATCH),
+    "gossip-acid": ob.GossipAcid(graph=ob.graphs.Cycle(), rate=1.0, batch=BATCH, microbatch=BATCH),
 }
 
 
@@ -179,7 +179,7 @@ def seconds_to_target(trace: Trace) -> float | None:
 
 
 def ours(strategy: ob.Strategy, straggler: bool, seconds: float) -> Trace:
-    slow = (ob.WorkerOverride((1,), seconds_per_call=STRAGGLE_SECONDS),) if straggler else ()
+    slow = (ob.stragglers.WorkerOverride((1,), seconds_per_call=STRAGGLE_SECONDS),) if straggler else ()
     run = ob.train(
         workload(), strategy, ob.Seconds(seconds), workers=WORKERS, cluster=ob.Cluster(workers=slow), evaluate=None
     )

@@ -38,9 +38,9 @@ from rich.table import Table
 from torch import Tensor
 
 from cifar_shaped import in_processes
-from offbeat.messages import Message
+from offbeat.core.messages import Message
 from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.rendezvous import Address, Door
+from offbeat.transports.rendezvous import Address, Listener
 from offbeat.transports.transport import Arrived, Incoming, Joined, Lost, Refused, Transport
 
 REPEATS = 5
@@ -226,19 +226,19 @@ def merged(parts: list[Figures]) -> Figures:
 
 
 def gloo(idle_seconds: float, shared_memory: bool) -> Figures:
-    door = Door(Address("127.0.0.1", 0), None)
+    listener = Listener(Address("127.0.0.1", 0), None)
     try:
-        return merged(in_processes(_gloo, 2, door, shared_memory, idle_seconds))
+        return merged(in_processes(_gloo, 2, listener, shared_memory, idle_seconds))
     finally:
-        door.close()
+        listener.close()
 
 
-def _gloo(rank: int, door: Door, shared_memory: bool, idle_seconds: float) -> Figures:
+def _gloo(rank: int, listener: Listener, shared_memory: bool, idle_seconds: float) -> Figures:
     transport = GlooTransport(
         rank=rank,
         processes=2,
         peers=[1 - rank],
-        desk=door if rank == 0 else door.address,
+        desk=listener if rank == 0 else listener.address,
         token=None,
         fingerprint="",
         shared_memory=shared_memory,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offbeat.reproduction.drawing import TIMING_CAPTION, TIMING_FILE, draw_all
-from offbeat.reproduction.findings import Findings, find, shown
-from offbeat.reproduction.quantities import Measured, quantity
-from offbeat.reproduction.runs import opened, read_study
-from offbeat.reproduction.study import Study, names
-from offbeat.reproduction.timings import Timed, read_timings
+from offbeat.lab.reproduction.drawing import TIMING_CAPTION, TIMING_FILE, draw_all
+from offbeat.lab.reproduction.findings import Findings, find, shown
+from offbeat.lab.reproduction.quantities import Measured, quantity
+from offbeat.lab.reproduction.runs import opened, read_study
+from offbeat.lab.reproduction.study import Study, names
+from offbeat.lab.reproduction.timings import Timed, read_timings
 
 DOCS = Path(__file__).parent
 RECORDS = DOCS / "results"

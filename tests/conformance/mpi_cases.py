@@ -20,7 +20,7 @@ from mpi_ranks import hear, pack, read_incoming, say
 from torch import Tensor
 from transport_cases import FINGERPRINT, SHORT_SILENCE_SECONDS
 
-from offbeat.messages import Message
+from offbeat.core.messages import Message
 from offbeat.testing import Remote, TransportCase, Violation
 from offbeat.transports.transport import SILENCE_SECONDS, Incoming, Transport
 

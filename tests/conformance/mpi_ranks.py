@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transport_cases import LAST_WORDS, RawHead, encode_and_die, encode_or_not
 
+from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
-from offbeat.messages import Message
 from offbeat.testing.transports import Probe
 from offbeat.transports import wire
 from offbeat.transports.mpi import MpiTransport, mpi_world, survives_losses

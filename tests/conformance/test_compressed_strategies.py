@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 import offbeat as ob
-from offbeat.strategies.compressed import CompressedNode
+from offbeat.strategies.compressed_node import CompressedNode
 from offbeat.testing import Violation, check_strategy
 
-WIDE = ob.Quadratic(dimension=40, examples=64)
+WIDE = ob.workloads.Quadratic(dimension=40, examples=64)
 """Wide enough that coded vectors are shorter."""
 CASES = [
-    ob.FixedMinibatch(compression=ob.TopK(0.05)),
-    ob.FixedMinibatch(compression=ob.BFloat16()),
-    ob.AnytimeMinibatch(compression=ob.Int8(chunk=16)),
-    ob.AsyncFixed(compression=ob.TopK(0.05)),
-    ob.AsyncTimed(compression=ob.Int8()),
-    ob.AsyncAdaptive(compression=ob.TopK(0.1, feedback=False)),
-    ob.BackupWorkers(compression=ob.Int8(feedback=False)),
-    ob.Gossip(compression=ob.Int8(chunk=16)),
-    ob.Gossip(compression=ob.TopK(0.1)),
-    ob.GossipAcid(compression=ob.BFloat16()),
+    ob.FixedMinibatch(compression=ob.compression.TopK(0.05)),
+    ob.FixedMinibatch(compression=ob.compression.BFloat16()),
+    ob.AnytimeMinibatch(compression=ob.compression.Int8(chunk=16)),
+    ob.AsyncFixed(compression=ob.compression.TopK(0.05)),
+    ob.AsyncTimed(compression=ob.compression.Int8()),
+    ob.AsyncAdaptive(compression=ob.compression.TopK(0.1, feedback=False)),
+    ob.BackupWorkers(compression=ob.compression.Int8(feedback=False)),
+    ob.Gossip(compression=ob.compression.Int8(chunk=16)),
+    ob.Gossip(compression=ob.compression.TopK(0.1)),
+    ob.GossipAcid(compression=ob.compression.BFloat16()),
 ]
 
 
@@ -39,4 +39,4 @@ def test_a_residual_that_is_left_out_of_the_state_is_noticed(monkeypatch: pytest
 
     monkeypatch.setattr(CompressedNode, "state", forgetful)
     with pytest.raises(Violation, match=r"ended with other parameters|behaved differently"):
-        check_strategy(ob.FixedMinibatch(compression=ob.TopK(0.05)), seeds=range(12), workload=WIDE.build())
+        check_strategy(ob.FixedMinibatch(compression=ob.compression.TopK(0.05)), seeds=range(12), workload=WIDE.build())

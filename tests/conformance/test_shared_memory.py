@@ -8,7 +8,8 @@ from transport_cases import GlooCase
 
 from offbeat.testing import check_transport, transport_checks
 from offbeat.testing.transports import Probe, Watch
-from offbeat.transports import slots, wire
+from offbeat.transports import shared_memory as slots
+from offbeat.transports import wire
 
 
 @pytest.mark.parametrize("check", transport_checks(GlooCase()))
@@ -30,7 +31,7 @@ def test_a_message_in_a_slot_that_is_not_there_costs_its_own_link(place: int) ->
         for watch, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
             watch.linked(peer)
         head = wire.encode(Probe(0, torch.ones(100_000))).head
-        wire.refer(head, place)
+        wire.set_slot(head, place)
         case.send_raw(1, 0, head)
         assert f"slot {place}, which cannot be" in hub.loses(1, 0).why
         assert hub.linked(1, above=0) == 1

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import offbeat as ob
-from offbeat.actions import Action, Finish, Report, Send
-from offbeat.draws import Draws
-from offbeat.events import Event, MessageArrived
-from offbeat.messages import Stop
+from offbeat.core.actions import Action, Finish, Report, Send
+from offbeat.core.events import Event, MessageArrived
+from offbeat.core.messages import Stop
+from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.schema import Update
-from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
-from offbeat.strategies.hub.node import HubNode
-from offbeat.strategies.hub.worker import Worker
+from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.hub_server import HubServer
+from offbeat.strategies.hub.hub_worker import HubWorker
 from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
 
 NAMES = (
@@ -94,54 +94,54 @@ class Sabotaged(ob.Strategy):
     def staleness_bound(self) -> int | None:
         return self.sound.staleness_bound
 
-    def suited(self, optimizer: ob.Optimizer) -> Sabotaged:
-        return dataclasses.replace(self, sound=self.sound.suited(optimizer))
+    def with_default_optimizer(self, optimizer: ob.nodes.Optimizer) -> Sabotaged:
+        return dataclasses.replace(self, sound=self.sound.with_default_optimizer(optimizer))
 
-    def node(self, setup: ob.Setup) -> ob.Node:
-        node = self.sound.node(setup)
+    def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
+        node = self.sound.node(context)
         self.tamper(node)
         return node
 
 
-def on_worker(change: Callable[[Worker, Event], Event]) -> Callable[[Any], None]:
+def on_worker(change: Callable[[HubWorker, Event], Event]) -> Callable[[Any], None]:
     def tamper(node: Any) -> None:
-        if isinstance(node, Worker):
+        if isinstance(node, HubWorker):
             sound = node.handle
             node.handle = lambda event: sound(change(node, event))  # type: ignore[method-assign]
 
     return tamper
 
 
-def on_hub(change: Callable[[HubNode, Event], Event]) -> Callable[[Any], None]:
+def on_hub(change: Callable[[HubServer, Event], Event]) -> Callable[[Any], None]:
     def tamper(node: Any) -> None:
-        if isinstance(node, HubNode):
+        if isinstance(node, HubServer):
             sound = node.handle
             node.handle = lambda event: sound(change(node, event))  # type: ignore[method-assign]
 
     return tamper
 
 
-def starts_its_data_from_the_beginning(worker: Worker, event: Event) -> Event:
+def starts_its_data_from_the_beginning(worker: HubWorker, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Welcome):
         message = dataclasses.replace(event.message, draw=0, done=())
         return dataclasses.replace(event, message=message, keep=lambda: message)
     return event
 
 
-def skips_data_when_welcomed(worker: Worker, event: Event) -> Event:
+def skips_data_when_welcomed(worker: HubWorker, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Welcome):
         message = dataclasses.replace(event.message, draw=event.message.draw + 5)
         return dataclasses.replace(event, message=message, keep=lambda: message)
     return event
 
 
-def holds_on_to_what_it_was_lent(worker: Worker, event: Event) -> Event:
+def holds_on_to_what_it_was_lent(worker: HubWorker, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Parameters | Welcome | Stop):
         return dataclasses.replace(event, keep=lambda: event.message)
     return event
 
 
-def applies_what_is_not_finite(hub: HubNode, event: Event) -> Event:
+def applies_what_is_not_finite(hub: HubServer, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Gradient) and not event.message.finite:
         like = hub._parameters
         message = dataclasses.replace(event.message, finite=True, gradient=torch.zeros_like(like))
@@ -149,28 +149,28 @@ def applies_what_is_not_finite(hub: HubNode, event: Event) -> Event:
     return event
 
 
-def changes_what_it_has_sent(hub: HubNode, event: Event) -> Event:
+def changes_what_it_has_sent(hub: HubServer, event: Event) -> Event:
     hub._snapshot.mul_(1.0)
     return event
 
 
-def believes_that_its_gradients_are_fresh(hub: HubNode, event: Event) -> Event:
+def believes_that_its_gradients_are_fresh(hub: HubServer, event: Event) -> Event:
     hub._version += isinstance(event, MessageArrived)
     return event
 
 
-def forgets_which_draws_it_has(hub: HubNode, event: Event) -> Event:
+def forgets_which_draws_it_has(hub: HubServer, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Gradient):
-        hub._draws[event.source] = Draws([(0, event.message.draws[0])] if event.message.draws[0] else [])
+        hub._draws[event.source] = SampleLedger([(0, event.message.draws[0])] if event.message.draws[0] else [])
     return event
 
 
-def says_that_it_went_further_than_it_did(worker: Worker, event: Event) -> Event:
+def says_that_it_went_further_than_it_did(worker: HubWorker, event: Event) -> Event:
     worker._draw += 7 if isinstance(event, MessageArrived) and isinstance(event.message, Stop) else 0
     return event
 
 
-def keeps_its_own_position_when_welcomed(worker: Worker, event: Event) -> Event:
+def keeps_its_own_position_when_welcomed(worker: HubWorker, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Welcome) and worker._draw > event.message.draw:
         return dataclasses.replace(event, message=event.message, keep=lambda: further(event.message, worker._draw))
     return event
@@ -180,20 +180,20 @@ def further(welcome: Any, draw: int) -> Welcome:
     return dataclasses.replace(welcome, draw=draw, done=())
 
 
-def calls_stale_gradients_fresh(hub: HubNode, event: Event) -> Event:
+def calls_stale_gradients_fresh(hub: HubServer, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Gradient):
         message = dataclasses.replace(event.message, version=hub._version)
         return dataclasses.replace(event, message=message, keep=lambda: message)
     return event
 
 
-def does_not_wait_for_stopped(hub: HubNode, event: Event) -> Event:
+def does_not_wait_for_stopped(hub: HubServer, event: Event) -> Event:
     if hub._awaited is not None:
         hub._awaited.clear()
     return event
 
 
-def counts_twice(hub: HubNode, event: Event) -> Event:
+def counts_twice(hub: HubServer, event: Event) -> Event:
     hub._samples += isinstance(event, MessageArrived)
     return event
 
@@ -223,7 +223,7 @@ def test_a_broken_node_is_found(fault: str) -> None:
 @pytest.mark.parametrize("field", ["draws", "optimizer", "collected", "samples", "live", "reported"])
 def test_a_hub_that_loses_part_of_its_state_is_found(field: str) -> None:
     def tamper(node: Any) -> None:
-        if isinstance(node, HubNode):
+        if isinstance(node, HubServer):
             kept = node.state()[field]
             restore = node.restore
             node.restore = lambda state: restore({**state, field: kept})  # type: ignore[method-assign]
@@ -236,7 +236,7 @@ def test_a_hub_that_loses_part_of_its_state_is_found(field: str) -> None:
 @pytest.mark.parametrize("field", ["newest", "draw", "computing", "in_flight", "stop", "discard"])
 def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
     def tamper(node: Any) -> None:
-        if isinstance(node, Worker):
+        if isinstance(node, HubWorker):
             kept = node.state()[field]
             restore = node.restore
             node.restore = lambda state: restore({**state, field: kept})  # type: ignore[method-assign]
@@ -247,7 +247,7 @@ def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
 
 def test_a_run_that_never_ends_is_found() -> None:
     def tamper(node: Any) -> None:
-        if isinstance(node, Worker):
+        if isinstance(node, HubWorker):
             sound = node.handle
             node.handle = lambda event: [a for a in sound(event) if not isinstance(a, Finish)]  # type: ignore[method-assign]
 
@@ -257,7 +257,7 @@ def test_a_run_that_never_ends_is_found() -> None:
 
 def test_an_update_that_counts_wrongly_is_found() -> None:
     def tamper(node: Any) -> None:
-        if isinstance(node, HubNode):
+        if isinstance(node, HubServer):
             sound = node.handle
 
             def handle(event: Event) -> list[Action]:
@@ -277,7 +277,7 @@ def test_an_update_that_counts_wrongly_is_found() -> None:
 
 def test_two_computations_at_once_are_found() -> None:
     def tamper(node: Any) -> None:
-        if isinstance(node, Worker):
+        if isinstance(node, HubWorker):
             sound = node.handle
 
             def handle(event: Event) -> list[Action]:

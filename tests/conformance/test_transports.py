@@ -12,8 +12,8 @@ import torch
 from mpi_cases import FAULT_TOLERANT, MpiCase, MpiRanks, Proxy
 from transport_cases import GlooCase, LoopbackCase
 
+from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, ContractViolation
-from offbeat.messages import Message
 from offbeat.testing import TransportCase, Violation, check_transport, transport_checks
 from offbeat.testing import transports as suite
 from offbeat.testing.transports import Probe

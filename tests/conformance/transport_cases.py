@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from offbeat.messages import Message
+from offbeat.core.messages import Message
 from offbeat.testing.transports import Probe, Remote, TransportCase
 from offbeat.transports import wire
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.rendezvous import Address, Door
+from offbeat.transports.rendezvous import Address, Listener
 from offbeat.transports.transport import SILENCE_SECONDS, Arrived, Joined, Lost, Transport
 
 TOKEN = b"only for tests"
@@ -85,23 +85,23 @@ class GlooCase(TransportCase):
         self._options = options
         self._silence_seconds = SILENCE_SECONDS
         self._processes = 0
-        self._door: Door | None = None
+        self._listener: Listener | None = None
         self._ranks: dict[int, GlooTransport] = {}
         self._past: list[GlooTransport] = []
         self._child: Child | None = None
 
     def open(self, processes: int, here: int | None = None) -> list[Transport]:
         self._processes = processes
-        self._door = Door(Address("127.0.0.1", 0), TOKEN)
+        self._listener = Listener(Address("127.0.0.1", 0), TOKEN)
         return [self._make(rank) for rank in range(processes if here is None else here)]
 
     def _make(self, rank: int) -> GlooTransport:
-        assert self._door is not None
+        assert self._listener is not None
         transport = GlooTransport(
             rank=rank,
             processes=self._processes,
             peers=range(1, self._processes) if rank == 0 else [0],
-            desk=self._door if rank == 0 else self._door.address,
+            rendezvous=self._listener if rank == 0 else self._listener.address,
             token=TOKEN,
             fingerprint=FINGERPRINT,
             silence_seconds=self._silence_seconds,
@@ -142,8 +142,8 @@ class GlooCase(TransportCase):
     def _open_with_child(self, processes: int, role: str) -> list[Transport]:
         self._silence_seconds = SHORT_SILENCE_SECONDS
         transports = self.open(processes, processes - 1)
-        assert self._door is not None
-        self._child = Child(role, processes - 1, self._door.address)
+        assert self._listener is not None
+        self._child = Child(role, processes - 1, self._listener.address)
         return transports
 
     def close(self) -> None:
@@ -160,8 +160,8 @@ class GlooCase(TransportCase):
 class Child(Remote):
     """This file as a process. It also ends when whoever started it is gone: its standard input closes."""
 
-    def __init__(self, role: str, rank: int, desk: Address) -> None:
-        line = [sys.executable, __file__, role, str(rank), str(desk)]
+    def __init__(self, role: str, rank: int, rendezvous: Address) -> None:
+        line = [sys.executable, __file__, role, str(rank), str(rendezvous)]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE)
 
     def stop(self) -> None:
@@ -189,13 +189,13 @@ def encode_and_die(message: Message, checksum: bool = False) -> wire.Encoded:
     return dataclasses.replace(encoded, tensors=Deadly(encoded.tensors))
 
 
-def main(role: str, rank: int, desk: str) -> None:
+def main(role: str, rank: int, rendezvous: str) -> None:
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     transport = GlooTransport(
         rank=rank,
         processes=rank + 1,
         peers=[0],
-        desk=Address.parse(desk),
+        rendezvous=Address.parse(rendezvous),
         token=TOKEN,
         fingerprint=FINGERPRINT,
         silence_seconds=SHORT_SILENCE_SECONDS,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from offbeat.analysis import of_kind
-from offbeat.draws import Draws
+from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.files import RunRecords
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Dropped, Ended, Traffic, Update
-from offbeat.traffic import counts
+from offbeat.records.traffic import counts
 
 
 def check_accounts(run: RunRecords) -> None:
     """No sample was applied twice, none was skipped, and the counters add up."""
-    accounted: dict[int, Draws] = defaultdict(Draws)
+    accounted: dict[int, SampleLedger] = defaultdict(SampleLedger)
     total = 0
     for version, update in enumerate(of_kind(run, Update), start=1):
         assert update.version == version

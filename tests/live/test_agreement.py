@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import offbeat as ob
-from offbeat.actions import Budget, Finish
-from offbeat.analysis import of_kind
+from offbeat.core.actions import Budget, Finish
+from offbeat.core.strategy import Node, NodeContext
 from offbeat.records.files import RunRecords
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Round, Update
-from offbeat.strategies.hub.node import HubNode
-from offbeat.strategies.hub.pacing import Pacing
-from offbeat.strategies.strategy import Node, Setup
+from offbeat.strategies.hub.hub_server import HubServer
+from offbeat.strategies.hub.work_sizing import Pacing
 
 WORKERS = 3
 
@@ -75,9 +75,9 @@ class ReplayedAnytime(ob.AnytimeMinibatch):
 
     counts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def node(self, setup: Setup) -> Node:
-        node = super().node(setup)
-        if isinstance(node, HubNode):
+    def node(self, context: NodeContext) -> Node:
+        node = super().node(context)
+        if isinstance(node, HubServer):
             node._pacing = Replayed({rank: list(of_rank) for rank, of_rank in self.counts})
         return node
 
@@ -108,7 +108,8 @@ def speeds(run: RunRecords) -> ob.Cluster:
         seconds[record.rank] += record.seconds
         samples[record.rank] += record.samples
     overrides = tuple(
-        ob.WorkerOverride((rank - 1,), seconds_per_sample=seconds[rank] / samples[rank]) for rank in sorted(samples)
+        ob.stragglers.WorkerOverride((rank - 1,), seconds_per_sample=seconds[rank] / samples[rank])
+        for rank in sorted(samples)
     )
     return ob.Cluster(workers=overrides)
 
@@ -116,7 +117,7 @@ def speeds(run: RunRecords) -> ob.Cluster:
 def test_async_timed_has_the_staleness_and_the_batches_of_a_simulation_with_its_speeds() -> None:
     strategy = ob.AsyncTimed(worker_seconds=0.1, hub_seconds=0.15, microbatch=4, samples_max=None)
     # Every micro-batch is held up by as much, so that the speed is ours to choose and not the machine's to vary.
-    cluster = ob.Cluster(workers=(ob.WorkerOverride((0, 1, 2), seconds_per_call=0.01),))
+    cluster = ob.Cluster(workers=(ob.stragglers.WorkerOverride((0, 1, 2), seconds_per_call=0.01),))
     live = ob.train(regression(), strategy, ob.Seconds(9.0), workers=WORKERS, cluster=cluster, seed=5, evaluate=None)
     simulated = ob.simulate(
         regression(), strategy, speeds(live.records), ob.Seconds(9.0), seed=5, workers=WORKERS, evaluate=None

@@ -19,7 +19,7 @@ from torch import nn
 import offbeat as ob
 from offbeat.cli import main
 from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.rendezvous import Address, Door
+from offbeat.transports.rendezvous import Address, Listener
 
 TRAIN = ["train", "digits", "async-fmb", "--workers", "2", "--until", "2000", "--quiet", "--no-report"]
 
@@ -66,10 +66,10 @@ def test_a_hub_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> None
 @contextmanager
 def hub(token: bytes) -> Iterator[Address]:
     """A door with a hub behind it."""
-    door = Door(Address("127.0.0.1", 0), token)
-    transport = GlooTransport(rank=0, processes=2, peers=[1], desk=door, token=token, fingerprint="model")
+    listener = Listener(Address("127.0.0.1", 0), token)
+    transport = GlooTransport(rank=0, processes=2, peers=[1], rendezvous=listener, token=token, fingerprint="model")
     try:
-        yield door.address
+        yield listener.address
     finally:
         transport.close(0.1)
 

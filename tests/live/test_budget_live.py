@@ -12,15 +12,15 @@ from accounts import check_traffic
 from torch import Tensor, nn
 
 import offbeat as ob
-from offbeat.actions import Action, Finish, Send
-from offbeat.analysis import of_kind
-from offbeat.engines.clock import Clock
-from offbeat.engines.live import Participant
-from offbeat.events import Event, MessageArrived, PeerJoined, PeerLost, Sent
-from offbeat.messages import Message
+from offbeat.core.actions import Action, Finish, Send
+from offbeat.core.events import Event, MessageArrived, PeerJoined, PeerLost, Sent
+from offbeat.core.messages import Message
+from offbeat.core.strategy import Node
+from offbeat.live.clock import Clock
+from offbeat.live.node_runner import NodeRunner
 from offbeat.records.files import MemoryWriter, RunRecords
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Ended, LinkUse, Round, Traffic
-from offbeat.strategies.strategy import Node
 from offbeat.transports.loopback import Loopback
 
 BUDGET = 1e6
@@ -95,7 +95,7 @@ def test_it_holds_from_the_beginning_to_any_moment() -> None:
 def test_a_loop_of_ones_own_on_a_budget(tmp_path: Path) -> None:
     workload = wide()
     model = workload.initial_model(0)
-    strategy = QUICK.suited(workload.optimizer)
+    strategy = QUICK.with_default_optimizer(workload.optimizer)
     with ob.join(model, strategy, ob.Seconds(2.0), bytes_per_second=BUDGET, out=tmp_path / "run") as run:
         for x, y in run.batches((workload.train.inputs, workload.train.targets)):
             run.backward((model(x) - y).square().sum(1))
@@ -164,8 +164,8 @@ def test_what_was_sent_right_before_the_end_leaves_before_the_process_does() -> 
     first, second = loopback.transport(0), loopback.transport(1)
     reader, record = Reader(), MemoryWriter()
     budget = 16_000.0  # four letters a second
-    writing = Participant(Writer(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=budget)
-    reading = Participant(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    writing = NodeRunner(Writer(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=budget)
+    reading = NodeRunner(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
     reading.start()
     writing.start()
     try:
@@ -184,7 +184,7 @@ def test_what_was_sent_right_before_the_end_leaves_before_the_process_does() -> 
 def test_what_waits_for_a_peer_that_is_gone_holds_nobody_up() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
-    writing = Participant(Writer(4), first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=1.0)
+    writing = NodeRunner(Writer(4), first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=1.0)
     writing.start()
     try:
         assert writing.wait(JOIN_SECONDS)
@@ -220,8 +220,8 @@ def test_what_waits_is_superseded_and_is_sent_only_when_it_has_left() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
     node, reader = Counter(), Reader()
-    writing = Participant(node, first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=16_000.0)
-    reading = Participant(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    writing = NodeRunner(node, first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=16_000.0)
+    reading = NodeRunner(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
     reading.start()
     writing.start()
     try:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from accounts import check_accounts
 
-from offbeat.analysis import of_kind, summarize
 from offbeat.records.files import RunRecords, read_run
+from offbeat.records.metrics import of_kind, summarize
 from offbeat.records.schema import Membership, Round
 
 ROOT = Path(__file__).parents[2]

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import offbeat as ob
-from offbeat.actions import Action
-from offbeat.analysis import of_kind
-from offbeat.events import Event, StepReady
-from offbeat.launch import Seat, environment_of, open_door
+from offbeat.core.actions import Action
+from offbeat.core.events import Event, StepReady
+from offbeat.launch import RankInfo, environment_of, open_listener
 from offbeat.records.files import read_run
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Ended, Exchange, Round, Update
 
 WAIT_SECONDS = 100.0
@@ -216,8 +216,8 @@ def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorData
 class Interrupted(ob.Gossip):
     """Somebody presses Ctrl-C while the node is handed the third step."""
 
-    def node(self, setup: ob.Setup) -> ob.Node:
-        node = super().node(setup)
+    def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
+        node = super().node(context)
         handle, steps = node.handle, itertools.count(1)
 
         def interrupted(event: Event) -> Iterable[Action]:
@@ -254,15 +254,15 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], 
     """Run a loop as so many ranks at once; returns what they return, and raises what the first of them raised."""
 
     def run(processes: int, loop: Callable[[int], Any]) -> list[Any]:
-        door, address, token = open_door(None, None)
+        listener, address, token = open_listener(None, None)
         mine = threading.local()
-        monkeypatch.setattr("offbeat.session.part.seat", lambda: mine.seat)
+        monkeypatch.setattr("offbeat.live.session_base.seat", lambda: mine.rank_info)
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
 
         def be(rank: int) -> None:
-            number = door.detach() if rank == 0 else None
-            mine.seat = Seat(rank, processes, address, token, number, launcher="torchrun")
+            number = listener.detach() if rank == 0 else None
+            mine.rank_info = RankInfo(rank, processes, address, token, number, launcher="torchrun")
             try:
                 results[rank] = loop(rank)
             except BaseException as error:
@@ -410,7 +410,7 @@ def more(model: nn.Module) -> torch.optim.Optimizer:
         ({"optimizer": ob.SGD(lr=0.1)}, "the optimizer must be an object such as torch.optim.SGD"),
         ({"graph": "complete", "acid": True}, "complete graph"),
         ({"graph": "cylce"}, "did you mean 'cycle'"),
-        ({"graph": ob.Cycle()}, "a word here"),
+        ({"graph": ob.graphs.Cycle()}, "a word here"),
         ({"partner": "nobody"}, "unknown partner"),
         ({"clock": "cuckoo"}, "unknown clock"),
         ({"rate": -1.0}, "rate"),
@@ -497,17 +497,17 @@ def scripts(directory: Path, *words: str) -> Iterator[list[subprocess.Popen[str]
     """A process for each word, which says what its rank does; none of them is there afterwards."""
     path = directory / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
-    door, address, token = open_door(None, None)
+    listener, address, token = open_listener(None, None)
     known = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
-    with ExitStack() as stack, door:
+    with ExitStack() as stack, listener:
         processes = []
         for rank in range(len(words)):
-            place = Seat(rank, len(words), address, token, directory=directory / "run")
-            handed = {"OFFBEAT_DOOR": str(door.fileno())} if rank == 0 else {}
+            place = RankInfo(rank, len(words), address, token, directory=directory / "run")
+            handed = {"OFFBEAT_DOOR": str(listener.fileno())} if rank == 0 else {}
             process = subprocess.Popen(
                 [sys.executable, str(path), *words],
                 env={**known, "OMP_NUM_THREADS": "1", **environment_of(place), **handed},
-                pass_fds=[door.fileno()],
+                pass_fds=[listener.fileno()],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

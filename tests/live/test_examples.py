@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from accounts import check_accounts
 
-from offbeat.analysis import of_kind, summarize
 from offbeat.launch import mpirun_command
 from offbeat.records.files import read_run
+from offbeat.records.metrics import of_kind, summarize
 from offbeat.records.schema import Exchange, Update
 
 ROOT = Path(__file__).parents[2]

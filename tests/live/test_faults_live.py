@@ -13,18 +13,18 @@ import pytest
 from accounts import check_accounts, check_traffic, processes_of
 
 import offbeat as ob
-from offbeat.analysis import of_kind, summarize
-from offbeat.experiment import Experiment
+from offbeat.core.strategy import Node
+from offbeat.lab.experiment import Experiment
+from offbeat.lab.live_runs import train_experiment
 from offbeat.records.files import read_run
+from offbeat.records.metrics import of_kind, summarize
 from offbeat.records.schema import AnyRecord, Evaluation, Membership, Update
-from offbeat.strategies.centre import Centre
-from offbeat.strategies.strategy import Node
-from offbeat.training import train_experiment
+from offbeat.strategies.server_node import ServerNode
 
 
 def until_back(node: Node, rank: int) -> Node:
     """A hub that also trains until this worker has come back: how long that takes is the machine's business."""
-    if isinstance(node, Centre):
+    if isinstance(node, ServerNode):
         has_enough = node._has_enough
         node._has_enough = lambda: has_enough() and node._live.get(rank, 0) > 0  # type: ignore[method-assign]
     return node
@@ -34,32 +34,32 @@ def until_back(node: Node, rank: int) -> Node:
 class PatientAsync(ob.AsyncFixed):
     back: int = 0
 
-    def node(self, setup: ob.Setup) -> Node:
-        return until_back(super().node(setup), self.back)
+    def node(self, context: ob.nodes.NodeContext) -> Node:
+        return until_back(super().node(context), self.back)
 
 
 @dataclass(frozen=True)
 class PatientFMB(ob.FixedMinibatch):
     back: int = 0
 
-    def node(self, setup: ob.Setup) -> Node:
-        return until_back(super().node(setup), self.back)
+    def node(self, context: ob.nodes.NodeContext) -> Node:
+        return until_back(super().node(context), self.back)
 
 
 @dataclass(frozen=True)
 class PatientDiLoCo(ob.DecoupledDiLoCo):
     back: int = 0
 
-    def node(self, setup: ob.Setup) -> Node:
-        return until_back(super().node(setup), self.back)
+    def node(self, context: ob.nodes.NodeContext) -> Node:
+        return until_back(super().node(context), self.back)
 
 
 @dataclass(frozen=True)
 class PatientPopulation(ob.Population):
     back: int = 0
 
-    def node(self, setup: ob.Setup) -> Node:
-        return until_back(super().node(setup), self.back)
+    def node(self, context: ob.nodes.NodeContext) -> Node:
+        return until_back(super().node(context), self.back)
 
 
 PATIENT = pytest.mark.parametrize("strategy", [PatientAsync, PatientFMB], ids=["async-fmb", "fmb"])
@@ -93,11 +93,15 @@ class Culprit:
         os.kill(processes_of(os.getpid())[rank], number)
 
 
-def experiment(strategy: ob.Strategy, workers: int, samples: int, faults: tuple[ob.Crash, ...] = ()) -> Experiment:
+def experiment(
+    strategy: ob.Strategy, workers: int, samples: int, faults: tuple[ob.faults.Crash, ...] = ()
+) -> Experiment:
     """Slow enough that something can be done to it in its middle, whatever the machine."""
-    slow = ob.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
+    slow = ob.stragglers.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=1.0)
-    return Experiment(ob.Digits(), strategy, cluster, workers, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
+    return Experiment(
+        ob.workloads.Digits(), strategy, cluster, workers, ob.Samples(samples), evaluate=ob.EverySeconds(0.3)
+    )
 
 
 KILLED = [
@@ -202,7 +206,7 @@ def test_a_run_that_is_going_on_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_induced_faults_are_those_of_the_experiment(tmp_path: Path) -> None:
-    crash = ob.Crash(1, at_seconds=0.5, back_after_seconds=0.2)
+    crash = ob.faults.Crash(1, at_seconds=0.5, back_after_seconds=0.2)
     run = train_experiment(experiment(PatientAsync(batch=32, back=1), 3, 5_000, (crash,)), tmp_path / "run")
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     check_accounts(run.records)

@@ -18,13 +18,23 @@ from typing import Any
 import pytest
 import torch
 
+from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation, RunFailed
-from offbeat.messages import Message
 from offbeat.testing.transports import Probe, Watch
-from offbeat.transports import slots
+from offbeat.transports import shared_memory as slots
 from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.rendezvous import Accepted, Address, Call, Conditions, Door, Hello, Ready, Terms, ask_terms
-from offbeat.transports.slots import SLOTS_MAX
+from offbeat.transports.rendezvous import (
+    Accepted,
+    Address,
+    Assignment,
+    Call,
+    Conditions,
+    Hello,
+    Listener,
+    Ready,
+    request_assignment,
+)
+from offbeat.transports.shared_memory import SLOTS_MAX
 from offbeat.transports.transport import Arrived, Incoming, Joined, Lost, Refused
 
 TOKEN = b"only for tests"
@@ -35,21 +45,21 @@ class Ranks:
     """Ranks in this process, and some in others; all are gone at the end."""
 
     def __init__(self) -> None:
-        self.door = Door(Address("127.0.0.1", 0), TOKEN)
+        self.listener = Listener(Address("127.0.0.1", 0), TOKEN)
         self.transports: list[GlooTransport] = []
         self.children: list[subprocess.Popen[str]] = []
 
     def open(self, rank: int, peers: list[int], **options: Any) -> GlooTransport:
         settings = {"processes": 4, "token": TOKEN, "fingerprint": "m", **options}
-        desk = self.door if rank == 0 else self.door.address
-        self.transports.append(GlooTransport(rank=rank, peers=peers, **{"desk": desk, **settings}))
+        rendezvous = self.listener if rank == 0 else self.listener.address
+        self.transports.append(GlooTransport(rank=rank, peers=peers, **{"rendezvous": rendezvous, **settings}))
         return self.transports[-1]
 
     def watch(self, rank: int, peers: list[int], **options: Any) -> Watch:
         return Watch(self.open(rank, peers, **options), rank)
 
     def spawn(self, role: str, rank: int) -> subprocess.Popen[str]:
-        self.children.append(start(role, rank, self.door.address))
+        self.children.append(start(role, rank, self.listener.address))
         return self.children[-1]
 
     def close(self) -> None:
@@ -58,12 +68,12 @@ class Ranks:
             child.communicate()
         for transport in reversed(self.transports):
             transport.close()
-        self.door.close()
+        self.listener.close()
 
 
-def start(role: str, rank: int, desk: Address, **options: Any) -> subprocess.Popen[str]:
+def start(role: str, rank: int, rendezvous: Address, **options: Any) -> subprocess.Popen[str]:
     """This file as a process, which also ends when its standard input does."""
-    line = [sys.executable, __file__, role, str(rank), str(desk)]
+    line = [sys.executable, __file__, role, str(rank), str(rendezvous)]
     return subprocess.Popen(line, stdin=subprocess.PIPE, text=True, **options)
 
 
@@ -96,9 +106,9 @@ def stop(child: subprocess.Popen[str]) -> None:
 
 def vanish(transport: GlooTransport) -> None:
     """End without a goodbye, as a process does that is killed."""
-    door = transport._door
-    assert door is not None
-    door.close()
+    listener = transport._listener
+    assert listener is not None
+    listener.close()
     for link in list(transport._links.values()):
         link.drop("killed by a test")
         assert link.ended.wait(60)
@@ -144,7 +154,7 @@ def test_a_desk_that_was_restarted_learns_again_where_everybody_is(ranks: Ranks)
         one.linked(other)
     vanish(ranks.transports[0])
     middle.loses(0, 0)
-    ranks.door = Door(ranks.door.address, TOKEN)
+    ranks.listener = Listener(ranks.listener.address, TOKEN)
     again = ranks.watch(0, [1])
     assert again.linked(1) == middle.linked(0, above=0) == 1  # the newcomer has forgotten, but the dialer has not
     ranks.transports[2].close()
@@ -194,18 +204,18 @@ def test_a_rank_that_is_no_neighbour_is_refused(ranks: Ranks) -> None:
 def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
     heard: list[Hello] = []
 
-    def terms(hello: Hello) -> Terms | str:
+    def assignment(hello: Hello) -> Assignment | str:
         heard.append(hello)
         if hello.member == "unwanted":
             return "there is no place left"
         if hello.member == "broken":
             raise ZeroDivisionError("oh")
-        return Terms(2 if hello.rank is None else hello.rank, 4, 12.5, b"plan")
+        return Assignment(2 if hello.rank is None else hello.rank, 4, 12.5, b"plan")
 
-    hub = ranks.watch(0, [1, 2], terms=terms)
-    address = ranks.door.address
-    told = ask_terms(address, TOKEN, member="one", rank=None, wait_seconds=60)
-    assert told == Terms(2, 4, 12.5, b"plan")
+    hub = ranks.watch(0, [1, 2], assign=assignment)
+    address = ranks.listener.address
+    told = request_assignment(address, TOKEN, member="one", rank=None, wait_seconds=60)
+    assert told == Assignment(2, 4, 12.5, b"plan")
     worker = ranks.watch(told.rank, [0], member="one")
     hub.linked(2)
     worker.linked(0)
@@ -213,11 +223,11 @@ def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
     assert joined is not None
     assert joined[0] == 12.5
     assert [(hello.purpose, hello.rank, hello.member) for hello in heard] == [
-        ("terms", None, "one"),
+        ("assignment", None, "one"),
         ("link", 2, "one"),
     ]
     with pytest.raises(RunFailed, match="there is no place left"):
-        ask_terms(address, TOKEN, member="unwanted", rank=None, wait_seconds=60)
+        request_assignment(address, TOKEN, member="unwanted", rank=None, wait_seconds=60)
     assert refusal(ranks.open(1, [0], member="unwanted")) == "there is no place left"
     assert "failed to answer: ZeroDivisionError: oh" in refusal(ranks.open(1, [0], member="broken"))
 
@@ -225,12 +235,12 @@ def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
 def test_without_terms_nobody_is_given_a_rank(ranks: Ranks) -> None:
     ranks.open(0, [1])
     with pytest.raises(RunFailed, match="gives out no ranks"):
-        ask_terms(ranks.door.address, TOKEN, member="", rank=None, wait_seconds=60)
+        request_assignment(ranks.listener.address, TOKEN, member="", rank=None, wait_seconds=60)
 
 
 def test_a_visitor_that_says_nothing_is_in_nobodys_way(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
-    with socket.create_connection((ranks.door.address.host, ranks.door.address.port)) as silent:
+    with socket.create_connection((ranks.listener.address.host, ranks.listener.address.port)) as silent:
         worker = ranks.watch(1, [0])
         hub.linked(1)
         worker.linked(0)
@@ -498,10 +508,16 @@ def test_a_process_ends_well(role: str) -> None:
     assert (process.returncode, out, err) == (0, "done\n", "")
 
 
-def be_echo(rank: int, desk: Address) -> None:
+def be_echo(rank: int, rendezvous: Address) -> None:
     """Send back what comes, until the hub is closed."""
     transport = GlooTransport(
-        rank=rank, processes=4, peers=[0], desk=desk, token=TOKEN, fingerprint="m", silence_seconds=2.0
+        rank=rank,
+        processes=4,
+        peers=[0],
+        rendezvous=rendezvous,
+        token=TOKEN,
+        fingerprint="m",
+        silence_seconds=2.0,
     )
     while True:
         match transport.receive():
@@ -511,9 +527,9 @@ def be_echo(rank: int, desk: Address) -> None:
                 return
 
 
-def be_flood(rank: int, desk: Address) -> None:
+def be_flood(rank: int, rendezvous: Address) -> None:
     """Send 100 MB after 100 MB."""
-    transport = GlooTransport(rank=rank, processes=4, peers=[0], desk=desk, token=TOKEN, fingerprint="m")
+    transport = GlooTransport(rank=rank, processes=4, peers=[0], rendezvous=rendezvous, token=TOKEN, fingerprint="m")
     large = torch.ones(25_000_000)
     while True:
         match transport.receive():
@@ -523,15 +539,15 @@ def be_flood(rank: int, desk: Address) -> None:
 
 
 def hub_with_echo() -> tuple[GlooTransport, subprocess.Popen[str], int]:
-    door = Door(Address("127.0.0.1", 0), TOKEN)
-    hub = GlooTransport(rank=0, processes=4, peers=[1], desk=door, token=TOKEN, fingerprint="m")
-    child = start("echo", 1, door.address)
+    listener = Listener(Address("127.0.0.1", 0), TOKEN)
+    hub = GlooTransport(rank=0, processes=4, peers=[1], rendezvous=listener, token=TOKEN, fingerprint="m")
+    child = start("echo", 1, listener.address)
     while not isinstance(item := hub.receive(), Joined):
         pass
     return hub, child, item.incarnation
 
 
-def be_close_on_stopped(rank: int, desk: Address) -> None:
+def be_close_on_stopped(rank: int, rendezvous: Address) -> None:
     """Close while the other end of a link stands still, with messages under way in both directions."""
     hub, child, incarnation = hub_with_echo()
     for number in range(20):
@@ -545,7 +561,7 @@ def be_close_on_stopped(rank: int, desk: Address) -> None:
     print("done")
 
 
-def be_careless(rank: int, desk: Address) -> None:
+def be_careless(rank: int, rendezvous: Address) -> None:
     """Exit without closing while messages fly."""
     hub, _, incarnation = hub_with_echo()
     for number in range(500):
@@ -555,31 +571,31 @@ def be_careless(rank: int, desk: Address) -> None:
     print("done")
 
 
-def be_careless_while_dialling(rank: int, desk: Address) -> None:
+def be_careless_while_dialling(rank: int, rendezvous: Address) -> None:
     """Exit without closing while nobody answers."""
-    door = Door(Address("127.0.0.1", 0), TOKEN)
-    worker = GlooTransport(rank=1, processes=4, peers=[0, 2], desk=door.address, token=TOKEN, fingerprint="m")
+    listener = Listener(Address("127.0.0.1", 0), TOKEN)
+    worker = GlooTransport(rank=1, processes=4, peers=[0, 2], rendezvous=listener.address, token=TOKEN, fingerprint="m")
     assert worker.receive(0.3) is None
-    door.close()
+    listener.close()
     print("done")
 
 
-def be_close_while_connecting(rank: int, desk: Address) -> None:
+def be_close_while_connecting(rank: int, rendezvous: Address) -> None:
     """Close and exit while a thread is inside gloo, where it waits for the other end of a link that never comes."""
     accepted, over = threading.Event(), threading.Event()
 
     def visit(call: Call) -> bool:
         call.hear(Hello)
-        call.say(Conditions(Terms(1, 2, 0.0, None)))
+        call.say(Conditions(Assignment(1, 2, 0.0, None)))
         call.hear(Ready)
         call.say(Accepted(0))
         accepted.set()
         over.wait()
         return False
 
-    door = Door(Address("127.0.0.1", 0), TOKEN)
-    door.serve(visit)
-    worker = GlooTransport(rank=1, processes=2, peers=[0], desk=door.address, token=TOKEN, fingerprint="m")
+    listener = Listener(Address("127.0.0.1", 0), TOKEN)
+    listener.serve(visit)
+    worker = GlooTransport(rank=1, processes=2, peers=[0], rendezvous=listener.address, token=TOKEN, fingerprint="m")
     accepted.wait()
     while not worker._connecting:
         pass

@@ -8,14 +8,14 @@ import pytest
 from accounts import check_accounts, check_traffic
 
 import offbeat as ob
-from offbeat.analysis import of_kind
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Notice
 
 
 @pytest.mark.parametrize("name", ["local-sgd", "diloco", "decoupled-diloco", "delayed-exchange", "population"])
 def test_three_workers_reach_the_target_with_every_strategy(name: str, tmp_path: Path) -> None:
     strategy = ob.Strategy.members[name]()
-    run = ob.train(ob.Digits(), strategy, ob.Samples(50_000), workers=3, out=tmp_path / "run")
+    run = ob.train(ob.workloads.Digits(), strategy, ob.Samples(50_000), workers=3, out=tmp_path / "run")
     assert run.summary.accuracy is not None
     assert run.summary.accuracy >= 0.9
     assert run.summary.bytes_to_target is not None

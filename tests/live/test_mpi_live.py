@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from accounts import check_accounts
 
-from offbeat.analysis import of_kind
 from offbeat.launch import mpirun_command
 from offbeat.records.files import find_runs, read_run
+from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Round, Update
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]

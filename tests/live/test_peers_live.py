@@ -19,19 +19,19 @@ from test_faults_live import Culprit
 from test_mpi_live import OFFBEAT, ended, mpirun, ranks_of, running, slow_cluster, wait_for
 
 import offbeat as ob
-from offbeat.actions import Action, Finish, Report
-from offbeat.analysis import of_kind, summarize
-from offbeat.draws import Draws
-from offbeat.engines.clock import Clock
-from offbeat.engines.live import Participant
-from offbeat.events import Event, PeerLost, Started
-from offbeat.experiment import Experiment
+from offbeat.core.actions import Action, Finish, Report
+from offbeat.core.events import Event, PeerLost, Started
+from offbeat.core.sample_ledger import SampleLedger
+from offbeat.core.strategy import Node
+from offbeat.lab.experiment import Experiment
+from offbeat.lab.live_runs import train_experiment
+from offbeat.lab.worker_main import read_result
+from offbeat.live.clock import Clock
+from offbeat.live.node_runner import NodeRunner
 from offbeat.records.files import MemoryWriter, RunRecords, read_run
+from offbeat.records.metrics import of_kind, summarize
 from offbeat.records.schema import Dropped, Evaluation, Notice, Update
-from offbeat.strategies.gossip.node import Peer
-from offbeat.strategies.strategy import Node
-from offbeat.taking_part import read_result
-from offbeat.training import train_experiment
+from offbeat.strategies.gossip.peer import Peer
 from offbeat.transports.journal import JournalWriter
 from offbeat.transports.loopback import Loopback
 
@@ -45,7 +45,7 @@ torch.set_num_threads(1)
 inputs = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0))
 labels = (inputs[:, 0] + inputs[:, 1] > 0).long()
 model = torch.nn.Linear(20, 2)
-strategy = ob.Gossip(graph=ob.Cycle(), momentum=ob.Acid(), optimizer=ob.SGD(lr=0.1))
+strategy = ob.Gossip(graph=ob.graphs.Cycle(), momentum=ob.parts.Acid(), optimizer=ob.SGD(lr=0.1))
 with ob.join(model, strategy, until=ob.Samples(20_000)) as run:
     for x, y in run.batches((inputs, labels)):
         run.backward(F.cross_entropy(model(x), y, reduction="none"))
@@ -62,10 +62,10 @@ class Patient(ob.Gossip, name=""):
 
     back: int = 0
 
-    def node(self, setup: ob.Setup) -> Node:
-        node = super().node(setup)
+    def node(self, context: ob.nodes.NodeContext) -> Node:
+        node = super().node(context)
         assert isinstance(node, Peer)
-        enough, rank = node._has_enough, setup.rank
+        enough, rank = node._has_enough, context.rank
         node._has_enough = lambda: enough() and (rank == self.back or node._members.live.get(self.back, 0) > 0)  # type: ignore[method-assign]
         return node
 
@@ -73,21 +73,21 @@ class Patient(ob.Gossip, name=""):
 del ob.Strategy.members[""]  # nobody else should find it
 
 
-def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.Crash, ...] = ()) -> Experiment:
+def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.faults.Crash, ...] = ()) -> Experiment:
     """Slow enough that something can be done to it in its middle, whatever the machine."""
-    slow = ob.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)
+    slow = ob.stragglers.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=2.0)
-    return Experiment(ob.Digits(), strategy, cluster, 4, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
+    return Experiment(ob.workloads.Digits(), strategy, cluster, 4, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
 
 
 def check_peers(run: RunRecords, samples: int) -> None:
     """Every peer's samples are accounted for, none of them twice, and there were as many as were asked for."""
-    accounted: dict[int, Draws] = {}
+    accounted: dict[int, SampleLedger] = {}
     applied = 0
     for update in of_kind(run, Update):
         (part,) = update.contributions
         assert (part.rank, part.stop - part.first) == (update.rank, update.samples)
-        accounted.setdefault(part.rank, Draws()).add(part.first, part.stop)
+        accounted.setdefault(part.rank, SampleLedger()).add(part.first, part.stop)
         applied += update.samples
     for dropped in of_kind(run, Dropped):
         assert dropped.reason == "stopped"
@@ -188,7 +188,7 @@ class Listener(Node):
 def test_who_comes_back_while_all_the_others_end_does_not_begin_by_itself(returned: bool) -> None:
     loopback = Loopback({0: [1], 1: [0]})
     other, mine = loopback.transport(0), loopback.transport(1)
-    participant = Participant(Listener(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), returned=returned)
+    participant = NodeRunner(Listener(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), returned=returned)
     participant.start()
     other.close()
     try:
@@ -204,7 +204,7 @@ def test_what_is_recorded_before_the_clock_is_set_gets_the_time_of_the_run() -> 
     loopback = Loopback({0: [1], 1: [0]})
     mine, writer = loopback.transport(1), MemoryWriter()
     mine.elapsed_at_join = (1000.0, time.monotonic())
-    participant = Participant(Listener(), mine, rank=1, clock=Clock(), writer=writer)
+    participant = NodeRunner(Listener(), mine, rank=1, clock=Clock(), writer=writer)
     participant.start()
     assert writer.records == []
     loopback.transport(0).close()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import offbeat as ob
+from offbeat.live.session import Session
 from offbeat.records.files import read_run
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
 
@@ -50,7 +51,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     return float((model(inputs).argmax(1) == targets).double().mean())
 
 
-def trained(net: nn.Module, strategy: ob.Strategy, data: object, body: Any = None, **arguments: Any) -> ob.Session:
+def trained(net: nn.Module, strategy: ob.Strategy, data: object, body: Any = None, **arguments: Any) -> Session:
     """The usual loop, with `body` in the place of what one does with a micro-batch."""
     with ob.join(net, strategy, **arguments) as run:
         for x, y in run.batches(data):
@@ -73,8 +74,8 @@ def test_every_strategy_trains_in_a_process_of_its_own(strategy: ob.Strategy, da
     assert run.summary.accuracy == pytest.approx(accuracy(net, data))  # the last evaluation is of the result
 
 
-@pytest.mark.parametrize("compression", [None, ob.BFloat16()])
-def test_every_sample_is_accounted_for(compression: ob.Compression | None, data: TensorDataset) -> None:
+@pytest.mark.parametrize("compression", [None, ob.compression.BFloat16()])
+def test_every_sample_is_accounted_for(compression: ob.compression.Compression | None, data: TensorDataset) -> None:
     net = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2))  # large enough to be compressed at all
     with ob.join(net, dataclasses.replace(STRATEGIES[2], compression=compression), until=3_000) as run:
         for x, y in run.batches(data):
@@ -106,7 +107,7 @@ def test_break_ends_in_order_and_the_model_holds_what_was_learnt(data: TensorDat
 
 
 def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorDataset) -> None:
-    def body(run: ob.Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    def body(run: Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -255,7 +256,7 @@ def test_batches_of_nothing_are_refused(nothing: object) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(data: TensorDataset) -> None:
-    def body(run: ob.Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    def body(run: Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         run.backward(losses_of(net, x, y) * float("nan"))
 
     with pytest.raises(ob.RunFailed, match="not finite"):
@@ -271,7 +272,7 @@ def test_a_strategy_without_a_hub_trains_on_real_processes(monkeypatch: pytest.M
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     from token_ring import TokenRing
 
-    run = ob.train(ob.Quadratic(), TokenRing(), ob.Samples(2_000), workers=3)
+    run = ob.train(ob.workloads.Quadratic(), TokenRing(), ob.Samples(2_000), workers=3)
     assert run.summary.failure is None
     assert run.summary.samples >= 2_000
     assert {record.rank for record in run.records.records if isinstance(record, Round)} == {0, 1, 2}
@@ -291,7 +292,7 @@ def test_what_is_held_up_on_a_slow_link_still_counts_after_a_goodbye(data: Tenso
 
 def test_fresh_interpreters_train_as_copies_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a process cannot be copied, the run's directory tells a fresh one everything."""
-    monkeypatch.setattr("offbeat.training._may_fork", lambda experiment: False)
-    run = ob.train(ob.Quadratic(), ob.FixedMinibatch(batch=32), ob.Samples(640), workers=1)
+    monkeypatch.setattr("offbeat.lab.live_runs._may_fork", lambda experiment: False)
+    run = ob.train(ob.workloads.Quadratic(), ob.FixedMinibatch(batch=32), ob.Samples(640), workers=1)
     assert run.summary.failure is None
     assert run.summary.samples == 640

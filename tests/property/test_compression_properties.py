@@ -11,13 +11,13 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.compression import decode, is_coded
-from offbeat.pool import Pool
+from offbeat.core.compression import decode, is_coded
+from offbeat.core.memory_pool import Pool
 
 COMPRESSIONS = st.one_of(
-    st.just(ob.BFloat16()),
-    st.builds(ob.Int8, chunk=st.integers(1, 40)),
-    st.builds(ob.TopK, share=st.floats(0.01, 1.0)),
+    st.just(ob.compression.BFloat16()),
+    st.builds(ob.compression.Int8, chunk=st.integers(1, 40)),
+    st.builds(ob.compression.TopK, share=st.floats(0.01, 1.0)),
 )
 LARGE = float(np.float32(1e32))
 
@@ -30,22 +30,22 @@ def of(dtype: type[np.floating], width: int) -> st.SearchStrategy[Tensor]:
 VECTORS = st.one_of(of(np.float32, 32), of(np.float64, 64))
 
 
-def back(compression: ob.Compression, values: Tensor) -> Tensor:
+def back(compression: ob.compression.Compression, values: Tensor) -> Tensor:
     blob = compression.encode(values, Pool())
     return decode(blob, Pool()) if is_coded(blob) else blob
 
 
 @given(COMPRESSIONS, VECTORS)
 @settings(max_examples=300, deadline=None)
-def test_coding_what_was_decoded_is_exact(compression: ob.Compression, values: Tensor) -> None:
+def test_coding_what_was_decoded_is_exact(compression: ob.compression.Compression, values: Tensor) -> None:
     once = back(compression, values)
     assert torch.equal(back(compression, once), once)
-    assert torch.equal(compression.conveyed(values, Pool()), once)
+    assert torch.equal(compression.roundtrip(values, Pool()), once)
 
 
 @given(COMPRESSIONS, VECTORS)
 @settings(max_examples=200, deadline=None)
-def test_type_and_length_come_back(compression: ob.Compression, values: Tensor) -> None:
+def test_type_and_length_come_back(compression: ob.compression.Compression, values: Tensor) -> None:
     once = back(compression, values)
     assert (once.dtype, once.shape) == (values.dtype, values.shape)
 
@@ -53,7 +53,7 @@ def test_type_and_length_come_back(compression: ob.Compression, values: Tensor) 
 @given(VECTORS, st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
 def test_int8_is_off_by_half_a_step_of_its_chunk(values: Tensor, chunk: int) -> None:
-    once = back(ob.Int8(chunk=chunk), values)
+    once = back(ob.compression.Int8(chunk=chunk), values)
     for mine, theirs in zip(values.split(chunk), once.split(chunk), strict=True):
         assert (mine - theirs).abs().max() <= 0.5001 * mine.abs().max() / 127 + 1e-28
 
@@ -61,15 +61,15 @@ def test_int8_is_off_by_half_a_step_of_its_chunk(values: Tensor, chunk: int) -> 
 @given(VECTORS)
 @settings(max_examples=200, deadline=None)
 def test_bf16_is_off_by_a_256th_of_each_element(values: Tensor) -> None:
-    assert ((back(ob.BFloat16(), values) - values).abs() <= values.abs() / 255 + 1e-40).all()
+    assert ((back(ob.compression.BFloat16(), values) - values).abs() <= values.abs() / 255 + 1e-40).all()
 
 
 @given(VECTORS, st.floats(0.01, 1.0))
 @settings(max_examples=200, deadline=None)
 def test_nothing_that_top_k_leaves_out_is_larger_than_what_it_sends(values: Tensor, share: float) -> None:
-    once = back(ob.TopK(share), values)
+    once = back(ob.compression.TopK(share), values)
     sent = once != 0
-    if not is_coded(ob.TopK(share).encode(values, Pool())):
+    if not is_coded(ob.compression.TopK(share).encode(values, Pool())):
         return
     assert int(sent.sum()) <= max(1, round(share * len(values)))
     left = values[~sent].abs()
@@ -79,7 +79,9 @@ def test_nothing_that_top_k_leaves_out_is_larger_than_what_it_sends(values: Tens
 
 @given(COMPRESSIONS, st.lists(arrays.arrays(np.float64, 40, elements=st.floats(-1e6, 1e6)), min_size=1, max_size=6))
 @settings(max_examples=100, deadline=None)
-def test_with_feedback_everything_arrives_in_the_end(compression: ob.Compression, increments: list[object]) -> None:
+def test_with_feedback_everything_arrives_in_the_end(
+    compression: ob.compression.Compression, increments: list[object]
+) -> None:
     residual, pool = torch.zeros(40, dtype=torch.float64), Pool()
     sent = torch.zeros(40, dtype=torch.float64)
     for increment in increments:

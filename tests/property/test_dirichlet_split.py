@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.configuration import from_plain
+from offbeat.core.configuration import from_plain
+from offbeat.core.splits import Dirichlet, Split
 from offbeat.errors import ConfigurationError
-from offbeat.workloads import Dirichlet, Split
 
 SEEDS = st.integers(0, 2**32 - 1)
 ALPHAS = st.floats(1e-3, 1e6)

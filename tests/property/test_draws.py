@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.draws import Draws
+from offbeat.core.sample_ledger import SampleLedger
 from offbeat.errors import ContractViolation
 
 ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)).map(lambda pair: (pair[0], sum(pair))), max_size=20)
@@ -14,7 +14,7 @@ ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)).map(lambda pa
 
 @given(ranges, st.integers(0, 80))
 def test_draws_behave_like_a_set_that_refuses_duplicates(pairs: list[tuple[int, int]], position: int) -> None:
-    draws, model = Draws(), set()
+    draws, model = SampleLedger(), set()
     for first, stop in pairs:
         wanted = set(range(first, stop))
         if wanted & model:
@@ -44,7 +44,7 @@ def test_draws_behave_like_a_set_that_refuses_duplicates(pairs: list[tuple[int, 
 def test_draws_that_are_taken_back_are_missing_again(
     pairs: list[tuple[int, int]], removed: list[tuple[int, int]]
 ) -> None:
-    draws, model = Draws(), set()
+    draws, model = SampleLedger(), set()
     for first, stop in pairs:
         if not model & set(range(first, stop)):
             draws.add(first, stop)
@@ -62,7 +62,7 @@ def test_draws_that_are_taken_back_are_missing_again(
 
 @given(ranges)
 def test_ranges_are_disjoint_sorted_and_joined(pairs: list[tuple[int, int]]) -> None:
-    draws = Draws()
+    draws = SampleLedger()
     for first, stop in pairs:
         if not any(draw in draws for draw in range(first, stop)):
             draws.add(first, stop)
@@ -71,6 +71,6 @@ def test_ranges_are_disjoint_sorted_and_joined(pairs: list[tuple[int, int]]) -> 
 
 
 def test_an_empty_range_is_nothing() -> None:
-    draws = Draws()
+    draws = SampleLedger()
     draws.add(5, 5)
     assert draws.ranges == []

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.core.examples import Order
+from offbeat.core.splits import ByLabel, Sharded, Shared
 from offbeat.errors import ConfigurationError
-from offbeat.workloads import ByLabel, Digits, Order, Sharded, Shared
+from offbeat.lab.workloads import Digits
 
 SEEDS = st.integers(0, 2**32 - 1)
 RANKS = st.integers(0, 1000)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp, rate_at
 from offbeat.errors import ConfigurationError
-from offbeat.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp, rate_at
 
 rates = st.floats(0.0, 10.0)
 counts = st.integers(1, 10**9)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.analysis import seconds_to_target
+from offbeat.records.metrics import seconds_to_target
 from offbeat.records.schema import Evaluation
 
 heights = st.floats(0.0, 1.0).map(lambda value: round(value, 6))

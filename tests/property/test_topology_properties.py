@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
 from offbeat.errors import ConfigurationError
 from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Graph, Matching, Star, Topology
 from offbeat.topology.matchings import covering

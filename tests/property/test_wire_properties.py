@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.actions import Samples, Seconds
-from offbeat.messages import Message, Stop, Stopped
-from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
+from offbeat.core.actions import Samples, Seconds
+from offbeat.core.messages import Message, Stop, Stopped
+from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 
 DTYPES = [

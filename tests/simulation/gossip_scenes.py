@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import offbeat as ob
-from offbeat.actions import Action, Send
-from offbeat.engines.simulated import Scenario, Simulation
-from offbeat.events import Event, GradientReady, MessageArrived
+from offbeat.core.actions import Action, Send
+from offbeat.core.events import Event, GradientReady, MessageArrived
+from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
-from offbeat.running import one_thread
-from offbeat.strategies.gossip.messages import Answer
-from offbeat.strategies.gossip.node import Peer
+from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.strategies.gossip.gossip_messages import Answer
+from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.replica import SHARE
 
 BATCH = 8
@@ -95,10 +95,10 @@ class Disagreement:
         total = torch.zeros_like(self.replicas()[0])
         for process in self.simulation.processes:
             assert isinstance(process.node, Peer)
-            lead = process.node._replica.lead
+            acid_offset = process.node._replica.acid_offset
             total += process.node.replica().to(torch.float64)
-            if lead is not None:
-                total += 0.5 * lead.to(torch.float64)
+            if acid_offset is not None:
+                total += 0.5 * acid_offset.to(torch.float64)
         for difference, alpha_tilde in self.in_flight.values():
             total -= (SHARE + 0.5 * (alpha_tilde - SHARE)) * difference
         return total

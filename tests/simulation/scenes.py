@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import offbeat as ob
-from offbeat.actions import Budget, Record
-from offbeat.engines.simulated import Outcome, Scenario, Simulation
+from offbeat.core.actions import Budget, Record
+from offbeat.core.strategy import Cadence
 from offbeat.records.files import MemoryWriter
-from offbeat.strategies.strategy import Cadence
+from offbeat.simulation.simulator import Outcome, Scenario, Simulation
 from offbeat.testing import Invariants
 
 Kind = TypeVar("Kind", bound=Record)
@@ -38,12 +38,12 @@ def play(
     until: Budget | None = None,
     seed: int = 0,
     evaluate: Cadence | None = None,
-    user_optimizer: ob.Optimizer | None = None,
+    user_optimizer: ob.nodes.Optimizer | None = None,
     checked: bool = True,
 ) -> Scene:
     """Simulate; the invariants are watched unless a test is about what they would refuse."""
     workload = workload or quadratic()
-    strategy = strategy.suited(workload.optimizer)
+    strategy = strategy.with_default_optimizer(workload.optimizer)
     scenario = Scenario(
         strategy,
         workload,
@@ -54,7 +54,9 @@ def play(
         evaluate,
         user_optimizer,
     )
-    invariants = Invariants(strategy.staleness_bound, replicas=strategy.keeps_replicas, looks_back=strategy.looks_back)
+    invariants = Invariants(
+        strategy.staleness_bound, replicas=strategy.is_decentralized, allows_stale_compute=strategy.allows_stale_compute
+    )
     writer = invariants if checked else MemoryWriter()
     simulation = Simulation(scenario, writer, observer=invariants if checked else None)
     outcome = simulation.run()
@@ -64,4 +66,4 @@ def play(
 
 
 def quadratic() -> ob.Workload:
-    return ob.Quadratic(dimension=8, examples=256).build()
+    return ob.workloads.Quadratic(dimension=8, examples=256).build()

@@ -14,13 +14,13 @@ from scenes import NAMES, play
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.actions import Action, Finish, Send, SetTimer
-from offbeat.engines.simulated import Scenario, Simulation
-from offbeat.events import Event, MessageArrived, PeerJoined, Sent, TimerFired
-from offbeat.messages import Message
+from offbeat.core.actions import Action, Finish, Send, SetTimer
+from offbeat.core.events import Event, MessageArrived, PeerJoined, Sent, TimerFired
+from offbeat.core.messages import Message
+from offbeat.lab.simulated_runs import record_bytes
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import LinkUse
-from offbeat.running import record_bytes
+from offbeat.simulation.simulator import Scenario, Simulation
 
 LARGE = 44_000_000
 """As many bytes as the parameters of a ResNet-18 take."""
@@ -61,20 +61,20 @@ class Stage(ob.Strategy):
             return range(1, processes) if rank == 0 else (0,)
         return (peer for peer in range(processes) if peer != rank)
 
-    def node(self, setup: ob.Setup) -> ob.Node:
-        return Actor(self, setup)
+    def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
+        return Actor(self, context)
 
 
-class Actor(ob.Node):
-    def __init__(self, stage: Stage, setup: ob.Setup) -> None:
-        self.stage, self.setup, self.rank = stage, setup, setup.rank
+class Actor(ob.nodes.Node):
+    def __init__(self, stage: Stage, context: ob.nodes.NodeContext) -> None:
+        self.stage, self.context, self.rank = stage, context, context.rank
 
     def handle(self, event: Event) -> Iterable[Action]:
         self.stage.log.append((self.rank, event))
-        if isinstance(event, ob.events.Started):
+        if isinstance(event, ob.nodes.Started):
             yield SetTimer("end", self.stage.ends - event.at)
         if isinstance(event, TimerFired) and event.name == "end":
-            yield Finish(self.setup.parameters, self.setup.buffers, 0)
+            yield Finish(self.context.parameters, self.context.buffers, 0)
         else:
             yield from self.stage.act(self, event)
 
@@ -86,7 +86,7 @@ class Actor(ob.Node):
 
 
 def staged(stage: Stage, cluster: ob.Cluster, workers: int, budget: float | None = None) -> Stage:
-    workload = ob.Quadratic(dimension=2, examples=8).build()
+    workload = ob.workloads.Quadratic(dimension=2, examples=8).build()
     scenario = Scenario(stage, workload, cluster, workers, ob.Samples(1), 0, bytes_per_second=budget)
     Simulation(scenario, MemoryWriter()).run()
     return stage
@@ -133,7 +133,7 @@ def test_what_a_hub_sends_to_eight_workers_leaves_one_after_the_other() -> None:
 
 
 def test_a_fast_hub_is_limited_by_slow_workers() -> None:
-    slow = (ob.WorkerOverride(tuple(range(8)), link=GIGABYTE),)
+    slow = (ob.stragglers.WorkerOverride(tuple(range(8)), link=GIGABYTE),)
     cluster = ob.Cluster(link=ob.Link(bytes_per_second=1e10), workers=slow)
     out = staged(Stage(to_all), cluster, 8)
     assert arrivals(out) == close_to([(rank, (rank - 1) * LEAVES / 10 + LEAVES + LATENCY) for rank in range(1, 9)])
@@ -142,7 +142,7 @@ def test_a_fast_hub_is_limited_by_slow_workers() -> None:
 
 
 def test_a_slow_hub_limits_fast_workers() -> None:
-    fast = (ob.WorkerOverride((0, 1), link=ob.Link(latency_seconds=LATENCY)),)
+    fast = (ob.stragglers.WorkerOverride((0, 1), link=ob.Link(latency_seconds=LATENCY)),)
     cluster = ob.Cluster(link=ob.Link(bytes_per_second=1e9), workers=fast)
     assert arrivals(staged(Stage(to_hub), cluster, 2)) == close_to([(0, LEAVES + LATENCY), (0, 2 * LEAVES + LATENCY)])
 
@@ -198,13 +198,13 @@ def test_a_busy_receiver_holds_back_what_would_pile_up_on_the_way() -> None:
 
 
 def test_a_rank_that_crashes_frees_its_card() -> None:
-    crash = ob.Crash(1, LEAVES / 2, back_after_seconds=LEAVES / 4)
+    crash = ob.faults.Crash(1, LEAVES / 2, back_after_seconds=LEAVES / 4)
     stage = staged(Stage(to_hub), ob.Cluster(link=GIGABYTE, faults=(crash,)), 1)
     assert arrivals(stage) == close_to([(0, LEAVES * 3 / 4 + LEAVES + LATENCY)])
 
 
 def test_a_link_that_is_cut_does_not_keep_the_card_from_the_others() -> None:
-    cut = ob.Partition((1,), LEAVES / 4, 20.0)
+    cut = ob.faults.Partition((1,), LEAVES / 4, 20.0)
     cluster = ob.Cluster(link=GIGABYTE, faults=(cut,), silence_seconds=LEAVES / 4)
     stage = staged(Stage(to_all), cluster, 3)
     assert arrivals(stage) == close_to([(2, 2 * LEAVES + LATENCY), (3, 3 * LEAVES + LATENCY)])
@@ -299,7 +299,7 @@ def test_what_waits_for_the_budget_is_superseded_and_a_link_that_is_cut_forgets_
             for text in ("old", "new"):
                 yield Send(event.peer, box(text=text), supersedes="newest")
 
-    cut = ob.Partition((2,), 1.0, 12.0)
+    cut = ob.faults.Partition((2,), 1.0, 12.0)
     cluster = ob.Cluster(faults=(cut,), silence_seconds=2.0)
     stage = staged(Stage(act, ends=20.0), cluster, 2, budget=1e7)
     found = [(rank, event.message.text, event.at) for rank, event in stage.log if isinstance(event, MessageArrived)]  # type: ignore[attr-defined]
@@ -313,7 +313,7 @@ def test_what_waits_for_the_budget_is_superseded_and_a_link_that_is_cut_forgets_
 def on_budget(strategy: ob.Strategy, budget: float | None, **settings: Any) -> ob.Run:
     arguments: dict[str, Any] = {"until": ob.Seconds(20.0), "workers": 3, "evaluate": None, **settings}
     cluster = ob.Cluster(seconds_per_sample=1e-3)
-    return ob.simulate(ob.Quadratic(dimension=500), strategy, cluster, bytes_per_second=budget, **arguments)
+    return ob.simulate(ob.workloads.Quadratic(dimension=500), strategy, cluster, bytes_per_second=budget, **arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)

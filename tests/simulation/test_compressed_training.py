@@ -18,14 +18,18 @@ WORKERS, BATCH = 1, 128
 
 @functools.cache
 def digits() -> ob.Workload:
-    return ob.DigitsLogistic().build()
+    return ob.workloads.DigitsLogistic().build()
 
 
-def training_loss(compression: ob.Compression | None) -> float:
+def training_loss(compression: ob.compression.Compression | None) -> float:
     """The mean loss over all training data after a thousand updates of logistic regression."""
     strategy = ob.FixedMinibatch(batch=BATCH, microbatch=BATCH, optimizer=ob.SGD(lr=0.2), compression=compression)
     run = ob.simulate(
-        ob.DigitsLogistic(), strategy, until=ob.Samples(UPDATES * WORKERS * BATCH), workers=WORKERS, evaluate=None
+        ob.workloads.DigitsLogistic(),
+        strategy,
+        until=ob.Samples(UPDATES * WORKERS * BATCH),
+        workers=WORKERS,
+        evaluate=None,
     )
     assert run.summary.updates == UPDATES
     with torch.no_grad():
@@ -35,20 +39,24 @@ def training_loss(compression: ob.Compression | None) -> float:
 
 def test_top_k_reaches_the_dense_loss_with_error_feedback_and_not_without() -> None:
     dense = training_loss(None)
-    fed_back = training_loss(ob.TopK(0.01))
-    unaided = training_loss(ob.TopK(0.01, feedback=False))
+    fed_back = training_loss(ob.compression.TopK(0.01))
+    unaided = training_loss(ob.compression.TopK(0.01, feedback=False))
     assert fed_back == pytest.approx(dense, rel=0.03)
     assert unaided > 2 * dense
 
 
-@pytest.mark.parametrize("compression", [ob.BFloat16(), ob.Int8(), ob.TopK(0.01)], ids=str)
+@pytest.mark.parametrize(
+    "compression", [ob.compression.BFloat16(), ob.compression.Int8(), ob.compression.TopK(0.01)], ids=str
+)
 @pytest.mark.parametrize("strategy", [ob.FixedMinibatch(batch=32), ob.Gossip(batch=32)], ids=lambda s: str(s.name))
-def test_messages_weigh_less_and_records_say_by_how_much(strategy: ob.Strategy, compression: ob.Compression) -> None:
+def test_messages_weigh_less_and_records_say_by_how_much(
+    strategy: ob.Strategy, compression: ob.compression.Compression
+) -> None:
     compressed = dataclasses.replace(strategy, compression=compression)
     scene, plain = (play(chosen, digits(), until=ob.Samples(3000)) for chosen in (compressed, strategy))
     small, large = (one.of(Traffic)[-1].sent for one in (scene, plain))
     halves = {"Gradient": True, "Parameters": False, "Offer": False, "Answer": True}
-    sparse = isinstance(compression, ob.TopK)
+    sparse = isinstance(compression, ob.compression.TopK)
     for kind in small:
         fewer = small[kind].bytes / small[kind].bytes_uncompressed
         coded = kind in halves and (halves[kind] or not sparse)
@@ -58,7 +66,7 @@ def test_messages_weigh_less_and_records_say_by_how_much(strategy: ob.Strategy, 
 
 
 def test_everybody_ends_with_the_same_bits_and_the_same_seed_writes_the_same() -> None:
-    strategy = ob.FixedMinibatch(batch=32, compression=ob.Int8())
+    strategy = ob.FixedMinibatch(batch=32, compression=ob.compression.Int8())
     first, again = (play(strategy, digits(), until=ob.Samples(3000)) for _ in range(2))
     ends = [finish.parameters for finish in first.outcome.finishes.values()]
     assert all(torch.equal(end, ends[0]) for end in ends)

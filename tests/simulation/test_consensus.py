@@ -13,11 +13,11 @@ from hypothesis import strategies as some
 from scenes import play
 
 import offbeat as ob
-from offbeat.actions import Action, Compute, Evaluate, Finish
-from offbeat.engines.rounds import consensus_distance
-from offbeat.events import Evaluated, Event, GradientReady, Started
+from offbeat.core.actions import Action, Compute, Evaluate, Finish
+from offbeat.core.events import Evaluated, Event, GradientReady, Started
+from offbeat.core.strategy import State
 from offbeat.records.schema import Consensus, Ended, Evaluation, Record
-from offbeat.strategies.strategy import State
+from offbeat.simulation.rounds import consensus_distance
 
 STEPS = 4
 
@@ -42,27 +42,27 @@ class Islands(ob.Strategy):
     def peers(self, rank: int, processes: int) -> Iterable[int]:
         return ()
 
-    def node(self, setup: ob.Setup) -> ob.Node:
-        return Islander(self, setup)
+    def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
+        return Islander(self, context)
 
 
-class Islander(ob.Node):
-    def __init__(self, config: Islands, setup: ob.Setup) -> None:
-        self.config, self.setup, self.x, self.steps = config, setup, setup.parameters.clone(), 0
+class Islander(ob.nodes.Node):
+    def __init__(self, config: Islands, context: ob.nodes.NodeContext) -> None:
+        self.config, self.context, self.x, self.steps = config, context, context.parameters.clone(), 0
 
     def handle(self, event: Event) -> Iterable[Action]:
         if isinstance(event, GradientReady):
             self.x -= (math.nan if self.config.diverge else 0.1) / event.samples * event.gradient
             self.steps += 1
-            if self.setup.rank == 0:
+            if self.context.rank == 0:
                 yield Evaluate(self.x, (), self.steps)
         if isinstance(event, Started) or (isinstance(event, GradientReady) and self.steps < STEPS):
             yield Compute(self.x, (), self.steps, 16 * self.steps, ob.Samples(16), 16)
-        elif isinstance(event, Evaluated if self.setup.rank == 0 else GradientReady) and self.steps == STEPS:
+        elif isinstance(event, Evaluated if self.context.rank == 0 else GradientReady) and self.steps == STEPS:
             yield Finish(torch.ones_like(self.x) if self.config.meet else self.x, (), self.steps)
 
     def replica(self) -> torch.Tensor | None:
-        return None if self.config.shy and self.setup.rank else self.x
+        return None if self.config.shy and self.context.rank else self.x
 
     def state(self) -> State:
         raise NotImplementedError
@@ -95,7 +95,7 @@ def test_peers_that_end_with_the_same_model_have_a_distance_of_nothing() -> None
 
 
 def test_a_peer_that_has_crashed_does_not_count() -> None:
-    crash = ob.Cluster(faults=(ob.Crash(2, 1e-9),))
+    crash = ob.Cluster(faults=(ob.faults.Crash(2, 1e-9),))
     assert {record.peers for record in play(Islands(), cluster=crash, checked=False).of(Consensus)} == {2}
 
 

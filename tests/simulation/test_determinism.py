@@ -12,9 +12,9 @@ import offbeat as ob
 from offbeat.records.files import RECORDS, read_run
 
 CLUSTER = ob.Cluster(
-    straggle=ob.NIAGARA,
+    straggle=ob.stragglers.NIAGARA,
     link=ob.Link(latency_seconds=0.01, delay_std_seconds=0.05),
-    faults=(ob.Crash(2, 10.0, back_after_seconds=5.0),),
+    faults=(ob.faults.Crash(2, 10.0, back_after_seconds=5.0),),
 )
 
 
@@ -26,7 +26,7 @@ def digest(directory: Path) -> str:
 def test_the_same_seed_writes_the_same_bytes_and_another_does_not(name: str, tmp_path: Path) -> None:
     def run(seed: int, where: str) -> str:
         strategy = ob.Strategy.members[name]()
-        ob.simulate(ob.Digits(), strategy, CLUSTER, ob.Samples(6000), seed, workers=4, out=tmp_path / where)
+        ob.simulate(ob.workloads.Digits(), strategy, CLUSTER, ob.Samples(6000), seed, workers=4, out=tmp_path / where)
         return digest(tmp_path / where)
 
     first, again, other = run(0, "first"), run(0, "again"), run(1, "other")
@@ -37,7 +37,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_does_not(name: str, tmp
 def test_global_randomness_neither_matters_nor_is_touched() -> None:
     def run() -> torch.Tensor:
         model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 10))
-        digits = ob.Digits().build()
+        digits = ob.workloads.Digits().build()
         flat = (digits.train.inputs.flatten(1), digits.train.targets)
         torch.manual_seed(7)
         for parameter in model.parameters():
@@ -53,13 +53,13 @@ def test_global_randomness_neither_matters_nor_is_touched() -> None:
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
-    run = ob.simulate(ob.Digits(), ob.AsyncTimed(), CLUSTER, ob.Samples(4000), workers=4, out=tmp_path)
+    run = ob.simulate(ob.workloads.Digits(), ob.AsyncTimed(), CLUSTER, ob.Samples(4000), workers=4, out=tmp_path)
     assert read_run(tmp_path).records == run.records.records
     assert read_run(tmp_path).header == run.records.header
 
 
 def test_a_last_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
-    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(9000), workers=2, out=tmp_path)
+    run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(9000), workers=2, out=tmp_path)
     path = tmp_path / RECORDS
     path.write_bytes(path.read_bytes()[:-20])
     assert read_run(tmp_path).records == run.records.records[:-1]

@@ -12,10 +12,8 @@ from scenes import play
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
-from offbeat.engines.simulated import Scenario, Simulation
-from offbeat.errors import ContractViolation
-from offbeat.events import (
+from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
+from offbeat.core.events import (
     Evaluated,
     Event,
     GradientReady,
@@ -26,9 +24,11 @@ from offbeat.events import (
     StepReady,
     TimerFired,
 )
-from offbeat.messages import Message
+from offbeat.core.messages import Message
+from offbeat.errors import ContractViolation
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Contribution, Update
+from offbeat.simulation.simulator import Scenario, Simulation
 
 Script = Callable[["Scripted", Event], Iterable[Action]]
 
@@ -55,23 +55,23 @@ class Duet(ob.Strategy):
     def peers(self, rank: int, processes: int) -> Iterable[int]:
         return (1 - rank,)
 
-    def node(self, setup: ob.Setup) -> ob.Node:
-        return Scripted(self, setup)
+    def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
+        return Scripted(self, context)
 
 
-class Scripted(ob.Node):
-    def __init__(self, config: Duet, setup: ob.Setup) -> None:
-        self.config, self.setup, self.rank = config, setup, setup.rank
+class Scripted(ob.nodes.Node):
+    def __init__(self, config: Duet, context: ob.nodes.NodeContext) -> None:
+        self.config, self.context, self.rank = config, context, context.rank
 
     def handle(self, event: Event) -> Iterable[Action]:
         self.config.log.append((self.rank, event))
         return self.config.script(self, event)
 
     def compute(self, budget: Any, microbatch: int = 4) -> Compute:
-        return Compute(self.setup.parameters, self.setup.buffers, 0, 0, budget, microbatch)
+        return Compute(self.context.parameters, self.context.buffers, 0, 0, budget, microbatch)
 
     def finish(self) -> Finish:
-        return Finish(self.setup.parameters, self.setup.buffers, 0)
+        return Finish(self.context.parameters, self.context.buffers, 0)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -112,7 +112,7 @@ def test_a_time_limit_counts_from_the_start_of_the_round_delay_included() -> Non
         if isinstance(event, GradientReady):
             yield node.finish()
 
-    sleepy = ob.Cluster(seconds_per_sample=0.01, straggle=ob.Mixture(((0.5, 0.0, 1.0),)))
+    sleepy = ob.Cluster(seconds_per_sample=0.01, straggle=ob.stragglers.Mixture(((0.5, 0.0, 1.0),)))
     (ready,) = seen(perform(script, sleepy), GradientReady)
     assert (ready.samples, ready.seconds, ready.induced_seconds) == (52, pytest.approx(1.02), pytest.approx(0.5))
 
@@ -141,7 +141,7 @@ def test_cancel_during_an_induced_delay_reports_nothing_done() -> None:
         if isinstance(event, GradientReady):
             yield node.finish()
 
-    sleepy = ob.Cluster(seconds_per_sample=0.01, straggle=ob.Mixture(((5.0, 0.0, 1.0),)))
+    sleepy = ob.Cluster(seconds_per_sample=0.01, straggle=ob.stragglers.Mixture(((5.0, 0.0, 1.0),)))
     (ready,) = seen(perform(script, sleepy), GradientReady)
     assert (ready.samples, ready.at) == (0, pytest.approx(0.25))
     assert torch.count_nonzero(ready.gradient) == 0
@@ -152,7 +152,7 @@ def test_the_snapshot_is_taken_when_the_computation_begins() -> None:
 
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, Started):
-            mine = node.setup.parameters.clone()
+            mine = node.context.parameters.clone()
             action = Compute(mine, (), 0, 0, ob.Samples(8), 8)
             values[node.rank] = mine
             yield action
@@ -163,7 +163,7 @@ def test_the_snapshot_is_taken_when_the_computation_begins() -> None:
             yield node.finish()
 
     # One shard of the same data and no noise: the gradients are equal although one node has moved on.
-    workload = ob.Quadratic(dimension=8, noise=0.0, examples=64).build()
+    workload = ob.workloads.Quadratic(dimension=8, noise=0.0, examples=64).build()
     strategy = Duet(script)
     play(strategy, workload, cluster=ob.Cluster(seconds_per_sample=0.01), workers=2, checked=False)
     zero, one = (seen(strategy.log, GradientReady, rank)[0].gradient for rank in (0, 1))
@@ -207,7 +207,7 @@ def test_a_queued_message_is_superseded_and_one_that_is_leaving_is_not() -> None
 def test_evaluation_is_answered_and_takes_no_time() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, Started):
-            yield Evaluate(node.setup.parameters, (), 7)
+            yield Evaluate(node.context.parameters, (), 7)
         if isinstance(event, Evaluated):
             yield node.finish()
 
@@ -261,7 +261,7 @@ def test_a_gradient_is_lent_only_while_the_event_is_handled() -> None:
             held.append(event.gradient)
         yield from script_for_gradient(node, event)
 
-    workload = ob.Quadratic(dimension=8).build()
+    workload = ob.workloads.Quadratic(dimension=8).build()
     scenario = Scenario(Duet(script), workload, ob.Cluster(), 2, ob.Samples(8), seed=0)
     Simulation(scenario, MemoryWriter(), strict=True).run()
     assert all(torch.isnan(gradient).all() for gradient in held)
@@ -343,7 +343,7 @@ def test_the_clock_of_a_time_limit_runs_on_during_a_pause() -> None:
         if isinstance(event, GradientReady):
             yield node.finish()
 
-    paused = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Pause(0, 1.05, 5.0),))
+    paused = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Pause(0, 1.05, 5.0),))
     log = perform(script, paused)
     (held_up,), (other,) = seen(log, GradientReady, rank=0), seen(log, GradientReady, rank=1)
     assert (held_up.samples, held_up.at) == (110, pytest.approx(6.1)), "it ends at the first boundary after the pause"
@@ -352,7 +352,7 @@ def test_the_clock_of_a_time_limit_runs_on_during_a_pause() -> None:
 
 def test_a_hub_that_holds_the_parameters_cannot_come_back() -> None:
     with pytest.raises(ob.ConfigurationError, match="rank 0 holds the parameters"):
-        play(ob.FixedMinibatch(), cluster=ob.Cluster(faults=(ob.Crash(0, 1.0, 2.0),)))
+        play(ob.FixedMinibatch(), cluster=ob.Cluster(faults=(ob.faults.Crash(0, 1.0, 2.0),)))
 
 
 def test_hub_workers_refuse_steps() -> None:

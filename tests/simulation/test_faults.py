@@ -14,7 +14,9 @@ from offbeat.records.schema import Dropped, Membership, Round, Update
 SPEED = 0.01
 
 
-def with_faults(*faults: ob.Crash | ob.Pause | ob.Partition | ob.Corrupt, **settings: object) -> ob.Cluster:
+def with_faults(
+    *faults: ob.faults.Crash | ob.faults.Pause | ob.faults.Partition | ob.faults.Corrupt, **settings: object
+) -> ob.Cluster:
     return ob.Cluster(seconds_per_sample=SPEED, faults=faults, **settings)
 
 
@@ -28,7 +30,7 @@ def seen_by_rank_0(scene: Scene) -> list[Membership]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lost_worker_is_no_longer_waited_for(name: str) -> None:
-    scene = play(ob.Strategy.members[name](), cluster=with_faults(ob.Crash(2, 1.0)), until=ob.Samples(20_000))
+    scene = play(ob.Strategy.members[name](), cluster=with_faults(ob.faults.Crash(2, 1.0)), until=ob.Samples(20_000))
     assert scene.outcome.failure is None
     assert ranks_of_last(scene) == set(scene.simulation.computing_ranks) - {2}
     assert [(m.peer, m.joined) for m in seen_by_rank_0(scene) if not m.joined] == [(2, False)]
@@ -38,7 +40,7 @@ def test_a_lost_worker_is_no_longer_waited_for(name: str) -> None:
 def test_a_worker_that_comes_back_repeats_what_was_lost_and_skips_nothing(name: str) -> None:
     scene = play(
         ob.Strategy.members[name](batch=16) if name != "async-timed" else ob.AsyncTimed(worker_seconds=0.2),
-        cluster=with_faults(ob.Crash(2, 1.0, back_after_seconds=3.0)),
+        cluster=with_faults(ob.faults.Crash(2, 1.0, back_after_seconds=3.0)),
         until=ob.Samples(8_000),
     )
     assert 2 in ranks_of_last(scene)
@@ -50,7 +52,7 @@ def test_a_worker_that_comes_back_repeats_what_was_lost_and_skips_nothing(name: 
 
 def test_what_was_on_the_way_when_a_worker_died_is_computed_again() -> None:
     link = ob.Link(latency_seconds=0.1, bytes_per_second=500.0)
-    cluster = with_faults(ob.Crash(2, 1.0, back_after_seconds=3.0), link=link)
+    cluster = with_faults(ob.faults.Crash(2, 1.0, back_after_seconds=3.0), link=link)
     scene = play(ob.AsyncFixed(batch=8), cluster=cluster)
     draws = [r.draws for r in scene.of(Round) if r.rank == 2]
     repeated = [pair for pair in set(draws) if draws.count(pair) > 1]
@@ -58,43 +60,43 @@ def test_what_was_on_the_way_when_a_worker_died_is_computed_again() -> None:
 
 
 def test_a_short_pause_goes_unnoticed_and_a_long_one_costs_membership() -> None:
-    short = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Pause(1, 1.0, 5.0)))
+    short = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.faults.Pause(1, 1.0, 5.0)))
     assert all(m.joined for m in short.of(Membership))
     assert max(r.seconds for r in short.of(Round)) > 5.0
 
-    long = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Pause(1, 1.0, 30.0)), until=ob.Samples(9000))
+    long = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.faults.Pause(1, 1.0, 30.0)), until=ob.Samples(9000))
     assert [m.joined for m in long.of(Membership) if m.peer == 1] == [True, False, True]
     assert ranks_of_last(long) == {1, 2, 3}
 
 
 def test_asynchronous_strategies_go_on_while_a_worker_stands_still() -> None:
-    scene = play(ob.AsyncFixed(batch=16, messages=1), cluster=with_faults(ob.Pause(1, 1.0, 8.0)))
+    scene = play(ob.AsyncFixed(batch=16, messages=1), cluster=with_faults(ob.faults.Pause(1, 1.0, 8.0)))
     meanwhile = [update for update in scene.of(Update) if 1.5 < update.at < 9.0]
     assert len(meanwhile) > 50
 
 
 def test_a_partition_holds_messages_back_and_a_long_one_cuts_the_link() -> None:
-    short = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Partition((1,), 1.0, 5.0)))
+    short = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.faults.Partition((1,), 1.0, 5.0)))
     assert all(m.joined for m in short.of(Membership))
-    long = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Partition((1, 2), 1.0, 20.0)))
+    long = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.faults.Partition((1, 2), 1.0, 20.0)))
     assert sorted(m.peer for m in long.of(Membership) if not m.joined) == [1, 2]
 
 
 def test_workers_that_lose_the_hub_for_good_end_with_a_sentence() -> None:
-    scene = play(ob.FixedMinibatch(patience_seconds=30.0), cluster=with_faults(ob.Crash(0, 1.0)), checked=False)
+    scene = play(ob.FixedMinibatch(patience_seconds=30.0), cluster=with_faults(ob.faults.Crash(0, 1.0)), checked=False)
     assert scene.outcome.failure == "worker 1 waited 30 s for the hub in vain"
     assert scene.outcome.seconds == pytest.approx(32.0)
 
 
 def test_a_hub_that_loses_every_worker_for_good_ends_with_a_sentence() -> None:
-    crashes = with_faults(ob.Crash(1, 1.0), ob.Crash(2, 1.5), ob.Crash(3, 2.0))
+    crashes = with_faults(ob.faults.Crash(1, 1.0), ob.faults.Crash(2, 1.5), ob.faults.Crash(3, 2.0))
     scene = play(ob.AsyncFixed(), cluster=crashes)
     assert scene.outcome.failure is not None
     assert "every worker was lost" in scene.outcome.failure
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_the_run_goes_on() -> None:
-    scene = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.Corrupt(2, 1.0, 0.3)))
+    scene = play(ob.FixedMinibatch(batch=16), cluster=with_faults(ob.faults.Corrupt(2, 1.0, 0.3)))
     dropped = scene.of(Dropped)
     assert {(record.rank, record.reason) for record in dropped} == {(2, "nonfinite")}
     assert scene.outcome.failure is None
@@ -103,13 +105,13 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_the_run_goes_on() -> None:
 
 @pytest.mark.parametrize("name", [name for name in HUB_NAMES if name != "population"])
 def test_too_many_in_a_row_fail_the_run_with_the_rank(name: str) -> None:
-    scene = play(ob.Strategy.members[name](nonfinite_max=3), cluster=with_faults(ob.Corrupt(2, 0.0, 1e9)))
+    scene = play(ob.Strategy.members[name](nonfinite_max=3), cluster=with_faults(ob.faults.Corrupt(2, 0.0, 1e9)))
     assert scene.outcome.failure is not None
     assert "worker 2 reported 3 gradients in a row that were not finite" in scene.outcome.failure
 
 
 def test_when_every_gradient_of_a_round_is_bad_workers_are_told_to_try_again() -> None:
-    spans = [ob.Corrupt(rank, 1.0, 0.4) for rank in (1, 2, 3)]
+    spans = [ob.faults.Corrupt(rank, 1.0, 0.4) for rank in (1, 2, 3)]
     scene = play(ob.FixedMinibatch(batch=16), cluster=with_faults(*spans))
     assert scene.outcome.failure is None
     assert len({record.rank for record in scene.of(Dropped)}) == 3

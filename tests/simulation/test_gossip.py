@@ -12,15 +12,15 @@ from gossip_scenes import BATCH, Disagreement, average
 from torch import nn
 
 import offbeat as ob
-from offbeat.analysis import evaluations, of_kind
-from offbeat.engines.simulated import Scenario, Simulation
-from offbeat.randomness import stream
+from offbeat.core.examples import Order
+from offbeat.core.randomness import stream
 from offbeat.records.files import MemoryWriter
+from offbeat.records.metrics import evaluations, of_kind
 from offbeat.records.schema import Consensus, Dropped, Exchange, Notice, Round, Update
-from offbeat.strategies.gossip.node import Peer
-from offbeat.strategies.gossip.pulse import Pulse
+from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule
+from offbeat.strategies.gossip.peer import Peer
 from offbeat.topology import Graph
-from offbeat.workloads.examples import Order
 
 # What is conserved
 
@@ -49,25 +49,25 @@ def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
     """A graph, a rate, latencies and speeds of all kinds."""
     rng = stream(seed, "gossip test")
     peers = int(rng.integers(2, 7))
-    graphs: list[Graph] = [ob.Cycle(), ob.Star(), ob.Complete()]
+    graphs: list[Graph] = [ob.graphs.Cycle(), ob.graphs.Star(), ob.graphs.Complete()]
     if peers in (2, 4):
-        graphs.append(ob.ExponentialGraph())
+        graphs.append(ob.graphs.ExponentialGraph())
     graph = graphs[int(rng.integers(len(graphs)))]
-    accelerated = bool(rng.random() < 0.6) and not isinstance(graph, ob.Complete)
-    partners: list[object] = [ob.Random(), ob.FirstAvailable()]
-    if peers % 2 == 0 and not isinstance(graph, ob.Star):
-        partners.append(ob.Matchings())
+    accelerated = bool(rng.random() < 0.6) and not isinstance(graph, ob.graphs.Complete)
+    partners: list[object] = [ob.parts.Random(), ob.parts.FirstAvailable()]
+    if peers % 2 == 0 and not isinstance(graph, ob.graphs.Star):
+        partners.append(ob.parts.Matchings())
     strategy = ob.Gossip(
         graph=graph,
         rate=float(10 ** rng.uniform(-0.5, 0.6)),
         partner=partners[int(rng.integers(len(partners)))],  # type: ignore[arg-type]
-        clock=[ob.Poisson(), ob.Regular()][int(rng.integers(2))],  # type: ignore[arg-type]
-        momentum=ob.Acid() if accelerated else None,
+        clock=[ob.parts.Poisson(), ob.parts.Regular()][int(rng.integers(2))],  # type: ignore[arg-type]
+        momentum=ob.parts.Acid() if accelerated else None,
     )
     cluster = ob.Cluster(
         seconds_per_sample=1.0 / BATCH,
         factors=tuple(float(rng.uniform(0.5, 3.0)) for _ in range(peers)),
-        straggle=ob.Lognormal(0.5) if rng.random() < 0.5 else ob.NoStraggle(),
+        straggle=ob.stragglers.Lognormal(0.5) if rng.random() < 0.5 else ob.stragglers.NoStragglers(),
         link=ob.Link(delay_std_seconds=float(rng.choice([0.0, 0.3]))),
     )
     latency = float(rng.choice([0.0, 0.05, 0.5, 2.0]))
@@ -137,7 +137,7 @@ def pulled_apart(strategy: ob.Gossip, peers: int, gradients: int, latency: float
         lambda outputs, targets: outputs,
         (optima, torch.zeros(peers)),
         label="pulled",
-        split=ob.Sharded(),
+        split=ob.workloads.Sharded(),
     )
     run = ob.simulate(
         workload,
@@ -160,7 +160,7 @@ class Pulled(nn.Module):
         return 0.5 * (self.place - inputs).square().sum(1)
 
 
-UNGUARDED = ob.Gossip(momentum=ob.Acid(guard=False))
+UNGUARDED = ob.Gossip(momentum=ob.parts.Acid(guard=False))
 LATE = [(16, 90, 0.25), (16, 90, 1.0), (16, 90, 4.0), (64, 40, 0.25), (64, 60, 4.0)]
 
 
@@ -182,13 +182,13 @@ def test_guarded_peers_come_together_where_unguarded_ones_fly_apart(peers: int, 
 
 
 @pytest.mark.parametrize(("latency", "tolerance"), [(0.05, 0.02), (0.5, 0.05)])
-@pytest.mark.parametrize("clock", [ob.Poisson(), ob.Regular()])
+@pytest.mark.parametrize("clock", [ob.parts.Poisson(), ob.parts.Regular()])
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
 def test_peers_average_as_often_as_they_should(rate: float, clock: object, latency: float, tolerance: float) -> None:
     """As often as the clock strikes; a random one strikes at its rate only in the long run, which is tested below."""
     scenario = Scenario(
         strategy=ob.Gossip(rate=rate, clock=clock, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01)),  # type: ignore[arg-type]
-        workload=ob.Quadratic(dimension=4).build(),
+        workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=latency)),
         workers=2,
         until=ob.Samples(2000),
@@ -201,22 +201,22 @@ def test_peers_average_as_often_as_they_should(rate: float, clock: object, laten
     due = sum(node._averaging.ticks for node in nodes if isinstance(node, Peer))
     made = sum(isinstance(record, Exchange) and record.outcome == "averaged" for record in writer.records)
     assert made == pytest.approx(due, rel=tolerance)
-    if isinstance(clock, ob.Regular):
+    if isinstance(clock, ob.parts.Regular):
         gradients = sum(isinstance(record, Update) for record in writer.records)
         assert 2 * made / gradients == pytest.approx(rate, rel=tolerance)
 
 
 def test_a_random_clock_strikes_at_its_rate() -> None:
-    pulse = Pulse(ob.Poisson(), 0.25, stream(0, "test"))
+    exchange_schedule = ExchangeSchedule(ob.parts.Poisson(), 0.25, stream(0, "test"))
     for _ in range(25_000):
-        pulse.tick()
-    assert pulse.next == pytest.approx(100_000, rel=0.02)
+        exchange_schedule.tick()
+    assert exchange_schedule.next == pytest.approx(100_000, rel=0.02)
 
 
 def test_a_rate_that_cannot_be_reached_is_told() -> None:
     strategy = ob.Gossip(rate=4.0, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01))
     cluster = ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=2.0))
-    run = ob.simulate(ob.Quadratic(dimension=4), strategy, cluster, ob.Samples(400), workers=4, evaluate=None)
+    run = ob.simulate(ob.workloads.Quadratic(dimension=4), strategy, cluster, ob.Samples(400), workers=4, evaluate=None)
     texts = [notice.text for notice in of_kind(run.records, Notice)]
     assert len(texts) == 4
     assert "cannot keep up with rate 4" in texts[0]
@@ -240,28 +240,32 @@ def gossip(partner: object, graph: Graph, workers: int, **settings: object) -> o
         optimizer=ob.SGD(lr=0.01),
         **settings,  # type: ignore[arg-type]
     )
-    cluster = ob.Cluster(seconds_per_sample=0.1, straggle=ob.Lognormal(0.3), link=ob.Link(latency_seconds=0.01))
-    return ob.simulate(ob.Quadratic(dimension=4), strategy, cluster, ob.Samples(workers * 240), workers=workers)
+    cluster = ob.Cluster(
+        seconds_per_sample=0.1, straggle=ob.stragglers.Lognormal(0.3), link=ob.Link(latency_seconds=0.01)
+    )
+    return ob.simulate(
+        ob.workloads.Quadratic(dimension=4), strategy, cluster, ob.Samples(workers * 240), workers=workers
+    )
 
 
 CYCLE_OF_6 = {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)}
 
 
-@pytest.mark.parametrize("partner", [ob.Random(), ob.FirstAvailable(), ob.Matchings()])
+@pytest.mark.parametrize("partner", [ob.parts.Random(), ob.parts.FirstAvailable(), ob.parts.Matchings()])
 def test_peers_average_with_all_their_neighbours_and_nobody_else(partner: object) -> None:
-    run = gossip(partner, ob.Cycle(), 6)
+    run = gossip(partner, ob.graphs.Cycle(), 6)
     assert pairs(run) == CYCLE_OF_6
     assert run.summary.exchanges_per_gradient == pytest.approx(1.0, rel=0.2)
 
 
 def test_on_a_complete_graph_the_first_available_may_be_anybody() -> None:
-    run = gossip(ob.FirstAvailable(), ob.Complete(), 5)
+    run = gossip(ob.parts.FirstAvailable(), ob.graphs.Complete(), 5)
     assert len(pairs(run)) == 10
     assert run.summary.exchanges_per_gradient == pytest.approx(1.0, rel=0.1)
 
 
 def test_matchings_take_turns() -> None:
-    run = gossip(ob.Matchings(), ob.Cycle(), 6, clock=ob.Regular())
+    run = gossip(ob.parts.Matchings(), ob.graphs.Cycle(), 6, clock=ob.parts.Regular())
     counts: dict[tuple[int, int], int] = {}
     for record in of_kind(run.records, Exchange):
         pair = (min(record.rank, record.peer), max(record.rank, record.peer))
@@ -273,7 +277,7 @@ def test_matchings_take_turns() -> None:
 
 
 def test_a_peer_alone_trains_as_a_plain_loop_does() -> None:
-    workload = ob.Quadratic(dimension=4).build()
+    workload = ob.workloads.Quadratic(dimension=4).build()
     strategy = ob.Gossip(batch=8, microbatch=8, optimizer=ob.SGD(lr=0.05, momentum=0.9))
     run = ob.simulate(workload, strategy, until=ob.Samples(400), workers=1)
     model = workload.initial_model(0)
@@ -290,7 +294,7 @@ def test_a_peer_alone_trains_as_a_plain_loop_does() -> None:
 
 def test_fast_peers_do_more_and_all_end_with_the_same_model() -> None:
     cluster = ob.Cluster(factors=(1.0, 1.0, 1.0, 4.0), seconds_per_sample=0.01)
-    run = ob.simulate(ob.Digits(), ob.GossipAcid(), cluster, ob.Samples(12_000), workers=4)
+    run = ob.simulate(ob.workloads.Digits(), ob.GossipAcid(), cluster, ob.Samples(12_000), workers=4)
     rounds = [sum(record.samples for record in of_kind(run.records, Round) if record.rank == rank) for rank in range(4)]
     assert rounds[3] < 0.4 * rounds[0]
     assert run.summary.accuracy is not None
@@ -302,7 +306,7 @@ def test_what_a_user_steps_is_averaged_all_the_same() -> None:
     seen: list[float] = []
     scenario = Scenario(
         strategy=ob.Gossip(batch=8, microbatch=8),
-        workload=ob.Quadratic(dimension=4).build(),
+        workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=0.1),
         workers=4,
         until=ob.Samples(1600),
@@ -324,7 +328,7 @@ def test_statistics_of_batch_norm_travel_with_the_parameters() -> None:
         lambda: model,
         lambda outputs, targets: (outputs - targets).square(),
         (inputs, inputs.sum(1)),
-        split=ob.Sharded(),
+        split=ob.workloads.Sharded(),
     )
     scenario = Scenario(
         strategy=ob.Gossip(batch=8, microbatch=8, optimizer=ob.SGD(lr=1e-4)),
@@ -348,14 +352,14 @@ def test_statistics_of_batch_norm_travel_with_the_parameters() -> None:
 # Who dies
 
 
-def with_faults(*faults: object, graph: Graph = ob.Cycle(), workers: int = 6, samples: int = 2400) -> ob.Run:  # noqa: B008
+def with_faults(*faults: object, graph: Graph = ob.graphs.Cycle(), workers: int = 6, samples: int = 2400) -> ob.Run:  # noqa: B008
     cluster = ob.Cluster(seconds_per_sample=0.05, faults=faults, crash_seen_seconds=0.1)  # type: ignore[arg-type]
     strategy = ob.Gossip(graph=graph, batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01))
-    return ob.simulate(ob.Quadratic(dimension=4), strategy, cluster, ob.Samples(samples), workers=workers)
+    return ob.simulate(ob.workloads.Quadratic(dimension=4), strategy, cluster, ob.Samples(samples), workers=workers)
 
 
 def test_peers_go_on_without_one_that_is_lost() -> None:
-    run = with_faults(ob.Crash(2, 5.0))
+    run = with_faults(ob.faults.Crash(2, 5.0))
     late = {pair for pair in pairs(run) if 2 in pair}
     assert late == {(1, 2), (2, 3)}
     after = [record for record in of_kind(run.records, Exchange) if record.at > 6 and record.outcome == "averaged"]
@@ -366,20 +370,20 @@ def test_peers_go_on_without_one_that_is_lost() -> None:
 
 
 def test_peers_go_on_without_the_lowest_rank_and_somebody_else_evaluates() -> None:
-    run = with_faults(ob.Crash(0, 5.0))
+    run = with_faults(ob.faults.Crash(0, 5.0))
     assert run.summary.failure is None
     assert {evaluation.rank for evaluation in evaluations(run.records)} == {0, 1}
 
 
 def test_a_graph_in_pieces_is_told_and_the_pieces_meet_in_the_end() -> None:
-    run = with_faults(ob.Crash(0, 5.0), graph=ob.Star(), workers=4)
+    run = with_faults(ob.faults.Crash(0, 5.0), graph=ob.graphs.Star(), workers=4)
     texts = {notice.text for notice in of_kind(run.records, Notice)}
     assert any("the graph is in pieces" in text for text in texts)
     assert run.summary.failure is None
 
 
 def test_a_peer_that_comes_back_copies_a_neighbour_and_goes_on() -> None:
-    run = with_faults(ob.Crash(2, 5.0, 3.0))
+    run = with_faults(ob.faults.Crash(2, 5.0, 3.0))
     back = [record for record in of_kind(run.records, Round) if record.rank == 2 and record.at > 8]
     assert back
     assert back[0].draws[0] > 0, "it begins where the others knew it to be, not at the start"
@@ -388,7 +392,7 @@ def test_a_peer_that_comes_back_copies_a_neighbour_and_goes_on() -> None:
 
 
 def test_a_peer_whose_gradients_are_broken_gives_up_and_the_others_go_on() -> None:
-    run = with_faults(ob.Corrupt(3, 4.0, 1000.0))
+    run = with_faults(ob.faults.Corrupt(3, 4.0, 1000.0))
     assert sum(record.rank == 3 for record in of_kind(run.records, Dropped)) >= 5
     assert run.summary.failure is None
     assert max(record.at for record in of_kind(run.records, Round) if record.rank == 3) < 10
@@ -396,7 +400,9 @@ def test_a_peer_whose_gradients_are_broken_gives_up_and_the_others_go_on() -> No
 
 def test_a_run_ends_close_to_its_goal_however_seldom_peers_average() -> None:
     strategy = ob.Gossip(rate=0.05, batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01))
-    run = ob.simulate(ob.Quadratic(dimension=4), strategy, ob.Cluster(seconds_per_sample=0.1), 2400, workers=10)
+    run = ob.simulate(
+        ob.workloads.Quadratic(dimension=4), strategy, ob.Cluster(seconds_per_sample=0.1), 2400, workers=10
+    )
     assert 2400 <= run.summary.samples <= 2400 * 1.1
 
 
@@ -406,10 +412,10 @@ def test_peers_that_notice_a_death_at_different_times_end_together(seed: int) ->
     at = 11.0 + float(stream(seed, "when").uniform(0.0, 1.5))
     scenario = Scenario(
         strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
-        workload=ob.Quadratic(dimension=4).build(),
+        workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(
             seconds_per_sample=0.05,
-            faults=(ob.Crash(0, at),),
+            faults=(ob.faults.Crash(0, at),),
             crash_seen_seconds=0.1,
             link=ob.Link(latency_seconds=0.05),
         ),
@@ -425,7 +431,7 @@ def test_peers_that_notice_a_death_at_different_times_end_together(seed: int) ->
 
 
 def test_many_peers_go_on_without_any_of_those_that_all_are_linked_to() -> None:
-    run = with_faults(*(ob.Crash(rank, 3.0 + rank / 10) for rank in range(16)), workers=20, samples=3000)
+    run = with_faults(*(ob.faults.Crash(rank, 3.0 + rank / 10) for rank in range(16)), workers=20, samples=3000)
     assert run.summary.failure is None
     assert any("goes on by itself" in notice.text for notice in of_kind(run.records, Notice))
 
@@ -439,7 +445,7 @@ def test_a_peer_that_has_gone_astray_has_no_part_in_the_result() -> None:
 
     scenario = Scenario(
         strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
-        workload=ob.Quadratic(dimension=4).build(),
+        workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=0.05),
         workers=4,
         until=ob.Samples(1000),

@@ -12,7 +12,7 @@ from scenes import NAMES, play, quadratic
 import offbeat as ob
 from offbeat.records.schema import Dropped, Evaluation, Notice, Round, Update
 
-STRAGGLING = ob.Cluster(seconds_per_sample=0.01, straggle=ob.Mixture(((0.0, 0.0, 0.7), (1.0, 0.3, 0.3))))
+STRAGGLING = ob.Cluster(seconds_per_sample=0.01, straggle=ob.stragglers.Mixture(((0.0, 0.0, 0.7), (1.0, 0.3, 0.3))))
 
 
 def test_fixed_minibatch_waits_for_everybody() -> None:
@@ -62,12 +62,12 @@ def test_apam_updates_on_every_gradient_and_answers_its_sender_alone() -> None:
     staleness = [update.contributions[0].staleness for update in scene.of(Update)][4:]
     assert set(staleness) == {3}, "with equal speeds, the three others have updated in between"
     # One message each way per round, besides the welcome, Stop and Stopped of each worker.
-    assert scene.simulation.mail.traffic.messages_sent == pytest.approx(2 * len(scene.of(Round)) + 4, abs=8)
+    assert scene.simulation.delivery.traffic.messages_sent == pytest.approx(2 * len(scene.of(Round)) + 4, abs=8)
 
 
 def test_apam_uses_amsgrad_at_the_learning_rate_that_suits_the_workload() -> None:
-    assert ob.AsyncAdaptive().suited(ob.Adam(lr=0.02)).optimizer == ob.AMSGrad(lr=0.02)
-    assert ob.AsyncAdaptive(optimizer=ob.SGD(lr=0.1)).suited(ob.Adam()).optimizer == ob.SGD(lr=0.1)
+    assert ob.AsyncAdaptive().with_default_optimizer(ob.Adam(lr=0.02)).optimizer == ob.AMSGrad(lr=0.02)
+    assert ob.AsyncAdaptive(optimizer=ob.SGD(lr=0.1)).with_default_optimizer(ob.Adam()).optimizer == ob.SGD(lr=0.1)
 
 
 def test_sync_amsgrad_splits_one_batch_as_evenly_as_it_goes() -> None:
@@ -140,14 +140,14 @@ def test_training_can_end_by_the_clock() -> None:
 
 
 def test_learning_rates_follow_the_samples_of_the_whole_run() -> None:
-    schedule = ob.Linear(start=0.1, end=0.0, samples=600)
+    schedule = ob.schedules.Linear(start=0.1, end=0.0, samples=600)
     scene = play(ob.FixedMinibatch(batch=20, optimizer=ob.SGD(lr=schedule)), until=ob.Samples(600))
     rates = [update.learning_rate for update in scene.of(Update)]
     assert rates == pytest.approx([0.1 * (1 - i / 10) for i in range(10)])
 
 
 def test_data_can_be_sharded_by_label() -> None:
-    workload = ob.Digits(split=ob.ByLabel(labels=1)).build()
+    workload = ob.workloads.Digits(split=ob.workloads.ByLabel(labels=1)).build()
     scene = play(ob.FixedMinibatch(batch=32), workload, workers=10, until=ob.Samples(3200))
     seen = []
     for rank in range(1, 11):

@@ -12,15 +12,15 @@ from torch import Tensor
 
 import offbeat as ob
 from offbeat.records.schema import Dropped, Membership, Round, Traffic, Update
-from offbeat.strategies.learner import Learner
+from offbeat.strategies.local_training import LocalStepsWorker
 
-UNEVEN = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.7), straggle=ob.Lognormal(0.3))
+UNEVEN = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.7), straggle=ob.stragglers.Lognormal(0.3))
 THIN = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.05))
 MOMENTUM = ob.SGD(lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def digits() -> ob.Workload:
-    return ob.DigitsLogistic().build()
+    return ob.workloads.DigitsLogistic().build()
 
 
 def final(scene: Scene) -> Tensor:
@@ -28,7 +28,7 @@ def final(scene: Scene) -> Tensor:
     return scene.outcome.finishes[0].parameters
 
 
-def fixed(optimizer: ob.Optimizer, cluster: ob.Cluster = UNEVEN) -> Tensor:
+def fixed(optimizer: ob.nodes.Optimizer, cluster: ob.Cluster = UNEVEN) -> Tensor:
     return final(play(ob.FixedMinibatch(batch=32, optimizer=optimizer), digits(), cluster=cluster, until=UNTIL))
 
 
@@ -36,7 +36,7 @@ UNTIL = ob.Samples(3 * 32 * 25)
 
 
 @pytest.mark.parametrize("optimizer", [ob.SGD(lr=0.1), MOMENTUM, ob.Adam(lr=1e-3)])
-def test_delayed_exchange_of_every_gradient_without_a_delay_is_fixed_minibatch(optimizer: ob.Optimizer) -> None:
+def test_delayed_exchange_of_every_gradient_without_a_delay_is_fixed_minibatch(optimizer: ob.nodes.Optimizer) -> None:
     strategy = ob.DelayedExchange(every=1, delay=0, batch=32, optimizer=optimizer)
     scene = play(strategy, digits(), cluster=UNEVEN, until=UNTIL)
     torch.testing.assert_close(final(scene), fixed(optimizer), rtol=1e-4, atol=1e-6)
@@ -44,13 +44,13 @@ def test_delayed_exchange_of_every_gradient_without_a_delay_is_fixed_minibatch(o
 
 
 @pytest.mark.parametrize("optimizer", [ob.SGD(lr=0.1), MOMENTUM])
-def test_local_sgd_that_averages_every_step_is_fixed_minibatch(optimizer: ob.Optimizer) -> None:
+def test_local_sgd_that_averages_every_step_is_fixed_minibatch(optimizer: ob.nodes.Optimizer) -> None:
     scene = play(ob.LocalSGD(every=1, batch=32, optimizer=optimizer), digits(), cluster=UNEVEN, until=UNTIL)
     torch.testing.assert_close(final(scene), fixed(optimizer), rtol=1e-4, atol=1e-6)
 
 
 def test_so_is_delayed_exchange_of_differences() -> None:
-    strategy = ob.DelayedExchange(every=1, delay=0, batch=32, send=ob.Differences(), optimizer=MOMENTUM)
+    strategy = ob.DelayedExchange(every=1, delay=0, batch=32, send=ob.parts.Differences(), optimizer=MOMENTUM)
     scene = play(strategy, digits(), cluster=UNEVEN, until=UNTIL)
     torch.testing.assert_close(final(scene), fixed(MOMENTUM), rtol=1e-4, atol=1e-6)
 
@@ -65,7 +65,7 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd_to_the_last_bit() -> None:
 
 
 def test_a_step_counts_the_schedule_of_the_learning_rate_in_samples_of_the_whole_run() -> None:
-    falling = ob.SGD(lr=ob.Linear(start=0.2, end=0.0, samples=UNTIL.count))
+    falling = ob.SGD(lr=ob.schedules.Linear(start=0.2, end=0.0, samples=UNTIL.count))
     scene = play(ob.LocalSGD(every=1, batch=32, optimizer=falling), digits(), cluster=UNEVEN, until=UNTIL)
     torch.testing.assert_close(final(scene), fixed(falling), rtol=1e-4, atol=1e-6)
 
@@ -75,7 +75,7 @@ def test_a_step_counts_the_schedule_of_the_learning_rate_in_samples_of_the_whole
 
 @pytest.mark.parametrize(("every", "delay"), [(4, 2), (2, 5), (1, 3)])
 def test_what_is_applied_at_its_step_does_not_depend_on_the_network(every: int, delay: int) -> None:
-    strategy = ob.DelayedExchange(every=every, delay=delay, batch=16, send=ob.Differences(), optimizer=MOMENTUM)
+    strategy = ob.DelayedExchange(every=every, delay=delay, batch=16, send=ob.parts.Differences(), optimizer=MOMENTUM)
     even = ob.Cluster(seconds_per_sample=0.01)
     thin = dataclasses.replace(even, link=ob.Link(latency_seconds=0.03))
     runs = [play(strategy, digits(), cluster=cluster, until=UNTIL) for cluster in (even, thin)]
@@ -132,7 +132,9 @@ def test_a_merge_needs_a_quorum_and_grace_lets_others_in() -> None:
 
 
 def test_a_quorum_is_no_more_than_those_who_are_there() -> None:
-    cluster = dataclasses.replace(SLOW_ONE, faults=(ob.Crash(1, 2.0), ob.Crash(2, 3.0)), crash_seen_seconds=0.1)
+    cluster = dataclasses.replace(
+        SLOW_ONE, faults=(ob.faults.Crash(1, 2.0), ob.faults.Crash(2, 3.0)), crash_seen_seconds=0.1
+    )
     scene = play(decoupled(quorum=4), digits(), cluster=cluster, workers=4, until=ob.Samples(3000))
     assert scene.outcome.failure is None
     assert len([seen for seen in scene.of(Membership) if not seen.joined and seen.at < 4]) == 2
@@ -172,7 +174,7 @@ def test_a_learner_that_gets_no_answer_does_not_pile_up_what_it_has_sent(fragmen
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(100.0,))
     strategy = decoupled(quorum=2, fragments=fragments)
     scene = play(strategy, digits(), cluster=cluster, workers=2, until=ob.Seconds(300.0))
-    quick = cast(Learner, scene.simulation.processes[2].node)
+    quick = cast(LocalStepsWorker, scene.simulation.processes[2].node)
     assert quick._steps > 1000
     assert all(len(fragment.marks) <= strategy.in_flight_max for fragment in quick._fragments)
 
@@ -182,7 +184,7 @@ def test_a_learner_that_gets_no_answer_does_not_pile_up_what_it_has_sent(fragmen
 
 @pytest.mark.parametrize("name", ["local-sgd", "diloco", "delayed-exchange", "decoupled-diloco"])
 def test_a_learner_that_comes_back_begins_with_what_the_hub_has(name: str) -> None:
-    faults = (ob.Crash(2, 1.0, back_after_seconds=1.0),)
+    faults = (ob.faults.Crash(2, 1.0, back_after_seconds=1.0),)
     cluster = ob.Cluster(seconds_per_sample=0.005, faults=faults, crash_seen_seconds=0.1)
     strategy = dataclasses.replace(ob.Strategy.members[name](), every=4, batch=8)
     scene = play(strategy, digits(), cluster=cluster, until=ob.Samples(6000))
@@ -193,11 +195,11 @@ def test_a_learner_that_comes_back_begins_with_what_the_hub_has(name: str) -> No
 @pytest.mark.parametrize("name", ["local-sgd", "decoupled-diloco"])
 def test_gradients_that_are_not_finite_are_dropped_and_too_many_fail_the_run(name: str) -> None:
     strategy = dataclasses.replace(ob.Strategy.members[name](), every=4, batch=8)
-    some = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Corrupt(1, 1.0, 0.2),))
+    some = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(1, 1.0, 0.2),))
     scene = play(strategy, digits(), cluster=some, until=ob.Samples(3000))
     assert scene.outcome.failure is None
     assert {found.reason for found in scene.of(Dropped) if found.rank == 1} >= {"nonfinite"}
-    for_long = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Corrupt(1, 1.0, 100.0),))
+    for_long = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(1, 1.0, 100.0),))
     failed = play(strategy, digits(), cluster=for_long, until=ob.Samples(30_000))
     assert failed.outcome.failure is not None
     assert "worker 1 reported 5 gradients in a row that were not finite" in failed.outcome.failure
@@ -264,4 +266,4 @@ def test_what_does_not_go_together_is_refused_in_a_sentence() -> None:
     with pytest.raises(ob.ConfigurationError, match="650 parameters cannot be sent in 700 fragments"):
         play(ob.DecoupledDiLoCo(every=700, fragments=700), digits())
     with pytest.raises(ob.ConfigurationError, match="gradients are sent in one piece"):
-        ob.LocalSteps(content=ob.Gradients(), fragments=2)
+        ob.LocalSteps(content=ob.parts.Gradients(), fragments=2)

@@ -9,8 +9,8 @@ import torch
 from scenes import play, quadratic
 
 import offbeat as ob
+from offbeat.core.examples import Order
 from offbeat.records.schema import Round, Update
-from offbeat.workloads.examples import Order
 
 OPTIMIZERS = {
     "sgd": (ob.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -45,7 +45,7 @@ def plain_loop(workload: ob.Workload, batch: int, updates: int, step) -> torch.T
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_without_delay_reproduces_a_plain_loop(name: str) -> None:
     ours, theirs = OPTIMIZERS[name]
-    workload = ob.Digits(hidden=16).build()
+    workload = ob.workloads.Digits(hidden=16).build()
     scene = play(ob.FixedMinibatch(batch=64, optimizer=ours), workload, workers=1, until=ob.Samples(64 * 30))
 
     made = {}
@@ -58,7 +58,7 @@ def test_one_worker_without_delay_reproduces_a_plain_loop(name: str) -> None:
 
 
 def test_one_worker_with_amsgrad_reproduces_apams_formula() -> None:
-    workload = ob.Digits(hidden=16).build()
+    workload = ob.workloads.Digits(hidden=16).build()
     strategy = ob.FixedMinibatch(batch=64, optimizer=ob.AMSGrad(lr=3e-3))
     scene = play(strategy, workload, workers=1, until=ob.Samples(64 * 30))
 
@@ -83,7 +83,7 @@ def test_one_worker_with_amsgrad_reproduces_apams_formula() -> None:
 
 def test_fixed_and_anytime_minibatch_on_the_same_samples_make_the_same_updates() -> None:
     # 64 samples in micro-batches of 16 take exactly the time limit, so both compute the same draws.
-    workload = ob.Digits(hidden=16).build()
+    workload = ob.workloads.Digits(hidden=16).build()
     cluster = ob.Cluster(seconds_per_sample=0.01)
     fixed = play(ob.FixedMinibatch(batch=64), workload, cluster=cluster, until=ob.Samples(3 * 64 * 20))
     timed = play(ob.AnytimeMinibatch(seconds=0.64), workload, cluster=cluster, until=ob.Samples(3 * 64 * 20))
@@ -92,7 +92,7 @@ def test_fixed_and_anytime_minibatch_on_the_same_samples_make_the_same_updates()
 
 
 def test_every_sample_weighs_the_same_however_the_work_was_split() -> None:
-    workload = ob.Digits(hidden=16).build()
+    workload = ob.workloads.Digits(hidden=16).build()
     uneven = play(
         ob.AnytimeMinibatch(seconds=0.64, optimizer=ob.SGD(lr=0.1)),
         workload,
@@ -116,8 +116,8 @@ def test_every_sample_weighs_the_same_however_the_work_was_split() -> None:
     "cluster",
     [
         ob.Cluster(),
-        ob.Cluster(straggle=ob.NIAGARA),
-        ob.Cluster(straggle=ob.Lognormal(0.5), factors=(4.0, 2.0, 2.0)),
+        ob.Cluster(straggle=ob.stragglers.NIAGARA),
+        ob.Cluster(straggle=ob.stragglers.Lognormal(0.5), factors=(4.0, 2.0, 2.0)),
     ],
     ids=["uniform", "niagara", "uneven and noisy"],
 )
@@ -129,7 +129,7 @@ def test_the_target_batch_controller_settles_within_one_percent(cluster: ob.Clus
 
 
 def test_the_target_batch_is_kept_when_workers_are_lost_and_come_back() -> None:
-    faults = (ob.Crash(1, at_seconds=100.0, back_after_seconds=200.0), ob.Crash(2, at_seconds=100.0))
+    faults = (ob.faults.Crash(1, at_seconds=100.0, back_after_seconds=200.0), ob.faults.Crash(2, at_seconds=100.0))
     cluster = ob.Cluster(faults=faults)
     scene = play(ob.AnytimeMinibatch(batch=64), cluster=cluster, workers=5, until=ob.Samples(5 * 64 * 300))
     sizes = [(update.at, update.samples) for update in scene.of(Update)]
@@ -142,14 +142,14 @@ def test_the_target_batch_is_kept_when_workers_are_lost_and_come_back() -> None:
 
 def test_the_published_pace_of_fixed_minibatch_under_niagara_is_met() -> None:
     # 5.65 s of computing and on average 4.02 s for the slowest of ten make a round of 9.67 s.
-    cluster = ob.Cluster(straggle=ob.NIAGARA)
+    cluster = ob.Cluster(straggle=ob.stragglers.NIAGARA)
     strategy = ob.FixedMinibatch(batch=256, microbatch=256)
     scene = play(strategy, cluster=cluster, workers=10, until=ob.Samples(2560 * 250))
     assert scene.outcome.seconds / 250 == pytest.approx(9.67, rel=0.02)
 
 
 def test_anytime_overshoots_its_limit_by_one_microbatch_at_most() -> None:
-    cluster = ob.Cluster(straggle=ob.NIAGARA)
+    cluster = ob.Cluster(straggle=ob.stragglers.NIAGARA)
     scene = play(ob.AnytimeMinibatch(seconds=3.0, microbatch=16), cluster=cluster, until=ob.Samples(20_000))
     one = 16 * cluster.seconds_per_sample
     for record in scene.of(Round)[:-3]:
@@ -159,7 +159,7 @@ def test_anytime_overshoots_its_limit_by_one_microbatch_at_most() -> None:
 
 
 def test_the_quadratic_converges_to_its_optimum() -> None:
-    config = ob.Quadratic(dimension=8, noise=0.0, examples=64)
+    config = ob.workloads.Quadratic(dimension=8, noise=0.0, examples=64)
     scene = play(ob.AsyncFixed(batch=8, optimizer=ob.SGD(lr=0.3)), config.build(), until=ob.Samples(12_000))
     torch.testing.assert_close(scene.outcome.finishes[0].parameters, config.optimum, rtol=1e-3, atol=1e-3)
 

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from scenes import Scene, play
 
 import offbeat as ob
-from offbeat.actions import Action, Evaluate, Send
-from offbeat.engines.computing import Computing
-from offbeat.events import Evaluated, GradientReady, MessageArrived, PeerJoined, Started
-from offbeat.flat import layout_of
-from offbeat.messages import Message
+from offbeat.core.actions import Action, Evaluate, Send
+from offbeat.core.events import Evaluated, GradientReady, MessageArrived, PeerJoined, Started
+from offbeat.core.flat import layout_of
+from offbeat.core.messages import Message
+from offbeat.core.strategy import Node
 from offbeat.records.schema import Evaluation, Notice, Update
-from offbeat.strategies.population.member import Member
-from offbeat.strategies.population.messages import Lend, Lent, Takeover, flattened, nested
-from offbeat.strategies.progress import Begin, Merged, Snapshot
-from offbeat.strategies.strategy import Node
+from offbeat.simulation.gradients import Computing
+from offbeat.strategies.local_training import Begin, Merged, Snapshot
+from offbeat.strategies.population.population_member import Lend, Lent, PopulationMember, Takeover, flattened, nested
 
 HOPELESS = 3000.0
 SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5, math.inf, math.nan]), max_size=9)
@@ -32,7 +31,7 @@ SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5,
 def test_sources_of_better_are_strictly_better(rank: int, scores: dict[int, float]) -> None:
     mine = scores.get(rank, math.inf)
     mine = mine if math.isfinite(mine) else math.inf
-    found = ob.Better().of(rank, scores)
+    found = ob.parts.Better().of(rank, scores)
     assert rank not in found
     assert all(math.isfinite(scores[source]) and scores[source] < mine for source in found)
     missed = [other for other in scores if other != rank and other not in found]
@@ -42,8 +41,8 @@ def test_sources_of_better_are_strictly_better(rank: int, scores: dict[int, floa
 @given(rank=st.integers(1, 9), scores=SCORES)
 def test_all_takes_whoever_has_a_score_and_best_the_first_of_them(rank: int, scores: dict[int, float]) -> None:
     finite = {other: score for other, score in scores.items() if other != rank and math.isfinite(score)}
-    assert ob.All().of(rank, scores) == sorted(finite)
-    best = ob.Best().of(rank, scores)
+    assert ob.parts.AllMembers().of(rank, scores) == sorted(finite)
+    best = ob.parts.Best().of(rank, scores)
     assert len(best) <= 1
     assert all(scores[source] == min(finite.values()) for source in best)
 
@@ -67,27 +66,27 @@ def grow(sources: object, preempt_above: float | None, rates: tuple[float, ...] 
         optimizer=ob.SGD(lr=0.2),  # type: ignore[arg-type]
     )
     until = ob.Samples(30_000)
-    return play(strategy, ob.Digits().build(), workers=3, until=until, evaluate=ob.EverySeconds(20.0))
+    return play(strategy, ob.workloads.Digits().build(), workers=3, until=until, evaluate=ob.EverySeconds(20.0))
 
 
 def losses(scene: Scene) -> list[float]:
     """Held-out losses of what the members ended with, each by itself."""
     computing = Computing(scene.simulation.scenario.workload, seed=0)
-    members = [cast(Member, process.node) for process in scene.simulation.processes[1:]]
+    members = [cast(PopulationMember, process.node) for process in scene.simulation.processes[1:]]
     return [computing.evaluate(member._parameters, member._buffers)[0] for member in members]
 
 
 def test_better_keeps_the_others_unharmed_where_all_does_not() -> None:
-    better, everyone = losses(grow(ob.Better(), None)), losses(grow(ob.All(), None))
-    untroubled = losses(grow(ob.Better(), None, rates=()))
+    better, everyone = losses(grow(ob.parts.Better(), None)), losses(grow(ob.parts.AllMembers(), None))
+    untroubled = losses(grow(ob.parts.Better(), None, rates=()))
     assert better[0] > 2.3  # worse than guessing
     assert max(better[1:]) < 1.2 * max(untroubled[1:])
     assert min(everyone) > 2.3
 
 
 def test_preemption_rescues_a_hopeless_member_together_with_its_settings() -> None:
-    scene = grow(ob.Better(), 1.25)
-    rescued = cast(Member, scene.simulation.processes[1].node)
+    scene = grow(ob.parts.Better(), 1.25)
+    rescued = cast(PopulationMember, scene.simulation.processes[1].node)
     assert rescued._takeovers >= 1
     assert rescued._settings != 1
     found = losses(scene)
@@ -95,7 +94,7 @@ def test_preemption_rescues_a_hopeless_member_together_with_its_settings() -> No
 
 
 def test_the_result_is_the_best_by_held_out_score_and_says_which() -> None:
-    scene = grow(ob.Better(), None)
+    scene = grow(ob.parts.Better(), None)
     (notice,) = scene.of(Notice)
     assert notice.text.startswith("the result is worker ")
     assert "held-out loss" in notice.text
@@ -109,50 +108,52 @@ def test_the_result_is_the_best_by_held_out_score_and_says_which() -> None:
 
 def test_without_evaluation_the_training_loss_is_the_score() -> None:
     strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=0.05))
-    scene = play(strategy, ob.DigitsLogistic().build(), workers=3, until=ob.Samples(4000))
+    scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=3, until=ob.Samples(4000))
     (notice,) = scene.of(Notice)
     assert "training loss" in notice.text
 
 
 def test_members_begin_with_different_parameters_unless_told_otherwise() -> None:
     def first(strategy: ob.Population) -> list[torch.Tensor]:
-        scene = play(strategy, ob.DigitsLogistic().build(), workers=2, until=ob.Samples(1))
-        return [cast(Member, process.node)._setup.parameters for process in scene.simulation.processes[1:]]
+        scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=2, until=ob.Samples(1))
+        return [cast(PopulationMember, process.node)._setup.parameters for process in scene.simulation.processes[1:]]
 
     one, other = first(ob.Population())
     assert not torch.equal(one, other)
     assert torch.equal(one.sort().values, other.sort().values)
-    same = first(ob.Population(initial=ob.Same()))
+    same = first(ob.Population(initial=ob.parts.Same()))
     assert torch.equal(*same)
 
 
 def test_nobody_waits_and_a_lost_member_goes_on_from_its_last_report() -> None:
-    cluster = ob.Cluster(seconds_per_sample=0.005, factors=(5.0,), faults=(ob.Crash(2, 2.0, back_after_seconds=1.0),))
+    cluster = ob.Cluster(
+        seconds_per_sample=0.005, factors=(5.0,), faults=(ob.faults.Crash(2, 2.0, back_after_seconds=1.0),)
+    )
     strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=0.05))
-    scene = play(strategy, ob.DigitsLogistic().build(), cluster=cluster, workers=3, until=ob.Samples(8000))
+    scene = play(strategy, ob.workloads.DigitsLogistic().build(), cluster=cluster, workers=3, until=ob.Samples(8000))
     assert scene.outcome.failure is None
 
 
 def test_the_best_learns_from_nobody_and_goes_on_reporting() -> None:
     strategy = ob.Population(every=5, batch=16, rates=(1.0, 0.01), preempt_above=None, optimizer=ob.SGD(lr=0.05))
-    scene = play(strategy, ob.DigitsLogistic().build(), workers=2, until=ob.Samples(8000))
+    scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=2, until=ob.Samples(8000))
     reports = [update.contributions[0].rank for update in scene.of(Update)]
     assert reports.count(1) > 40
-    best = cast(Member, scene.simulation.processes[1].node)
+    best = cast(PopulationMember, scene.simulation.processes[1].node)
     assert len(best._fragments[0].marks) <= 2
 
 
 def test_a_population_that_has_blown_up_altogether_says_so_and_ends() -> None:
     strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=1e38))
-    scene = play(strategy, ob.DigitsLogistic().build(), workers=2, until=ob.Samples(50_000))
+    scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=2, until=ob.Samples(50_000))
     assert scene.outcome.failure is not None
     assert "every worker has sent 5 reports in a row without a finite gradient" in scene.outcome.failure
 
 
-def setup_of(rank: int, evaluate: ob.EveryUpdates | None = None) -> ob.Setup:
+def setup_of(rank: int, evaluate: ob.EveryUpdates | None = None) -> ob.nodes.NodeContext:
     layout = layout_of(torch.nn.Linear(1, 1))
     random = np.random.default_rng(rank)
-    return ob.Setup(rank, (0, 1, 2), layout, torch.zeros(2), (), random, ob.Samples(10**9), evaluate)
+    return ob.nodes.NodeContext(rank, (0, 1, 2), layout, torch.zeros(2), (), random, ob.Samples(10**9), evaluate)
 
 
 def report(exchange: int, value: float, takeovers: int = 0, first: int = 0, score: float = 1.0) -> Snapshot:
@@ -197,9 +198,9 @@ def test_parameters_that_are_not_finite_are_not_handed_on() -> None:
     assert sends(hear(node, 2, report(1, 9.0, first=5, score=5.0)), Lend), "it is asked again"
 
 
-def member() -> Member:
+def member() -> PopulationMember:
     node = ob.Population(every=1, optimizer=ob.SGD(lr=0.1)).node(setup_of(1))
-    assert isinstance(node, Member)
+    assert isinstance(node, PopulationMember)
     list(node.handle(Started(0.0)))
     hear(node, 0, Begin(torch.empty(0), (), 0, 0, 0, 2, 0, ()))
     return node

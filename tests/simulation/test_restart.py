@@ -10,26 +10,26 @@ import torch
 from scenes import Scene, play
 
 import offbeat as ob
-from offbeat.actions import Budget, Report
-from offbeat.curves import samples_curve
-from offbeat.draws import Draws
-from offbeat.engines.simulated import Simulation
+from offbeat.core.actions import Budget, Report
+from offbeat.core.sample_ledger import SampleLedger
+from offbeat.records.curves import samples_curve
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Round, Undone, Update
-from offbeat.strategies.hub.restarting import RestartingHub
+from offbeat.simulation.simulator import Simulation
+from offbeat.strategies.hub.restart_server import RestartServer
 from offbeat.testing import Violation, check_strategy, draw_case
 
 # A step takes 1 s and has 30 samples; checkpoints after 5 s and 10 s; rank 2 is lost 2.5 s after the second.
 OPTIMIZER = ob.SGD(lr=0.05, momentum=0.9)
 STRATEGY = ob.RestartFromCheckpoint(batch=10, checkpoint_interval_seconds=5.0, optimizer=OPTIMIZER)
-LOSS = ob.Crash(2, 12.5, back_after_seconds=4.0)
+LOSS = ob.faults.Crash(2, 12.5, back_after_seconds=4.0)
 
 
-def cluster(*faults: ob.Crash) -> ob.Cluster:
+def cluster(*faults: ob.faults.Crash) -> ob.Cluster:
     return ob.Cluster(seconds_per_sample=0.1, crash_seen_seconds=0.0, faults=faults)
 
 
-def trained(*faults: ob.Crash, until: Budget, strategy: ob.Strategy = STRATEGY) -> Scene:
+def trained(*faults: ob.faults.Crash, until: Budget, strategy: ob.Strategy = STRATEGY) -> Scene:
     return play(strategy, cluster=cluster(*faults), until=until)
 
 
@@ -48,7 +48,7 @@ def test_a_loss_costs_the_steps_since_the_checkpoint_and_the_recovery() -> None:
 
 
 def test_a_second_loss_during_the_recovery_prolongs_it() -> None:
-    scene = trained(LOSS, ob.Crash(3, 14.5, back_after_seconds=4.0), until=ob.Seconds(30.0))
+    scene = trained(LOSS, ob.faults.Crash(3, 14.5, back_after_seconds=4.0), until=ob.Seconds(30.0))
     assert len(scene.of(Undone)) == 1
     later = [update.at for update in scene.of(Update) if update.at > 12.5]
     assert later == pytest.approx([18.5 + step for step in range(1, 12)])
@@ -67,7 +67,7 @@ def test_what_it_goes_back_to_is_the_checkpoint_bit_for_bit() -> None:
 
 
 def test_a_run_with_losses_ends_where_one_without_does_only_later() -> None:
-    disturbed = trained(LOSS, ob.Crash(1, 25.2, back_after_seconds=1.0), until=ob.Samples(900))
+    disturbed = trained(LOSS, ob.faults.Crash(1, 25.2, back_after_seconds=1.0), until=ob.Samples(900))
     undisturbed = trained(until=ob.Samples(900))
     assert torch.equal(disturbed.outcome.finishes[0].parameters, undisturbed.outcome.finishes[0].parameters)
     assert disturbed.outcome.seconds > undisturbed.outcome.seconds + 5.0
@@ -79,27 +79,27 @@ def test_without_losses_it_is_fixed_minibatch() -> None:
 
 
 def test_checkpoints_come_by_the_clock_though_sums_of_times_are_not_exact() -> None:
-    crashes = [ob.Crash(1, at, back_after_seconds=0.1) for at in (0.3, 7.7, 16.1, 24.9)]
+    crashes = [ob.faults.Crash(1, at, back_after_seconds=0.1) for at in (0.3, 7.7, 16.1, 24.9)]
     undone = trained(*crashes, until=ob.Seconds(40.0)).of(Undone)
     assert [record.samples_total // 30 for record in undone] == [0, 5, 10, 15]
 
 
 def test_after_so_much_patience_it_goes_on_without_those_who_do_not_come_back() -> None:
     patient = ob.RestartFromCheckpoint(batch=10, checkpoint_interval_seconds=5.0, patience_seconds=6.0)
-    scene = trained(ob.Crash(2, 12.5), until=ob.Seconds(30.0), strategy=patient)
+    scene = trained(ob.faults.Crash(2, 12.5), until=ob.Seconds(30.0), strategy=patient)
     later = [update for update in scene.of(Update) if update.at > 12.5]
     assert later[0].at == pytest.approx(12.5 + 6.0 + 1.0)
     assert {tuple(part.rank for part in update.contributions) for update in later} == {(1, 3)}
 
 
 def test_a_crowd_that_is_lost_together_comes_back_together() -> None:
-    crowd = [ob.Crash(rank, 12.5, back_after_seconds=4.0) for rank in (1, 2, 3)]
+    crowd = [ob.faults.Crash(rank, 12.5, back_after_seconds=4.0) for rank in (1, 2, 3)]
     scene = trained(*crowd, until=ob.Seconds(30.0))
     assert samples_of(scene) == 30 * (10 + 13)
 
 
 def test_the_summary_counts_what_is_left_and_the_curve_falls() -> None:
-    workload = ob.Quadratic(dimension=8, examples=256)
+    workload = ob.workloads.Quadratic(dimension=8, examples=256)
     run = ob.simulate(workload, STRATEGY, cluster(LOSS), workers=3, until=ob.Seconds(30.0))
     assert (run.summary.samples, run.summary.updates, run.summary.undone) == (690, 23, 60)
     assert "60 undone samples" in str(run.summary)
@@ -110,33 +110,33 @@ def test_the_summary_counts_what_is_left_and_the_curve_falls() -> None:
 # The checks must be able to fail
 
 
-def forgets_to_undo_an_update(hub: RestartingHub) -> None:
+def forgets_to_undo_an_update(hub: RestartServer) -> None:
     hub._since = hub._since[: len(hub._since) // 2]
 
 
-class KeptDraws(Draws):
+class KeptDraws(SampleLedger):
     def remove(self, first: int, stop: int) -> None: ...
 
 
-def does_not_draw_them_again(hub: RestartingHub) -> None:
+def does_not_draw_them_again(hub: RestartServer) -> None:
     hub._draws = {rank: KeptDraws(draws.ranges) for rank, draws in hub._draws.items()}
 
 
-def miscounts(hub: RestartingHub) -> None:
+def miscounts(hub: RestartServer) -> None:
     hub._checkpoint.samples += 1
 
 
 @pytest.mark.parametrize("fault", [forgets_to_undo_an_update, does_not_draw_them_again, miscounts])
 def test_a_hub_that_goes_back_wrongly_is_found(
-    fault: Callable[[RestartingHub], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[RestartServer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = RestartingHub._go_back
+    sound = RestartServer._go_back
 
-    def broken(hub: RestartingHub, at: float) -> Report:
+    def broken(hub: RestartServer, at: float) -> Report:
         fault(hub)
         return sound(hub, at)
 
-    monkeypatch.setattr(RestartingHub, "_go_back", broken)
+    monkeypatch.setattr(RestartServer, "_go_back", broken)
     with pytest.raises(Violation):
         check_strategy(ob.RestartFromCheckpoint(), seeds=range(60))
 

@@ -11,18 +11,18 @@ from scenes import play
 from torch import Tensor, nn
 
 import offbeat as ob
-from offbeat.actions import Cancel, Evaluate, Finish
 from offbeat.cli import main
-from offbeat.engines.computing import Batches, Computing
-from offbeat.events import Evaluated, GradientReady, Leave, Started
-from offbeat.optimizers import AMSGrad
-from offbeat.randomness import stream
+from offbeat.core.actions import Cancel, Evaluate, Finish
+from offbeat.core.events import Evaluated, GradientReady, Leave, Started
+from offbeat.core.examples import Order
+from offbeat.core.optimizers import AMSGrad
+from offbeat.core.randomness import stream
+from offbeat.core.strategy import EveryUpdates, Node, NodeContext
+from offbeat.lab.live_runs import workers_in
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
+from offbeat.simulation.gradients import Batches, Computing
 from offbeat.strategies.serial import ArtificialDelay, Serial
-from offbeat.strategies.strategy import EveryUpdates, Node, Setup
 from offbeat.testing import check_strategy
-from offbeat.training import workers_in
-from offbeat.workloads.examples import Order
 
 BATCH = 20
 SEED = 3
@@ -44,10 +44,12 @@ def with_batch_norm() -> ob.Workload:
     )
 
 
-WORKLOADS = {"quadratic": ob.Quadratic(dimension=8, examples=256).build, "batch norm": with_batch_norm}
+WORKLOADS = {"quadratic": ob.workloads.Quadratic(dimension=8, examples=256).build, "batch norm": with_batch_norm}
 
 
-def plain_loop(workload: ob.Workload, optimizer: ob.Optimizer, steps: int, delay: int) -> tuple[Tensor, list[int]]:
+def plain_loop(
+    workload: ob.Workload, optimizer: ob.nodes.Optimizer, steps: int, delay: int
+) -> tuple[Tensor, list[int]]:
     """The algorithm as one would write it down: all iterates in a list, and the gradient at one of the last ones."""
     computing = Computing(workload, SEED)
     parameters = computing.flat.parameters.clone()
@@ -122,9 +124,9 @@ def test_delays_are_uniform_and_the_stream_of_delays_is_not_that_of_the_data() -
 
 
 def test_the_optimizer_that_suits_is_amsgrad_with_the_rate_of_the_workload_and_any_may_be_given() -> None:
-    assert ArtificialDelay().suited(ob.SGD(lr=0.3)).optimizer == AMSGrad(lr=0.3)
-    assert ArtificialDelay(optimizer=ob.SGD(lr=0.1)).suited(ob.Adam()).optimizer == ob.SGD(lr=0.1)
-    assert Serial().suited(ob.SGD(lr=0.3)).optimizer == ob.SGD(lr=0.3)
+    assert ArtificialDelay().with_default_optimizer(ob.SGD(lr=0.3)).optimizer == AMSGrad(lr=0.3)
+    assert ArtificialDelay(optimizer=ob.SGD(lr=0.1)).with_default_optimizer(ob.Adam()).optimizer == ob.SGD(lr=0.1)
+    assert Serial().with_default_optimizer(ob.SGD(lr=0.3)).optimizer == ob.SGD(lr=0.3)
 
 
 @pytest.mark.parametrize("strategy", [Serial(batch=BATCH), ArtificialDelay(batch=BATCH, delay=6)])
@@ -146,12 +148,12 @@ def test_it_ends_by_time_and_evaluates_as_often_as_it_is_told() -> None:
 
 
 def test_gradients_that_are_not_finite_are_dropped_and_too_many_fail_the_run() -> None:
-    cluster = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Corrupt(0, 0.5, 0.5),))
+    cluster = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(0, 0.5, 0.5),))
     scene = play(ArtificialDelay(batch=BATCH, delay=3), cluster=cluster, until=ob.Samples(400))
     assert scene.outcome.failure is None
     assert {dropped.reason for dropped in scene.of(Dropped)} == {"nonfinite"}
     assert bool(torch.isfinite(scene.outcome.finishes[0].parameters).all())
-    broken = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Corrupt(0, 0.5, 50.0),))
+    broken = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(0, 0.5, 50.0),))
     failed = play(ArtificialDelay(batch=BATCH, nonfinite_max=3), cluster=broken, until=ob.Samples(400))
     assert failed.outcome.failure is not None
     assert failed.outcome.failure.startswith("3 gradients in a row were not finite; ")
@@ -166,7 +168,7 @@ def node_of(strategy: Serial, members: int = 1, evaluate: EveryUpdates | None = 
     computing = Computing(WORKLOADS["quadratic"](), 0)
     flat = computing.flat
     return strategy.node(
-        Setup(0, tuple(range(members)), flat.layout, flat.parameters.clone(), (), stream(0, "node", 0, 0),
+        NodeContext(0, tuple(range(members)), flat.layout, flat.parameters.clone(), (), stream(0, "node", 0, 0),
               ob.Samples(1000), evaluate)
     )  # fmt: skip
 
@@ -220,33 +222,41 @@ def test_every_iterate_is_one_tensor_that_nobody_changes_or_copies() -> None:
 
 
 def test_it_is_one_process_however_many_workers_others_have() -> None:
-    run = ob.simulate(ob.Quadratic(), ArtificialDelay(delay=4), workers=7, until=1000)
+    run = ob.simulate(ob.workloads.Quadratic(), ArtificialDelay(delay=4), workers=7, until=1000)
     assert (run.summary.workers, run.records.header.workers) == (1, 1)
     assert {record.rank for record in run.records.records if isinstance(record, Round)} == {0}
-    sound = ob.compare([ob.Experiment(ob.Quadratic(), s, workers=3, until=500) for s in (Serial(), ob.AsyncFixed())])
+    sound = ob.compare(
+        [ob.Experiment(ob.workloads.Quadratic(), s, workers=3, until=500) for s in (Serial(), ob.AsyncFixed())]
+    )
     assert [summary.workers for summary in sound.summaries] == [1, 3]
 
 
 def test_it_is_compared_with_others_on_one_cluster_and_is_its_first_worker() -> None:
     cluster = ob.Cluster(factors=(2.0, 1.0, 1.0))
     slow, plain = (
-        ob.simulate(ob.Quadratic(), Serial(), c, workers=3, until=1000).summary.seconds for c in (cluster, None)
+        ob.simulate(ob.workloads.Quadratic(), Serial(), c, workers=3, until=1000).summary.seconds
+        for c in (cluster, None)
     )
     assert slow == pytest.approx(2.0 * plain)
 
 
 def test_what_befalls_workers_that_it_does_not_have_does_not_strike_it() -> None:
-    elsewhere = ob.Cluster(faults=(ob.Crash(2, 0.1), ob.Partition((1, 2), 0.1, 5.0), ob.Corrupt(2, 0.0, 9.0)))
+    elsewhere = ob.Cluster(
+        faults=(ob.faults.Crash(2, 0.1), ob.faults.Partition((1, 2), 0.1, 5.0), ob.faults.Corrupt(2, 0.0, 9.0))
+    )
     struck, plain = (
-        ob.simulate(ob.Quadratic(), Serial(), c, workers=3, until=1000).records.records for c in (elsewhere, None)
+        ob.simulate(ob.workloads.Quadratic(), Serial(), c, workers=3, until=1000).records.records
+        for c in (elsewhere, None)
     )
     assert struck == plain
     with pytest.raises(ob.ConfigurationError, match="names rank 3, but there are 3 processes"):
-        ob.simulate(ob.Quadratic(), Serial(), ob.Cluster(faults=(ob.Crash(3, 0.1),)), workers=3, until=1000)
+        ob.simulate(
+            ob.workloads.Quadratic(), Serial(), ob.Cluster(faults=(ob.faults.Crash(3, 0.1),)), workers=3, until=1000
+        )
 
 
 def test_a_crash_of_its_own_loses_everything_and_it_begins_anew() -> None:
-    cluster = ob.Cluster(seconds_per_sample=0.01, faults=(ob.Crash(0, 5.0, back_after_seconds=1.0),))
+    cluster = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Crash(0, 5.0, back_after_seconds=1.0),))
     scene = play(Serial(batch=BATCH), cluster=cluster, until=ob.Samples(1000))
     versions = [update.version for update in scene.of(Update)]
     assert versions == [*range(1, 25), *range(1, 51)]
@@ -284,7 +294,7 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
 
 
 class DoesNotSuit(ArtificialDelay):
-    def suited(self, optimizer: ob.Optimizer) -> DoesNotSuit:
+    def with_default_optimizer(self, optimizer: ob.nodes.Optimizer) -> DoesNotSuit:
         return self
 
 
@@ -304,7 +314,7 @@ def test_a_loop_of_ones_own_trains_serially() -> None:
 
 
 def test_a_live_run_takes_one_process_and_what_it_trains_is_what_is_simulated(tmp_path: Path) -> None:
-    workload, strategy = ob.Quadratic(dimension=8, examples=256), ArtificialDelay(delay=4, batch=16)
+    workload, strategy = ob.workloads.Quadratic(dimension=8, examples=256), ArtificialDelay(delay=4, batch=16)
     live = ob.train(workload, strategy, ob.Samples(1600), workers=3, seed=5, out=tmp_path / "run")
     simulated = ob.simulate(workload, strategy, until=ob.Samples(1600), seed=5)
     assert [path.name for path in (tmp_path / "run").glob("records-*.jsonl")] == ["records-0.jsonl"]

@@ -8,17 +8,17 @@ import pytest
 from scenes import NAMES, Scene, play
 
 import offbeat as ob
-from offbeat.analysis import summarize
-from offbeat.messages import HEADER_BYTES
+from offbeat.core.messages import HEADER_BYTES
+from offbeat.core.strategy import EverySeconds
+from offbeat.records.metrics import summarize
 from offbeat.records.schema import Ended, Evaluation, Flow, Traffic, Update
-from offbeat.strategies.strategy import EverySeconds
 
 DIMENSION = 8
 TENSOR_BYTES = 4 * DIMENSION
 CRASH = ob.Cluster(
     link=ob.Link(latency_seconds=0.01, bytes_per_second=2000.0),
-    faults=(ob.Crash(1, 5.0, back_after_seconds=4.0),),
-    straggle=ob.NIAGARA,
+    faults=(ob.faults.Crash(1, 5.0, back_after_seconds=4.0),),
+    straggle=ob.stragglers.NIAGARA,
 )
 
 
@@ -66,8 +66,10 @@ def test_a_run_of_fmb_sends_what_a_count_by_hand_gives() -> None:
 def test_a_compressed_run_counts_what_it_would_have_sent_uncompressed() -> None:
     """The messages are those of the run without compression, and their bytes differ where they may be compressed."""
     plain, coded = (
-        ob.simulate(ob.Digits(), ob.FixedMinibatch(compression=how), until=ob.Samples(5000), workers=2).summary.traffic
-        for how in (None, ob.Int8())
+        ob.simulate(
+            ob.workloads.Digits(), ob.FixedMinibatch(compression=how), until=ob.Samples(5000), workers=2
+        ).summary.traffic
+        for how in (None, ob.compression.Int8())
     )
     assert plain.keys() == coded.keys()
     for kind, flow in coded.items():
@@ -89,14 +91,14 @@ def test_each_evaluation_comes_after_a_count_of_that_moment() -> None:
 
 def test_messages_that_a_crash_has_cut_off_are_sent_and_not_received() -> None:
     slow = ob.Link(latency_seconds=2.0)
-    scene = play(ob.AsyncFixed(), cluster=ob.Cluster(link=slow, faults=(ob.Crash(1, 15.0),)))
+    scene = play(ob.AsyncFixed(), cluster=ob.Cluster(link=slow, faults=(ob.faults.Crash(1, 15.0),)))
     traffic = last(scene)
     sent, received = (sum(flow.messages for flow in flows.values()) for flows in (traffic.sent, traffic.received))
     assert received < sent
 
 
 def test_bytes_to_target_lie_between_the_counts_around_it() -> None:
-    run = ob.simulate(ob.Digits(), ob.FixedMinibatch(), until=ob.Samples(60_000), workers=3)
+    run = ob.simulate(ob.workloads.Digits(), ob.FixedMinibatch(), until=ob.Samples(60_000), workers=3)
     summary = summarize(run.records)
     assert summary.seconds_to_target is not None
     assert summary.bytes_to_target is not None

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offbeat.data.arrays import FILES
-from offbeat.data.catalogue import CATALOGUE, Entry
+from offbeat.lab.data.arrays import FILES
+from offbeat.lab.data.catalogue import CATALOGUE, Entry
 
 SIDE = 4
 COUNTS = {"train": 50, "test": 20}

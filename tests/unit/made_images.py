@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.data import CATALOGUE, arrays, cache
+from offbeat.lab.data import CATALOGUE, arrays, cache
 
 TRAIN, TEST = 240, 60
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.workloads.augmentation import PADDING, Normalisation, crop_and_flip
-from offbeat.workloads.examples import Order
+from offbeat.core.examples import Order
+from offbeat.lab.workloads.augmentation import PADDING, Normalisation, crop_and_flip
 
 
 def images(count: int, channels: int = 3, height: int = 6, width: int = 5) -> np.ndarray:

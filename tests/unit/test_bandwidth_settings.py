@@ -15,10 +15,10 @@ from offbeat.cli import flags, main
 from offbeat.cli.resolve import plan_from_file, plan_of
 from offbeat.cli.train import _plan
 from offbeat.cluster import PRESETS
-from offbeat.configuration import to_plain
-from offbeat.engines.induced import Induced
-from offbeat.experiment import DEFAULT_WORKERS, Experiment, Plan
-from offbeat.launch import Seat
+from offbeat.core.configuration import to_plain
+from offbeat.lab.experiment import DEFAULT_WORKERS, Experiment, Plan
+from offbeat.launch import RankInfo
+from offbeat.live.injected_delay import InjectedDelay
 
 WORDS = ["quadratic", "fmb"]
 
@@ -47,11 +47,11 @@ def test_a_cluster_that_has_a_size_says_how_many_workers_there_are() -> None:
 
 def test_in_a_live_run_it_comes_before_the_number_of_cores_but_not_before_a_launcher() -> None:
     told = given({"--cluster": "pc-star"})
-    alone = Seat(0, 1, None)
+    alone = RankInfo(0, 1, None)
     assert alone.alone
     assert _plan(WORDS, told, alone).workers == 8
     assert _plan(WORDS, given({}), alone).workers == flags.live_defaults()["workers"]
-    assert _plan(WORDS, told, Seat(0, 4, None, launcher="mpirun", transport="mpi")).workers == 3
+    assert _plan(WORDS, told, RankInfo(0, 4, None, launcher="mpirun", transport="mpi")).workers == 3
 
 
 def test_in_an_experiment_file_what_the_file_says_counts(tmp_path: Path) -> None:
@@ -70,12 +70,15 @@ def test_in_an_experiment_file_what_the_file_says_counts(tmp_path: Path) -> None
 
 def test_in_python_as_well() -> None:
     star = ob.load_cluster("pc-star")
-    assert Experiment(ob.Quadratic(), ob.FixedMinibatch()).workers == DEFAULT_WORKERS
-    assert Experiment(ob.Quadratic(), ob.FixedMinibatch(), star).workers == 8
-    assert Plan(workload=ob.Quadratic(), strategies=(ob.FixedMinibatch(),), cluster=star).workers == 8
-    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), star, ob.Samples(2000))
+    assert Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch()).workers == DEFAULT_WORKERS
+    assert Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(), star).workers == 8
+    assert Plan(workload=ob.workloads.Quadratic(), strategies=(ob.FixedMinibatch(),), cluster=star).workers == 8
+    run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), star, ob.Samples(2000))
     assert run.summary.workers == 8
-    assert ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), star, ob.Samples(2000), workers=2).summary.workers == 2
+    assert (
+        ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), star, ob.Samples(2000), workers=2).summary.workers
+        == 2
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])
@@ -111,7 +114,7 @@ def test_the_budget_goes_from_the_command_line_to_the_experiment() -> None:
 
 
 def test_an_experiment_without_a_budget_is_written_as_it_always_was() -> None:
-    plain = Experiment(ob.Quadratic(), ob.FixedMinibatch()).to_plain()
+    plain = Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch()).to_plain()
     assert plain is not None
     assert "bytes_per_second" not in plain
     assert "size" not in to_plain(ob.Cluster())
@@ -153,18 +156,20 @@ def test_a_command_with_a_budget_tells_what_was_used(tmp_path: Path, capsys: pyt
 
 def test_all_sources_share_the_card_of_the_receiver() -> None:
     cluster = ob.Cluster(link=ob.Link(latency_seconds=0.5, bytes_per_second=100.0))
-    hub = Induced.of(cluster, {1: 0, 2: 1}, 0, [1, 2], seed=0)
+    hub = InjectedDelay.of(cluster, {1: 0, 2: 1}, 0, [1, 2], seed=0)
     assert [hub.delay(source, 100, now=0.0) for source in (1, 2, 1)] == [1.5, 2.5, 3.5]
     assert hub.delay(2, 100, now=10.0) == 1.5
 
 
 def test_a_slow_source_does_not_keep_a_fast_receiver_busy() -> None:
-    slow = (ob.WorkerOverride((0, 1), link=ob.Link(bytes_per_second=100.0)),)
-    hub = Induced.of(ob.Cluster(link=ob.Link(bytes_per_second=1000.0), workers=slow), {1: 0, 2: 1}, 0, [1, 2], seed=0)
+    slow = (ob.stragglers.WorkerOverride((0, 1), link=ob.Link(bytes_per_second=100.0)),)
+    hub = InjectedDelay.of(
+        ob.Cluster(link=ob.Link(bytes_per_second=1000.0), workers=slow), {1: 0, 2: 1}, 0, [1, 2], seed=0
+    )
     assert [hub.delay(source, 100, now=0.0) for source in (1, 2)] == [1.0, 1.0]
     assert hub.delay(1, 100, now=0.0) == 2.0
 
 
 def test_without_a_limit_nothing_is_held_up() -> None:
-    hub = Induced.of(ob.Cluster(), {1: 0, 2: 1}, 0, [1, 2], seed=0)
+    hub = InjectedDelay.of(ob.Cluster(), {1: 0, 2: 1}, 0, [1, 2], seed=0)
     assert [hub.delay(source, 10**9, now=1.0) for source in (1, 2, 1)] == [0.0, 0.0, 0.0]

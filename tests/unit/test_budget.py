@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.actions import Send
-from offbeat.engines.budget import PacedOutbox, TokenBucket
-from offbeat.messages import Message, Stopped
+from offbeat.core.actions import Send
+from offbeat.core.bandwidth import PacedOutbox, TokenBucket
+from offbeat.core.messages import Message, Stopped
+from offbeat.lab.experiment import Plan
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ def test_what_waits_for_a_peer_that_is_lost_is_gone_and_its_budget_is_not_given_
 
 
 MAKERS: list[Callable[[Any], Any]] = [
-    lambda wrong: ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second=wrong),
-    lambda wrong: ob.train(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second=wrong),
+    lambda wrong: ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), bytes_per_second=wrong),
+    lambda wrong: ob.train(ob.workloads.Quadratic(), ob.FixedMinibatch(), bytes_per_second=wrong),
     lambda wrong: ob.join(torch.nn.Linear(2, 2), ob.FixedMinibatch(), ob.Samples(9), bytes_per_second=wrong),
-    lambda wrong: ob.Plan(workload=ob.Quadratic(), strategies=(ob.FixedMinibatch(),), bytes_per_second=wrong),
+    lambda wrong: Plan(workload=ob.workloads.Quadratic(), strategies=(ob.FixedMinibatch(),), bytes_per_second=wrong),
 ]
 
 
@@ -142,7 +143,7 @@ def test_a_budget_that_cannot_be_is_refused_with_one_sentence(make: Callable[[An
 
 def test_a_word_is_no_budget() -> None:
     with pytest.raises(ob.ConfigurationError, match=r"of 1 or more, such as 1e6, but is '1 MB'"):
-        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), bytes_per_second="1 MB")  # type: ignore[arg-type]
+        ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), bytes_per_second="1 MB")  # type: ignore[arg-type]
 
 
 def test_in_a_hurry_everything_leaves_at_once_in_its_order() -> None:

@@ -12,7 +12,12 @@ import pytest
 from made_records import a_round, run
 
 import offbeat as ob
-from offbeat.calibration import (
+from offbeat.cli import main
+from offbeat.cli.calibrate import as_toml
+from offbeat.cluster import CEDAR, Cluster, Link, RoundDelay, Speed, Trace, WorkerOverride, load_cluster
+from offbeat.core.randomness import stream
+from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.lab.calibration import (
     Calibration,
     Cut,
     MeasuredWorker,
@@ -27,21 +32,16 @@ from offbeat.calibration import (
     seconds_per_step,
     seconds_per_update,
 )
-from offbeat.cli import main
-from offbeat.cli.calibrate import as_toml
-from offbeat.cluster import CEDAR, Cluster, Disturbance, Link, Speed, Trace, WorkerOverride, load_cluster
-from offbeat.engines.induced import Induced
-from offbeat.engines.pace import Pace
-from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.randomness import stream
+from offbeat.lab.simulated_runs import record_bytes
+from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import Round
-from offbeat.running import record_bytes
+from offbeat.simulation.round_timing import Pace
 
 PIECES = Pieces(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
 CUTS = (Cut(16, 1), Cut(16, 16), Cut(64, 4))
 LINK = Link(latency_seconds=5e-4, bytes_per_second=1e9)
-CALM = Disturbance(0.0, 1.0)
+CALM = RoundDelay(0.0, 1.0)
 
 
 def seconds_of(cut: Cut) -> float:
@@ -121,7 +121,7 @@ def test_an_update_is_what_the_last_to_report_waits_without_links_and_the_end_of
 
 
 def test_a_step_takes_time() -> None:
-    assert seconds_per_step(ob.Quadratic(dimension=5), ob.FixedMinibatch()) > 0
+    assert seconds_per_step(ob.workloads.Quadratic(dimension=5), ob.FixedMinibatch()) > 0
 
 
 def test_sleeps_that_took_longer_than_was_drawn_count() -> None:
@@ -204,7 +204,7 @@ def test_a_trace_is_replayed_in_order_from_a_place_of_its_own() -> None:
 
 
 def test_a_trace_can_be_written_as_a_word() -> None:
-    assert ob.Straggle.shorthand("trace:1+2.5:64") == Trace((1.0, 2.5), 64)
+    assert ob.stragglers.StragglerModel.shorthand("trace:1+2.5:64") == Trace((1.0, 2.5), 64)
 
 
 @pytest.mark.parametrize("factors", [(), (1.0, 0.0), (-1.0,)])
@@ -221,7 +221,7 @@ def test_a_factor_of_the_spread_lasts_for_its_samples() -> None:
 
 
 def test_a_time_limit_counts_what_the_spread_allows() -> None:
-    pace = Pace(Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20)), Disturbance(0.1, 1.0), 10)
+    pace = Pace(Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20)), RoundDelay(0.1, 1.0), 10)
     assert pace.samples(ob.Seconds(0.1 + 0.2)) == 20
     assert pace.samples(ob.Seconds(0.1 + 0.21)) == 30
     assert pace.samples(ob.Seconds(0.05)) == 10
@@ -238,7 +238,7 @@ def test_on_average_a_time_limit_is_as_fast_as_rounds_of_fixed_size() -> None:
 
 
 def test_a_round_costs_what_it_costs_on_top() -> None:
-    pace = Pace(Speed(seconds_per_sample=0.01, seconds_per_round=0.5), Disturbance(1.0, 2.0), 10)
+    pace = Pace(Speed(seconds_per_sample=0.01, seconds_per_round=0.5), RoundDelay(1.0, 2.0), 10)
     assert pace.seconds(10) == pytest.approx(1.0 + 2.0 * (0.1 + 0.5))
     assert pace.samples(ob.Seconds(1.2)) == 10
 
@@ -248,7 +248,9 @@ def test_a_simulation_on_a_measured_cluster_repeats_itself_and_pairs_induced_sle
     calm = Cluster(0.001, straggle=CEDAR)
 
     def simulated(on: Cluster) -> ob.Run:
-        return ob.simulate(ob.Quadratic(dimension=5), ob.FixedMinibatch(batch=64), on, ob.Samples(2000), 3, workers=2)
+        return ob.simulate(
+            ob.workloads.Quadratic(dimension=5), ob.FixedMinibatch(batch=64), on, ob.Samples(2000), 3, workers=2
+        )
 
     first, again, other = simulated(cluster), simulated(cluster), simulated(calm)
     assert record_bytes(first.records.records) == record_bytes(again.records.records)
@@ -264,11 +266,11 @@ def test_what_was_measured_is_not_induced_and_what_was_asked_for_is() -> None:
     override = WorkerOverride((0,), seconds_per_sample=0.5, link=Link(latency_seconds=1.0))
     link = Link(latency_seconds=0.5)
     measured = Cluster(0.1, workers=(override,), link=link, spread=Trace((2.0,)), factors=(3.0,), measured=True)
-    induced = Induced.of(measured, {1: 0}, 1, [0], seed=0)
-    assert induced.disturb() == pytest.approx(Disturbance(0.0, 3.0))
+    induced = InjectedDelay.of(measured, {1: 0}, 1, [0], seed=0)
+    assert induced.disturb() == pytest.approx(RoundDelay(0.0, 3.0))
     assert induced.delay(0, 1000, 0.0) == 0.0
-    asleep = Induced.of(Cluster(straggle=CEDAR, measured=True), {1: 0}, 1, [0], seed=0)
-    usual = Induced.of(Cluster(straggle=CEDAR), {1: 0}, 1, [0], seed=0)
+    asleep = InjectedDelay.of(Cluster(straggle=CEDAR, measured=True), {1: 0}, 1, [0], seed=0)
+    usual = InjectedDelay.of(Cluster(straggle=CEDAR), {1: 0}, 1, [0], seed=0)
     assert [asleep.disturb() for _ in range(5)] == [usual.disturb() for _ in range(5)]
 
 
@@ -277,7 +279,7 @@ def test_what_was_measured_is_not_induced_and_what_was_asked_for_is() -> None:
 
 def test_too_little_time_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="12 seconds at least, but 3 were given"):
-        calibrate(ob.Quadratic(), seconds=3)
+        calibrate(ob.workloads.Quadratic(), seconds=3)
 
 
 @pytest.mark.parametrize(

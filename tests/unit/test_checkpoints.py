@@ -18,8 +18,10 @@ import pytest
 import torch
 
 import offbeat as ob
-from offbeat import checkpoints
-from offbeat.checkpoints import (
+from offbeat.core.flat import layout_of
+from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
+from offbeat.live import checkpoint_file as checkpoints
+from offbeat.live.checkpoint_file import (
     DTYPES,
     HEAD,
     MAGIC,
@@ -30,8 +32,6 @@ from offbeat.checkpoints import (
     load,
     save,
 )
-from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
-from offbeat.flat import layout_of
 
 LIST, TUPLE, DICT, TENSOR, BIG = range(5)
 

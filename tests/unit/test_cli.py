@@ -16,21 +16,22 @@ from made_records import a_small_run
 
 import offbeat
 from offbeat import cli
-from offbeat.actions import Budget, Samples, Seconds
-from offbeat.analysis import summarize
 from offbeat.cli import flags, main
 from offbeat.cli.flags import all_flags
 from offbeat.cli.output import Bar
 from offbeat.cli.resolve import plan_of
-from offbeat.configuration import options
+from offbeat.core.actions import Budget, Samples, Seconds
+from offbeat.core.configuration import options
+from offbeat.core.optimizers import SGD, AMSGrad
+from offbeat.core.schedules import Linear
+from offbeat.core.strategy import Strategy
+from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
-from offbeat.experiment import Experiment, Plan
-from offbeat.optimizers import SGD, AMSGrad
+from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.workloads import Quadratic
+from offbeat.records.metrics import summarize
 from offbeat.records.schema import Notice, Update
-from offbeat.schedules import Linear
 from offbeat.strategies.hub import FixedMinibatch
-from offbeat.strategies.strategy import Strategy
-from offbeat.workloads import NamedWorkload, Quadratic
 
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
 
@@ -408,9 +409,9 @@ def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsy
     Path("own.py").write_text(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
-        "from offbeat.configuration import option\n"
+        "from offbeat.core.configuration import option\n"
         "from offbeat.strategies.hub import FixedMinibatch\n"
-        "from offbeat.workloads import Quadratic\n"
+        "from offbeat.lab.workloads import Quadratic\n"
         "@dataclass(frozen=True)\n"
         "class Mine(FixedMinibatch):\n"
         "    extra: int = option(1, 'nothing in particular')\n"

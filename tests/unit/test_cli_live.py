@@ -16,14 +16,14 @@ from offbeat.cli import flags, main
 from offbeat.cli import member as member_command
 from offbeat.cli import train as train_command
 from offbeat.cli.live_view import Quiet
+from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
+from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
-from offbeat.experiment import Experiment, Plan
-from offbeat.launch import Seat
+from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.worker_main import Live
+from offbeat.launch import RankInfo
 from offbeat.records.files import LIVE, RANK_RECORDS, RunRecords, write_header
 from offbeat.records.schema import Notice
-from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
-from offbeat.taking_part import Live
-from offbeat.workloads import NamedWorkload
 
 QUADRATIC = ["train", "quadratic", "fmb"]
 
@@ -251,8 +251,8 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(capsys: pytest.CaptureFixt
 
 
 def test_work_where_nothing_answers_gives_up_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     assert main(["work", f"127.0.0.1:{port}", "--wait", "0"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"offbeat: nothing answers at 127.0.0.1:{port}")
@@ -263,20 +263,20 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from offbeat.cli import work
-    from offbeat.transports.rendezvous import Terms
+    from offbeat.transports.rendezvous import Assignment
 
     asked: dict[str, Any] = {}
     became: list[Any] = []
 
-    def terms(address: Any, token: bytes | None, **options: Any) -> Terms:
+    def assignment(address: Any, token: bytes | None, **options: Any) -> Assignment:
         asked.update(options, address=str(address), token=token)
-        return Terms(3, 4, 1.0, None)
+        return Assignment(3, 4, 1.0, None)
 
     def become(*program: Any) -> None:
         became.extend(program)
         raise SystemExit(0)
 
-    monkeypatch.setattr(work, "ask_terms", terms)
+    monkeypatch.setattr(work, "request_assignment", assignment)
     monkeypatch.setattr(os, "execve", become)
     Path("script.py").write_text("")
     Path("token").write_text("secret")
@@ -302,7 +302,7 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
         taken.extend([directory, place.rank])
         return 7
 
-    monkeypatch.setattr("offbeat.taking_part.take_part", take_part)
+    monkeypatch.setattr("offbeat.lab.worker_main.take_part", take_part)
     monkeypatch.setenv("OFFBEAT_RANK", "0")
     monkeypatch.setenv("OFFBEAT_PROCESSES", "2")
     assert member_command.member(a_run("o")) == 7
@@ -312,5 +312,5 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
 def test_records_of_a_run_that_failed_before_anybody_wrote_any(runs: Runs) -> None:
     runs.raises = RunFailed("worker 1: ValueError: there is no x")
     experiment = Experiment(NamedWorkload.members["quadratic"](), Strategy.members["fmb"](), workers=2)
-    run: RunRecords = train_command.recorded(experiment, Path("o"), Live(), Quiet(str), Seat())
+    run: RunRecords = train_command.recorded(experiment, Path("o"), Live(), Quiet(str), RankInfo())
     assert [getattr(record, "failure", None) for record in run.records] == ["worker 1: ValueError: there is no x"]

@@ -15,19 +15,19 @@ from offbeat.cluster import (
     Link,
     Lognormal,
     Mixture,
-    NoStraggle,
+    NoStragglers,
     Pareto,
     Partition,
     Pause,
     ShiftedExponential,
     Slowdown,
-    Straggle,
+    StragglerModel,
     WorkerOverride,
     load_cluster,
 )
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError
-from offbeat.randomness import stream
 
 DRAWS = 300_000
 
@@ -70,14 +70,14 @@ def test_a_component_without_weight_is_never_chosen() -> None:
 @pytest.mark.parametrize(
     ("straggle", "least", "mean", "median"),
     [
-        (NoStraggle(), 1.0, 1.0, 1.0),
+        (NoStragglers(), 1.0, 1.0, 1.0),
         (Slowdown(3.0), 3.0, 3.0, 3.0),
         (ShiftedExponential(0.5), 1.0, 1.5, 1 + 0.5 * np.log(2)),
         (Lognormal(0.5), 0.0, np.exp(0.125), 1.0),
         (Pareto(3.0), 1.0, 1.5, 2 ** (1 / 3)),
     ],
 )
-def test_factors_follow_their_distribution(straggle: Straggle, least: float, mean: float, median: float) -> None:
+def test_factors_follow_their_distribution(straggle: StragglerModel, least: float, mean: float, median: float) -> None:
     rng = stream(2, "test")
     draws = [straggle.draw(rng) for _ in range(50_000)]
     factors = np.array([draw.factor for draw in draws])
@@ -88,17 +88,17 @@ def test_factors_follow_their_distribution(straggle: Straggle, least: float, mea
 
 
 @pytest.mark.parametrize("straggle", [NIAGARA, Lognormal(0.3), Pareto(2.0), ShiftedExponential()])
-def test_the_same_generator_draws_the_same_disturbances(straggle: Straggle) -> None:
+def test_the_same_generator_draws_the_same_disturbances(straggle: StragglerModel) -> None:
     first, second = stream(3, "speed", 1), stream(3, "speed", 1)
     assert [straggle.draw(first) for _ in range(20)] == [straggle.draw(second) for _ in range(20)]
 
 
 def test_stragglers_can_be_written_as_one_word() -> None:
-    assert Straggle.shorthand("niagara") == NIAGARA
-    assert Straggle.shorthand("cedar") == CEDAR
-    assert Straggle.shorthand("none") == NoStraggle()
-    assert Straggle.shorthand("lognormal:0.5") == Lognormal(0.5)
-    assert Straggle.shorthand("pareto") == Pareto()
+    assert StragglerModel.shorthand("niagara") == NIAGARA
+    assert StragglerModel.shorthand("cedar") == CEDAR
+    assert StragglerModel.shorthand("none") == NoStragglers()
+    assert StragglerModel.shorthand("lognormal:0.5") == Lognormal(0.5)
+    assert StragglerModel.shorthand("pareto") == Pareto()
     assert from_plain(Cluster, {"straggle": "factor:1e+1"}, "cluster").straggle == Slowdown(10.0)
 
 
@@ -114,7 +114,7 @@ def test_stragglers_can_be_written_as_one_word() -> None:
 )
 def test_a_straggler_that_does_not_exist_is_answered_with_a_sentence(word: str, sentence: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Straggle.shorthand(word)
+        StragglerModel.shorthand(word)
     assert str(caught.value) == sentence
 
 

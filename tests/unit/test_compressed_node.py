@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.actions import Action, ClearTimer, Send
-from offbeat.compression import decode, is_coded
-from offbeat.engines.mail import Lease
-from offbeat.events import Event, MessageArrived, PeerLost, Started, TimerFired
-from offbeat.messages import Buffers, Message, Stop
-from offbeat.pool import Pool
-from offbeat.strategies.compressed import CompressedNode, node_of
+from offbeat.core.actions import Action, ClearTimer, Send
+from offbeat.core.compression import decode, is_coded
+from offbeat.core.events import Event, MessageArrived, PeerLost, Started, TimerFired
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import Buffers, Message, Stop
+from offbeat.core.strategy import Node, State
+from offbeat.simulation.delivery import Lease
+from offbeat.strategies.compressed_node import CompressedNode, node_of
 from offbeat.strategies.gossip.replica import Replica
-from offbeat.strategies.strategy import Node, State
 
 LONGEST = 1 << 20
-TOP_K = ob.TopK(share=0.1)
+TOP_K = ob.compression.TopK(share=0.1)
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Everything(Message):
 
     increments: ClassVar[tuple[str, ...]] = ("change",)
     values: ClassVar[tuple[str, ...]] = ("point",)
-    conveyed: ClassVar[tuple[str, ...]] = ("settled",)
-    parted_by: ClassVar[tuple[str, ...]] = ("fragment",)
+    roundtrip: ClassVar[tuple[str, ...]] = ("settled",)
+    residual_key_fields: ClassVar[tuple[str, ...]] = ("fragment",)
 
     change: Tensor
     point: Tensor
@@ -80,7 +80,7 @@ def said(node: CompressedNode, *sends: Send) -> list[Any]:
     return [action.message for action in node.handle(TimerFired(0.0, "")) if isinstance(action, Send)]
 
 
-def wrapped(compression: ob.Compression) -> CompressedNode:
+def wrapped(compression: ob.compression.Compression) -> CompressedNode:
     return CompressedNode(Parrot(), compression, torch.empty(LONGEST))
 
 
@@ -93,13 +93,15 @@ def heard_by(node: CompressedNode, message: Message, keep: Any = None) -> Messag
 
 
 def test_without_a_compression_there_is_no_wrapper() -> None:
-    setup = ob.Setup(1, (0, 1), None, torch.zeros(3), (), None, ob.Samples(1), None)  # type: ignore[arg-type]
-    assert not isinstance(node_of(ob.FixedMinibatch(), setup), CompressedNode)
-    assert isinstance(node_of(ob.FixedMinibatch(compression=ob.Int8()), setup), CompressedNode)
+    context = ob.nodes.NodeContext(1, (0, 1), None, torch.zeros(3), (), None, ob.Samples(1), None)  # type: ignore[arg-type]
+    assert not isinstance(node_of(ob.FixedMinibatch(), context), CompressedNode)
+    assert isinstance(node_of(ob.FixedMinibatch(compression=ob.compression.Int8()), context), CompressedNode)
 
 
-@pytest.mark.parametrize("compression", [ob.BFloat16(), ob.Int8(), TOP_K], ids=str)
-def test_what_is_declared_is_coded_and_everything_else_travels_as_it_is(compression: ob.Compression) -> None:
+@pytest.mark.parametrize("compression", [ob.compression.BFloat16(), ob.compression.Int8(), TOP_K], ids=str)
+def test_what_is_declared_is_coded_and_everything_else_travels_as_it_is(
+    compression: ob.compression.Compression,
+) -> None:
     message = everything()
     [coded] = said(wrapped(compression), Send(1, message))
     assert is_coded(coded.change)
@@ -111,22 +113,24 @@ def test_what_is_declared_is_coded_and_everything_else_travels_as_it_is(compress
     assert torch.equal(stop.parameters, noise(0))
 
 
-@pytest.mark.parametrize("compression", [ob.BFloat16(), ob.Int8(), TOP_K], ids=str)
-def test_the_other_side_hears_the_same_message_with_the_tensors_decoded(compression: ob.Compression) -> None:
+@pytest.mark.parametrize("compression", [ob.compression.BFloat16(), ob.compression.Int8(), TOP_K], ids=str)
+def test_the_other_side_hears_the_same_message_with_the_tensors_decoded(
+    compression: ob.compression.Compression,
+) -> None:
     message = everything(fragment=7)
     [coded] = said(wrapped(compression), Send(1, message))
     heard = heard_by(wrapped(compression), coded)
     assert isinstance(heard.message, Everything)
     assert heard.message.fragment == 7
     assert (heard.at, heard.source) == (1.0, 2)
-    assert torch.equal(heard.message.change, compression.conveyed(message.change, Pool()))
+    assert torch.equal(heard.message.change, compression.roundtrip(message.change, Pool()))
     assert torch.equal(heard.message.exact, message.exact)
     if compression == TOP_K:
         assert torch.equal(heard.message.point, message.point)
 
 
 def test_other_events_and_actions_pass_and_a_send_keeps_its_key() -> None:
-    node = wrapped(ob.Int8())
+    node = wrapped(ob.compression.Int8())
     assert isinstance(node._inner, Parrot)
     node._inner.says = [ClearTimer("a"), Send(1, everything(), supersedes="newest")]
     clear, send = node.handle(TimerFired(3.0, "tick"))
@@ -140,9 +144,9 @@ def test_other_events_and_actions_pass_and_a_send_keeps_its_key() -> None:
 
 
 def test_a_lease_that_is_taken_back_takes_no_decoded_tensor_along() -> None:
-    [coded] = said(wrapped(ob.Int8()), Send(1, everything()))
+    [coded] = said(wrapped(ob.compression.Int8()), Send(1, everything()))
     lease = Lease(coded.copy())
-    heard = heard_by(wrapped(ob.Int8()), lease.message, lease)
+    heard = heard_by(wrapped(ob.compression.Int8()), lease.message, lease)
     change = heard.message.change.clone()  # type: ignore[attr-defined]
     assert not lease.kept
     kept = heard.keep()
@@ -154,12 +158,12 @@ def test_a_lease_that_is_taken_back_takes_no_decoded_tensor_along() -> None:
 
 
 def test_one_snapshot_for_many_is_coded_once_and_anew_when_it_has_changed() -> None:
-    node, point = wrapped(ob.Int8()), noise(0)
+    node, point = wrapped(ob.compression.Int8()), noise(0)
     first, second = said(node, Send(1, everything(point=point)), Send(2, everything(point=point)))
     assert first.point is second.point
     [third] = said(node, Send(1, everything(point=point.add_(1.0))))
     assert third.point is not first.point
-    assert torch.equal(decode(third.point, Pool()), ob.Int8().conveyed(point, Pool()))
+    assert torch.equal(decode(third.point, Pool()), ob.compression.Int8().roundtrip(point, Pool()))
     del point, first, second, third
     assert node._coded == {}
 
@@ -171,7 +175,7 @@ def test_what_was_lost_of_an_increment_comes_with_the_next_to_the_same_peer() ->
         for message, peer in zip(said(node, Send(1, everything(seed)), Send(2, everything(seed))), (1, 2), strict=True):
             total[peer] += decode(message.change, Pool())
     given = torch.stack([noise(seed) for seed in range(100, 140)]).sum(0)
-    unaided = torch.stack([TOP_K.conveyed(noise(seed), Pool()) for seed in range(100, 140)]).sum(0)
+    unaided = torch.stack([TOP_K.roundtrip(noise(seed), Pool()) for seed in range(100, 140)]).sum(0)
     assert torch.equal(total[1], total[2])
     assert (total[1] - given).norm() < 0.7 * (unaided - given).norm()
     residual = node._residuals[1, "Everything", "change", (0,)]
@@ -179,7 +183,11 @@ def test_what_was_lost_of_an_increment_comes_with_the_next_to_the_same_peer() ->
 
 
 def test_without_feedback_nothing_is_remembered() -> None:
-    for compression in (ob.BFloat16(), ob.Int8(feedback=False), ob.TopK(0.1, feedback=False)):
+    for compression in (
+        ob.compression.BFloat16(),
+        ob.compression.Int8(feedback=False),
+        ob.compression.TopK(0.1, feedback=False),
+    ):
         node = wrapped(compression)
         said(node, Send(1, everything()))
         assert node.state()["residuals"] == []
@@ -232,8 +240,8 @@ def test_a_state_does_not_change_with_the_node() -> None:
     assert torch.equal(state["residual_vectors"][0], before)
 
 
-@pytest.mark.parametrize("compression", [ob.BFloat16(), ob.Int8(chunk=16), TOP_K], ids=str)
-def test_both_ends_of_an_exchange_of_peers_take_the_same_difference(compression: ob.Compression) -> None:
+@pytest.mark.parametrize("compression", [ob.compression.BFloat16(), ob.compression.Int8(chunk=16), TOP_K], ids=str)
+def test_both_ends_of_an_exchange_of_peers_take_the_same_difference(compression: ob.compression.Compression) -> None:
     mine, theirs = noise(1), noise(2)
     answers = Replica(mine, (), accelerated=False, compression=compression)
     begins = Replica(theirs, (), accelerated=False)
@@ -248,7 +256,7 @@ def test_both_ends_of_an_exchange_of_peers_take_the_same_difference(compression:
 
 
 def test_a_tensor_that_claims_to_be_longer_than_the_parameters_is_refused_before_there_is_room_for_it() -> None:
-    node = CompressedNode(Parrot(), ob.TopK(0.01), torch.empty(100))
-    blob = ob.TopK(0.01).encode(torch.ones(1000), Pool())
+    node = CompressedNode(Parrot(), ob.compression.TopK(0.01), torch.empty(100))
+    blob = ob.compression.TopK(0.01).encode(torch.ones(1000), Pool())
     with pytest.raises(ob.ContractViolation, match="claims 1000 elements, but 100 is the most"):
         heard_by(node, everything(change=blob))

@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.compression import decode, is_coded, uncompressed_bytes
-from offbeat.compression.blob import HEAD_BYTES
-from offbeat.compression.top_k import SAMPLE
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.compression import decode, is_coded, uncompressed_bytes
+from offbeat.core.compression.encoded_tensor import HEAD_BYTES
+from offbeat.core.compression.top_k import SAMPLE
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import HEADER_BYTES, Stop
 from offbeat.errors import ContractViolation
-from offbeat.messages import HEADER_BYTES, Stop
-from offbeat.pool import Pool
-from offbeat.strategies.hub.messages import Gradient, Parameters
+from offbeat.strategies.hub.hub_messages import Gradient, Parameters
 
-ALL = [ob.BFloat16(), ob.Int8(), ob.Int8(chunk=3), ob.TopK(share=0.1), ob.TopK(share=0.4)]
+ALL = [
+    ob.compression.BFloat16(),
+    ob.compression.Int8(),
+    ob.compression.Int8(chunk=3),
+    ob.compression.TopK(share=0.1),
+    ob.compression.TopK(share=0.4),
+]
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -38,7 +44,7 @@ def gradient(values: Tensor) -> Gradient:
 @pytest.mark.parametrize("numel", [20, 511, 512, 513, 100_003])
 def test_int8_is_off_by_half_a_step_at_the_most(numel: int, dtype: torch.dtype) -> None:
     values, pool = vector(numel, dtype), Pool()
-    blob = ob.Int8(chunk=512).encode(values, pool)
+    blob = ob.compression.Int8(chunk=512).encode(values, pool)
     back = decode(blob, pool)
     assert blob.numel() == HEAD_BYTES + -(-numel // 512) * dtype.itemsize + numel
     assert back.dtype is dtype
@@ -49,7 +55,7 @@ def test_int8_is_off_by_half_a_step_at_the_most(numel: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bf16_is_what_torch_rounds_to_at_half_the_weight(dtype: torch.dtype) -> None:
     values, pool = vector(1001, dtype), Pool()
-    blob = ob.BFloat16().encode(values, pool)
+    blob = ob.compression.BFloat16().encode(values, pool)
     assert torch.equal(decode(blob, pool), values.bfloat16().to(dtype))
     assert blob.numel() == HEAD_BYTES + 2 * 1001
 
@@ -60,7 +66,7 @@ def test_bf16_is_what_torch_rounds_to_at_half_the_weight(dtype: torch.dtype) -> 
 def test_top_k_sends_exactly_the_largest(numel: int, share: float, dtype: torch.dtype) -> None:
     values, pool = vector(numel, dtype), Pool()
     count = max(1, round(share * numel))
-    blob = ob.TopK(share).encode(values, pool)
+    blob = ob.compression.TopK(share).encode(values, pool)
     expected, places = torch.zeros_like(values), values.abs().topk(count).indices
     expected[places] = values[places].float().to(dtype)
     assert torch.equal(decode(blob, pool), expected)
@@ -69,7 +75,7 @@ def test_top_k_sends_exactly_the_largest(numel: int, share: float, dtype: torch.
 
 def test_of_equal_elements_top_k_sends_the_first() -> None:
     pool = Pool()
-    back = decode(ob.TopK(0.1).encode(torch.ones(20), pool), pool)
+    back = decode(ob.compression.TopK(0.1).encode(torch.ones(20), pool), pool)
     assert back.tolist() == [1.0, 1.0, *[0.0] * 18]
 
 
@@ -79,7 +85,7 @@ def test_a_sample_that_misleads_is_noticed() -> None:
     for seen, unseen in ((100.0, 1.0), (1.0, 100.0)):
         values = unseen * vector(numel)
         values[::5] = seen * vector(len(values[::5]), seed=1)
-        back = decode(ob.TopK(0.01).encode(values, pool), pool)
+        back = decode(ob.compression.TopK(0.01).encode(values, pool), pool)
         assert set(back.nonzero().flatten().tolist()) == set(values.abs().topk(round(0.01 * numel)).indices.tolist())
 
 
@@ -87,7 +93,7 @@ def test_top_k_sends_all_there_is_where_that_is_less() -> None:
     numel, pool = 3 * SAMPLE, Pool()
     values = torch.zeros(numel)
     values[[5, 77, numel - 1]] = torch.tensor([1e-30, -2.0, 3.0])
-    blob = ob.TopK(0.01).encode(values, pool)
+    blob = ob.compression.TopK(0.01).encode(values, pool)
     assert blob.numel() == HEAD_BYTES + 3 * 8
     assert torch.equal(decode(blob, pool), values)
 
@@ -95,7 +101,7 @@ def test_top_k_sends_all_there_is_where_that_is_less() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compression", ALL, ids=str)
 def test_what_is_lost_is_in_the_residual_and_comes_with_the_next(
-    compression: ob.Compression, dtype: torch.dtype
+    compression: ob.compression.Compression, dtype: torch.dtype
 ) -> None:
     pool, residual = Pool(), torch.zeros(1234, dtype=dtype)
     given = sent = torch.zeros(1234, dtype=dtype)
@@ -109,7 +115,7 @@ def test_what_is_lost_is_in_the_residual_and_comes_with_the_next(
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_the_same_vector_becomes_the_same_bytes_and_is_left_alone(compression: ob.Compression) -> None:
+def test_the_same_vector_becomes_the_same_bytes_and_is_left_alone(compression: ob.compression.Compression) -> None:
     values = vector(3 * SAMPLE + 1)
     before = values.clone()
     first, again = compression.encode(values, Pool()), compression.encode(values.clone(), Pool())
@@ -119,7 +125,9 @@ def test_the_same_vector_becomes_the_same_bytes_and_is_left_alone(compression: o
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
 @pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_what_is_not_finite_or_too_large_travels_as_it_is(compression: ob.Compression, worst: float) -> None:
+def test_what_is_not_finite_or_too_large_travels_as_it_is(
+    compression: ob.compression.Compression, worst: float
+) -> None:
     values, residual = vector(1000), torch.ones(1000)
     values[500] = worst
     assert compression.encode(values, Pool(), residual) is values
@@ -131,19 +139,19 @@ def test_what_is_not_finite_or_too_large_travels_as_it_is(compression: ob.Compre
     "values", [torch.empty(0), torch.arange(500), torch.ones(400, dtype=torch.float16), torch.ones(6)], ids=str
 )
 def test_what_is_empty_or_of_another_type_or_would_not_shrink_travels_as_it_is(
-    compression: ob.Compression, values: Tensor
+    compression: ob.compression.Compression, values: Tensor
 ) -> None:
     assert compression.encode(values, Pool()) is values
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_zeros_stay_zeros(compression: ob.Compression) -> None:
+def test_zeros_stay_zeros(compression: ob.compression.Compression) -> None:
     pool = Pool()
     assert not decode(compression.encode(torch.zeros(1000), pool), pool).any()
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_a_blob_may_lie_anywhere(compression: ob.Compression) -> None:
+def test_a_blob_may_lie_anywhere(compression: ob.compression.Compression) -> None:
     pool = Pool()
     blob = compression.encode(vector(1000), pool)
     shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), blob])[3:]
@@ -151,7 +159,7 @@ def test_a_blob_may_lie_anywhere(compression: ob.Compression) -> None:
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_a_blob_that_is_cut_off_is_refused(compression: ob.Compression) -> None:
+def test_a_blob_that_is_cut_off_is_refused(compression: ob.compression.Compression) -> None:
     blob = compression.encode(vector(1000), Pool())
     for damaged in (blob[:-1], blob[:10], torch.cat([blob, blob])):
         with pytest.raises(ob.ContractViolation, match="came"):
@@ -159,7 +167,7 @@ def test_a_blob_that_is_cut_off_is_refused(compression: ob.Compression) -> None:
 
 
 def test_bytes_of_nobody_are_refused() -> None:
-    blob = ob.Int8().encode(vector(100), Pool())
+    blob = ob.compression.Int8().encode(vector(100), Pool())
     with pytest.raises(ob.ContractViolation, match="not known here"):
         decode(torch.cat([torch.full((1,), 65, dtype=torch.uint8), blob[1:]]), Pool())
     blob = blob.clone()
@@ -170,7 +178,7 @@ def test_bytes_of_nobody_are_refused() -> None:
 
 def test_places_that_are_out_of_range_or_order_are_refused() -> None:
     for places in ([3, 1], [-1, 2], [0, 100], [4, 4]):
-        blob = ob.TopK(0.02).encode(vector(100), Pool()).clone()
+        blob = ob.compression.TopK(0.02).encode(vector(100), Pool()).clone()
         blob[HEAD_BYTES : HEAD_BYTES + 8] = torch.tensor(places, dtype=torch.int32).view(torch.uint8)
         with pytest.raises(ob.ContractViolation, match="not in order"):
             decode(blob, Pool())
@@ -178,7 +186,7 @@ def test_places_that_are_out_of_range_or_order_are_refused() -> None:
 
 def test_memory_is_used_again() -> None:
     pool, values = Pool(), vector(400_000)
-    for compression in (ob.BFloat16(), ob.Int8(), ob.TopK(0.1)):
+    for compression in (ob.compression.BFloat16(), ob.compression.Int8(), ob.compression.TopK(0.1)):
         for _ in range(3):
             decode(compression.encode(values, pool), pool)
     assert pool.allocated == 4  # a blob of each, and a vector
@@ -188,7 +196,7 @@ def test_a_message_knows_what_it_would_weigh() -> None:
     values = vector(1000)
     plain = gradient(values)
     assert uncompressed_bytes(plain) == plain.nbytes
-    blob = ob.Int8().encode(values, Pool())
+    blob = ob.compression.Int8().encode(values, Pool())
     coded = gradient(values).with_tensors(iter([blob, values[:2]]))
     assert is_coded(blob)
     assert coded.nbytes == HEADER_BYTES + blob.nbytes + 8
@@ -217,16 +225,16 @@ def test_only_what_a_message_declares_may_be_compressed() -> None:
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("bf16", ob.BFloat16()),
-        ("int8", ob.Int8()),
-        ("int8:256", ob.Int8(chunk=256)),
-        ("top-k:0.05", ob.TopK(share=0.05)),
-        ("top-k:0.05:no", ob.TopK(share=0.05, feedback=False)),
-        ({"name": "top-k", "share": 0.05}, ob.TopK(share=0.05)),
+        ("bf16", ob.compression.BFloat16()),
+        ("int8", ob.compression.Int8()),
+        ("int8:256", ob.compression.Int8(chunk=256)),
+        ("top-k:0.05", ob.compression.TopK(share=0.05)),
+        ("top-k:0.05:no", ob.compression.TopK(share=0.05, feedback=False)),
+        ({"name": "top-k", "share": 0.05}, ob.compression.TopK(share=0.05)),
         ("none", None),
     ],
 )
-def test_a_compression_can_be_a_word_or_a_table(text: Any, meant: ob.Compression | None) -> None:
+def test_a_compression_can_be_a_word_or_a_table(text: Any, meant: ob.compression.Compression | None) -> None:
     strategy = from_plain(ob.Strategy, {"name": "fmb", "compression": text}, "strategy")
     assert strategy == ob.FixedMinibatch(compression=meant)
     assert from_plain(ob.Strategy, to_plain(strategy), "strategy") == strategy
@@ -234,20 +242,20 @@ def test_a_compression_can_be_a_word_or_a_table(text: Any, meant: ob.Compression
 
 def test_the_field_changes_no_other_and_is_not_taken_by_place() -> None:
     assert ob.FixedMinibatch(8) == ob.FixedMinibatch(microbatch=8)
-    assert ob.AsyncFixed(compression=ob.Int8()).hub(workers=2).compression == ob.Int8()
+    assert ob.AsyncFixed(compression=ob.compression.Int8()).hub(workers=2).compression == ob.compression.Int8()
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ob.Int8(chunk=0),
-        lambda: ob.Int8(chunk=1 << 30),
-        lambda: ob.Int8(chunk=2.5),  # type: ignore[arg-type]
-        lambda: ob.TopK(share=0.0),
-        lambda: ob.TopK(share=1.5),
-        lambda: ob.TopK(share=float("nan")),
+        lambda: ob.compression.Int8(chunk=0),
+        lambda: ob.compression.Int8(chunk=1 << 30),
+        lambda: ob.compression.Int8(chunk=2.5),  # type: ignore[arg-type]
+        lambda: ob.compression.TopK(share=0.0),
+        lambda: ob.compression.TopK(share=1.5),
+        lambda: ob.compression.TopK(share=float("nan")),
         lambda: ob.FixedMinibatch(compression="int8"),  # type: ignore[arg-type]
-        lambda: ob.Gossip(compression=ob.Int8),  # type: ignore[arg-type]
+        lambda: ob.Gossip(compression=ob.compression.Int8),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_cannot_work_are_refused(make: Any) -> None:

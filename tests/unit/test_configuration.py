@@ -8,10 +8,10 @@ from typing import Any, Literal
 import pytest
 
 import offbeat as ob
-from offbeat.actions import Budget
-from offbeat.configuration import Family, build, from_plain, option, options, to_plain
+from offbeat.core.actions import Budget
+from offbeat.core.configuration import Family, build, from_plain, option, options, to_plain
+from offbeat.core.strategy import Cadence, Strategy
 from offbeat.errors import ConfigurationError
-from offbeat.strategies.strategy import Cadence, Strategy
 
 
 class Shape(Family):
@@ -86,7 +86,17 @@ def test_how_long_to_train_is_a_number_of_samples_or_of_seconds() -> None:
         from_plain(Budget, "soon", "until")
 
 
-@pytest.mark.parametrize("family", [Strategy, ob.Optimizer, ob.Schedule, ob.Straggle, Cadence, ob.NamedWorkload])
+@pytest.mark.parametrize(
+    "family",
+    [
+        Strategy,
+        ob.nodes.Optimizer,
+        ob.schedules.Schedule,
+        ob.stragglers.StragglerModel,
+        Cadence,
+        ob.workloads.NamedWorkload,
+    ],
+)
 def test_every_field_of_every_member_is_explained(family: Any) -> None:
     for member in family.members.values():
         for item in options(member):
@@ -95,7 +105,9 @@ def test_every_field_of_every_member_is_explained(family: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(Strategy.members))
 def test_every_strategy_survives_plain_data(name: str) -> None:
-    strategy = Strategy.members[name]().suited(ob.SGD(lr=ob.Exponential(start=0.1, factor=0.5, samples=1000)))
+    strategy = Strategy.members[name]().with_default_optimizer(
+        ob.SGD(lr=ob.schedules.Exponential(start=0.1, factor=0.5, samples=1000))
+    )
     assert from_plain(Strategy, to_plain(strategy), "strategy") == strategy
 
 

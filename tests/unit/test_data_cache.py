@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from made_data import Made, folder, idx_files, made
 
-import offbeat.data
-from offbeat.data import CATALOGUE, load
-from offbeat.data.arrays import FILES
-from offbeat.data.cache import cache_directory, verified
-from offbeat.data.getting import get
+import offbeat.lab.data
 from offbeat.errors import ConfigurationError
+from offbeat.lab.data import CATALOGUE, load
+from offbeat.lab.data.arrays import FILES
+from offbeat.lab.data.cache import cache_directory, verified
+from offbeat.lab.data.getting import get
 
 
 class Listener:
@@ -69,7 +69,7 @@ def test_the_catalogue_says_what_can_be_known_beforehand() -> None:
 
 def test_a_name_that_is_not_offered_is_said_so() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'lode'"):
-        _ = offbeat.data.lode  # type: ignore[attr-defined]
+        _ = offbeat.lab.data.lode  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

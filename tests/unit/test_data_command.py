@@ -12,7 +12,7 @@ from made_data import Made, folder, idx_files, made
 
 from offbeat.cli import data as command
 from offbeat.cli import main
-from offbeat.data import CATALOGUE
+from offbeat.lab.data import CATALOGUE
 
 
 @pytest.fixture

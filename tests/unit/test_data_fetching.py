@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from made_data import FORMS, Made, cifar_pickles, folder, idx_files, made, tar
 
-from offbeat.data import CATALOGUE, Entry, load
-from offbeat.data.cache import cache_directory
-from offbeat.data.catalogue import DebianPackage, OfficialFile
-from offbeat.data.getting import get
 from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
+from offbeat.lab.data import CATALOGUE, Entry, load
+from offbeat.lab.data.cache import cache_directory
+from offbeat.lab.data.catalogue import DebianPackage, OfficialFile
+from offbeat.lab.data.getting import get
 
 LIMIT_SECONDS = 60.0
 
@@ -269,7 +269,7 @@ def test_the_next_place_is_asked_when_one_cannot_be_reached(site: Site, monkeypa
 
 
 def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.data.fetching.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("offbeat.lab.data.fetching.SILENCE_SECONDS", 0.2)
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -280,7 +280,7 @@ def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest
 
 
 def test_a_download_that_stands_still_is_given_up_and_kept(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.data.fetching.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("offbeat.lab.data.fetching.SILENCE_SECONDS", 0.5)
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     site.stalls_after = 400
@@ -389,7 +389,7 @@ import sys
 from dataclasses import replace
 from made_data import made
 from offbeat.cli import main
-from offbeat.data.catalogue import CATALOGUE, OfficialFile
+from offbeat.lab.data.catalogue import CATALOGUE, OfficialFile
 one = made("cifar10")
 CATALOGUE["cifar10"] = replace(one.entry, official=(OfficialFile("c.tar.gz", sys.argv[1], (sys.argv[2],)),), npm=None)
 import signal
@@ -479,7 +479,7 @@ def test_a_look_at_what_is_here_needs_neither_torch_nor_numpy(tmp_path: Path, mo
     get(one.entry, Listener(), path=folder(tmp_path / "raw", idx_files(one, False)))
     program = (
         "import sys\nfrom dataclasses import replace\n"
-        "from offbeat.cli import main\nfrom offbeat.data import CATALOGUE\n"
+        "from offbeat.cli import main\nfrom offbeat.lab.data import CATALOGUE\n"
         "CATALOGUE['mnist'] = replace(CATALOGUE['mnist'], sha256={})\n"
         "assert main(['data', 'get', 'mnist']) == main(['data', 'list']) == main(['data', 'path', 'mnist']) == 0\n"
         "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)\n"

@@ -34,11 +34,11 @@ from made_data import (
     tar,
 )
 
-from offbeat.data import load
-from offbeat.data.cache import Manifest, cache_directory
-from offbeat.data.getting import get
-from offbeat.data.pickled import read_pickle
 from offbeat.errors import ConfigurationError, MissingDependency, OffbeatError
+from offbeat.lab.data import load
+from offbeat.lab.data.cache import Manifest, cache_directory
+from offbeat.lab.data.getting import get
+from offbeat.lab.data.pickled import read_pickle
 
 
 class Listener:

@@ -25,22 +25,22 @@ import msgspec
 import pytest
 
 import offbeat as ob
-from offbeat.analysis import Summary
 from offbeat.cli import COMMANDS, USAGES, flags, main
 from offbeat.cli.launch import launch
 from offbeat.cli.train import train
 from offbeat.cli.work import work
-from offbeat.cluster import PRESETS, Fault, Straggle
+from offbeat.cluster import PRESETS, Fault, StragglerModel
 from offbeat.cluster.cluster import Cluster
-from offbeat.configuration import build, options
-from offbeat.experiment import Plan
-from offbeat.messages import Message
+from offbeat.core.configuration import build, options
+from offbeat.core.messages import Message
+from offbeat.core.strategy import Strategy
+from offbeat.core.workload import NamedWorkload
+from offbeat.lab.experiment import Plan
+from offbeat.lab.reproduction.study import study_of
 from offbeat.records.files import read_run
+from offbeat.records.metrics import Summary
 from offbeat.records.schema import AnyRecord, Round
-from offbeat.reproduction.study import study_of
-from offbeat.strategies.strategy import Strategy
 from offbeat.testing import check_strategy
-from offbeat.workloads import NamedWorkload
 
 ROOT = Path(__file__).parents[2]
 RING = ROOT / "examples/token_ring.py"
@@ -96,11 +96,11 @@ def first_cells(document: str, head: str) -> list[str]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory to work in, as a reader's: examples and experiments are there. Registers are left as they were."""
     importlib.import_module("offbeat.cli.report")  # before the page is taken away from under it
     flags.all_flags()  # remembered from its first call on; classes of the examples must not be among them
-    registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, Straggle.members, Message.kinds]
+    registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, StragglerModel.members, Message.kinds]
     before, modules = [dict(register) for register in registers], set(sys.modules)
     for folder in ("examples", "experiments"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,7 +108,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path / "examples")
     monkeypatch.syspath_prepend(tmp_path)
     # Figures take most of the time of a short run, and have tests of their own; `offbeat report` still draws them.
-    monkeypatch.setattr("offbeat.report.page.write_report", lambda runs, path, baseline: path)
+    monkeypatch.setattr("offbeat.lab.report.page.write_report", lambda runs, path, baseline: path)
     yield tmp_path
     for register, members in zip(registers, before, strict=True):
         register.clear()
@@ -172,14 +172,14 @@ def test_the_example_stays_short() -> None:
     assert len(RING.read_text(encoding="utf-8").splitlines()) < 80
 
 
-def test_the_example_keeps_the_contract(desk: Path) -> None:
+def test_the_example_keeps_the_contract(workdir: Path) -> None:
     ring: Any = importlib.import_module("token_ring")
     assert check_strategy(ring.TokenRing(), seeds=range(30), faults=False) == 30
 
 
-def test_the_example_learns(desk: Path) -> None:
+def test_the_example_learns(workdir: Path) -> None:
     ring: Any = importlib.import_module("token_ring")
-    run = ob.simulate(ob.Digits(), ring.TokenRing(), workers=4, until=ob.Samples(6_000))
+    run = ob.simulate(ob.workloads.Digits(), ring.TokenRing(), workers=4, until=ob.Samples(6_000))
     assert run.summary.failure is None
     assert run.summary.samples >= 6_000
     assert run.summary.accuracy is not None
@@ -191,16 +191,16 @@ def test_the_example_learns(desk: Path) -> None:
 
 @pytest.mark.parametrize("document", WITH_COMMANDS)
 def test_what_a_document_shows_can_be_done_in_its_order(
-    document: str, desk: Path, capsys: pytest.CaptureFixture[str]
+    document: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for language, text in blocks(document, "python", "toml", "sh"):
         name = own_name(text)
         if name:
-            (desk / name).write_text(text, encoding="utf-8")
+            (workdir / name).write_text(text, encoding="utf-8")
         if language == "toml":
             take_toml(text)
         elif "--listen" in text:
-            run_on_two_machines(text, desk)
+            run_on_two_machines(text, workdir)
         elif language == "sh":
             for line in text.splitlines():
                 run_command(line, capsys)
@@ -263,7 +263,7 @@ def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
         yield
 
 
-def run_on_two_machines(text: str, desk: Path) -> None:
+def run_on_two_machines(text: str, workdir: Path) -> None:
     """The last two lines are a hub and a worker that finds it. Here both are on one machine."""
     *before, hub, worker = text.splitlines()
     for line in before:
@@ -275,7 +275,7 @@ def run_on_two_machines(text: str, desk: Path) -> None:
     with ended(here, there):
         said = [one.communicate()[1] for one in (here, there)]
     assert (here.returncode, there.returncode) == (0, 0), said
-    run = read_run(desk / "runs/both/async-fmb-seed0")
+    run = read_run(workdir / "runs/both/async-fmb-seed0")
     assert any(isinstance(record, Round) and record.rank == 2 for record in run.records)
 
 
@@ -293,7 +293,7 @@ def interrupt(words: list[str]) -> None:
     assert f"offbeat train --resume {directory}" in said
 
 
-def test_the_commands_of_the_readme_can_be_typed(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_readme_can_be_typed(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _, text in blocks("README.md", "sh"):
         for line in text.splitlines():
             run_command(line, capsys)
@@ -322,7 +322,7 @@ def test_the_cluster_page_lists_every_preset_field_straggle_and_fault() -> None:
     page = "docs/cluster.md"
     assert first_cells(page, "name | what it is") == list(PRESETS)
     assert first_cells(page, "field | default | meaning") == [item.path for item in options(Cluster)]
-    assert first_cells(page, "name | as a word | a round") == list(Straggle.members)
+    assert first_cells(page, "name | as a word | a round") == list(StragglerModel.members)
     assert first_cells(page, "name | fields, in the order of the word | what happens") == list(Fault.members)
     for link_field in dataclasses.fields(ob.Link):
         assert f"| `{link_field.name}` |" in read(page)

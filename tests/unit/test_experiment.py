@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 
 import offbeat as ob
+from offbeat.lab.experiment import Plan
 from offbeat.records.files import read_run
 
 
 def test_a_simulated_run_hands_back_the_model_that_it_trained() -> None:
-    run = ob.simulate(ob.Digits(), ob.AsyncTimed(), ob.Cluster(straggle=ob.NIAGARA), seed=1, workers=10)
+    run = ob.simulate(
+        ob.workloads.Digits(), ob.AsyncTimed(), ob.Cluster(straggle=ob.stragglers.NIAGARA), seed=1, workers=10
+    )
     assert run.summary.accuracy is not None
     assert run.summary.accuracy > 0.9
-    measured = ob.Digits().build().evaluate(run.model())
+    measured = ob.workloads.Digits().build().evaluate(run.model())
     assert measured[:2] == pytest.approx((run.summary.loss, run.summary.accuracy))
     assert measured.accuracy_top5 == run.summary.accuracy_top5 > run.summary.accuracy
     assert "target reached after" in repr(run)
@@ -69,32 +72,34 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     """
     path = tmp_path / "plan.toml"
     path.write_text(text)
-    plan = ob.Plan.from_file(path)
+    plan = Plan.from_file(path)
     assert plan.labels == ("slow", "amb")
-    assert plan.cluster.faults == (ob.Crash(1, 30.0, 5.0), ob.Pause(2, 1.0, 2.0))
-    assert plan.cluster.speed(3).straggle == ob.NIAGARA
-    assert ob.Plan.from_plain(plan.to_plain(), "again") == plan
+    assert plan.cluster.faults == (ob.faults.Crash(1, 30.0, 5.0), ob.faults.Pause(2, 1.0, 2.0))
+    assert plan.cluster.speed(3).straggle == ob.stragglers.NIAGARA
+    assert Plan.from_plain(plan.to_plain(), "again") == plan
     assert [(e.name, e.seed) for e in plan.experiments()] == [("slow", 3), ("amb", 3), ("slow", 5), ("amb", 5)]
 
 
 def test_runs_without_evaluation_have_no_time_to_target() -> None:
-    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(5000), workers=2, evaluate=None)
+    run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(5000), workers=2, evaluate=None)
     assert run.summary.seconds_to_target is None
     assert run.summary.updates == 10
 
 
 def test_a_failed_run_is_a_result_too() -> None:
-    cluster = ob.Cluster(faults=(ob.Corrupt(1, 0.0, 1e9),))
-    run = ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), cluster, ob.Samples(90_000), workers=2)
+    cluster = ob.Cluster(faults=(ob.faults.Corrupt(1, 0.0, 1e9),))
+    run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), cluster, ob.Samples(90_000), workers=2)
     assert run.summary.failure is not None
     assert "worker 1" in run.summary.failure
 
 
 def test_a_cluster_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ob.ConfigurationError, match="rank 7"):
-        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), ob.Cluster(faults=(ob.Crash(7, 1.0),)), workers=2)
+        ob.simulate(
+            ob.workloads.Quadratic(), ob.FixedMinibatch(), ob.Cluster(faults=(ob.faults.Crash(7, 1.0),)), workers=2
+        )
     with pytest.raises(ob.ConfigurationError, match="workers must be a whole number of at least 1"):
-        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), workers=0)
+        ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), workers=0)
 
 
 def test_a_batch_norm_model_with_single_samples_is_refused_in_a_sentence() -> None:

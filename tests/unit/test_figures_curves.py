@@ -6,7 +6,7 @@ import pytest
 from made_records import a_round, a_small_run, a_traffic, accuracies, an_update, run
 from msgspec.structs import replace
 
-from offbeat import curves
+from offbeat.records import curves
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import Round, Undone
 

@@ -10,8 +10,8 @@ import pytest
 from made_records import run
 
 from offbeat.cli import main
+from offbeat.lab.report.labels import told_apart
 from offbeat.records.files import RunRecords
-from offbeat.report.labels import told_apart
 
 PLAIN: dict[str, Any] = {
     "workload": {"name": "digits", "hidden": 64},

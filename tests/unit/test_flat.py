@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offbeat.core.flat import FlatModule, Layout, Slot, layout_of, merge_buffers
 from offbeat.errors import ConfigurationError, ContractViolation
-from offbeat.flat import FlatModule, Layout, Slot, layout_of, merge_buffers
 
 
 def small_network() -> nn.Sequential:

@@ -11,15 +11,14 @@ import torch
 
 import offbeat as ob
 from offbeat.cli import main
-from offbeat.messages import packed, unpacked
-from offbeat.randomness import restore, state_of, stream
+from offbeat.core.messages import packed, unpacked
+from offbeat.core.randomness import restore, state_of, stream
 from offbeat.records.files import read_run
-from offbeat.strategies.gossip.assembly import Assembly, children, parents
-from offbeat.strategies.gossip.matchmaker import Matchmaker
-from offbeat.strategies.gossip.members import Members, linked_to
-from offbeat.strategies.gossip.messages import Average, Gather, Part
-from offbeat.strategies.gossip.pulse import Pulse
+from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
+from offbeat.strategies.gossip.gossip_messages import Average, Gather, Part
+from offbeat.strategies.gossip.gossip_view import Members, linked_to
 from offbeat.strategies.gossip.replica import Replica
+from offbeat.strategies.gossip.tree_reduce import TreeReduce, children, parents
 
 FLOATS = torch.tensor([1.0, 3.0])
 COUNTER = torch.tensor([5])
@@ -34,12 +33,12 @@ def replica(*values: float, accelerated: bool = True) -> Replica:
 
 def test_mixing_is_that_of_two_copies() -> None:
     mine = replica(1.0, 2.0)
-    assert mine.lead is not None
-    mine.lead.copy_(torch.tensor([4.0, -2.0]))
+    assert mine.acid_offset is not None
+    mine.acid_offset.copy_(torch.tensor([4.0, -2.0]))
     x, other, kept = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 0.0]), 0.3
     mine.mix(kept)
     torch.testing.assert_close(mine.parameters, 0.5 * ((1 + kept) * x + (1 - kept) * other))
-    torch.testing.assert_close(mine.parameters + mine.lead, 0.5 * ((1 - kept) * x + (1 + kept) * other))
+    torch.testing.assert_close(mine.parameters + mine.acid_offset, 0.5 * ((1 - kept) * x + (1 + kept) * other))
 
 
 def test_both_ends_of_an_exchange_take_their_share_of_one_difference() -> None:
@@ -53,10 +52,10 @@ def test_both_ends_of_an_exchange_take_their_share_of_one_difference() -> None:
     theirs.settle(met.difference, met.buffers, alpha_tilde=0.9)
     assert mine.parameters.tolist() == [2.0, 6.0]
     assert theirs.parameters.tolist() == [3.0, 7.0]
-    assert mine.lead is not None
-    assert theirs.lead is not None
-    torch.testing.assert_close(mine.lead, torch.tensor([1.6, -3.2]))
-    torch.testing.assert_close(theirs.lead, -mine.lead)
+    assert mine.acid_offset is not None
+    assert theirs.acid_offset is not None
+    torch.testing.assert_close(mine.acid_offset, torch.tensor([1.6, -3.2]))
+    torch.testing.assert_close(theirs.acid_offset, -mine.acid_offset)
 
 
 def test_statistics_are_averaged_and_of_counters_the_larger_counts() -> None:
@@ -103,23 +102,23 @@ def test_a_computation_changes_buffers_by_as_much_as_it_changed_its_own() -> Non
 
 
 def test_a_regular_clock_spreads_its_exchanges_over_the_gradient() -> None:
-    pulse = Pulse(ob.Regular(), 2.0, stream(0, "test"))
-    assert pulse.seconds(0.0, 10.0) is None, "nobody knows yet how long a gradient takes"
+    exchange_schedule = ExchangeSchedule(ob.parts.Regular(), 2.0, stream(0, "test"))
+    assert exchange_schedule.seconds(0.0, 10.0) is None, "nobody knows yet how long a gradient takes"
     seen = []
     for gradient in range(1, 6):
-        pulse.gradient(at=10.0 * gradient)
-        while (seconds := pulse.seconds(10.0 * gradient, 10.0)) is not None:
+        exchange_schedule.gradient(at=10.0 * gradient)
+        while (seconds := exchange_schedule.seconds(10.0 * gradient, 10.0)) is not None:
             seen.append(10.0 * gradient + seconds)
-            pulse.tick()
+            exchange_schedule.tick()
     assert len(seen) == 10
     assert {round(late - early, 6) for early, late in itertools.pairwise(seen)} == {5.0}
 
 
 def test_what_a_quick_gradient_leaves_behind_is_overdue() -> None:
-    pulse = Pulse(ob.Regular(), 1.0, stream(0, "test"))
-    pulse.gradient(at=10.0)
-    pulse.gradient(at=11.0)
-    assert pulse.seconds(11.0, 10.0) == 0.0
+    exchange_schedule = ExchangeSchedule(ob.parts.Regular(), 1.0, stream(0, "test"))
+    exchange_schedule.gradient(at=10.0)
+    exchange_schedule.gradient(at=11.0)
+    assert exchange_schedule.seconds(11.0, 10.0) == 0.0
 
 
 def test_the_matchmaker_serves_the_first_who_may_meet() -> None:
@@ -140,7 +139,7 @@ def test_the_matchmaker_serves_the_first_who_may_meet() -> None:
 
 
 def test_members_see_what_is_left_of_the_graph() -> None:
-    members = Members(0, 6, ob.Cycle(), 1.0)
+    members = Members(0, 6, ob.graphs.Cycle(), 1.0)
     for rank in range(1, 6):
         members.joined(rank, 0)
     assert sorted(members.neighbours) == [1, 5]
@@ -154,10 +153,10 @@ def test_members_see_what_is_left_of_the_graph() -> None:
 
 
 def test_with_many_peers_only_the_lowest_ranks_are_linked_to_everybody() -> None:
-    assert linked_to(ob.Cycle(), 3, 40) == [rank for rank in range(40) if rank != 3]
-    assert linked_to(ob.Cycle(), 30, 40) == [*range(16), 29, 31]
-    members = Members(30, 40, ob.Cycle(), 1.0)
-    for rank in linked_to(ob.Cycle(), 30, 40):
+    assert linked_to(ob.graphs.Cycle(), 3, 40) == [rank for rank in range(40) if rank != 3]
+    assert linked_to(ob.graphs.Cycle(), 30, 40) == [*range(16), 29, 31]
+    members = Members(30, 40, ob.graphs.Cycle(), 1.0)
+    for rank in linked_to(ob.graphs.Cycle(), 30, 40):
         members.joined(rank, 0)
     assert len(members.topology.members) == 40
     members.told([rank for rank in range(40) if rank != 35])
@@ -176,30 +175,30 @@ def test_every_part_comes_to_the_root_over_links_that_are_there(size: int, direc
     for rank in up:
         path = [rank]
         while path[-1] != 2:
-            assert up[path[-1]] in linked_to(ob.Cycle(), path[-1], 2 + size) or up[path[-1]] < 16
+            assert up[path[-1]] in linked_to(ob.graphs.Cycle(), path[-1], 2 + size) or up[path[-1]] < 16
             path.append(up[path[-1]])
             assert len(path) <= size
     assert sum(len(children(rank, members, direct)) for rank in members) == size - 1
 
 
 def test_an_assembly_is_the_mean_of_its_parts_unless_a_result_was_agreed_upon() -> None:
-    assembly = Assembly(0, 0, Gather(1, True, (0, 1, 2), False))
-    assembly.contribute((torch.tensor([1.0]), (FLOATS, COUNTER)), version=4)
-    assert not assembly.complete
+    tree_reduce = TreeReduce(0, 0, Gather(1, True, (0, 1, 2), False))
+    tree_reduce.contribute((torch.tensor([1.0]), (FLOATS, COUNTER)), version=4)
+    assert not tree_reduce.complete
     two = Part(torch.tensor([8.0]), (2 * FLOATS, COUNTER + 2), 0, 1, 2, 7, (0, 0, 0), False)
-    assembly.add(1, two)
-    assembly.add(2, Part(torch.empty(0), (), 0, 1, 0, 0, (0, 0, 0), False))
-    mean = assembly.mean()
-    assert assembly.complete
+    tree_reduce.add(1, two)
+    tree_reduce.add(2, Part(torch.empty(0), (), 0, 1, 0, 0, (0, 0, 0), False))
+    mean = tree_reduce.mean()
+    assert tree_reduce.complete
     assert mean is not None
     assert mean[0].tolist() == [3.0]
     assert [buffer.tolist() for buffer in mean[1]] == [[1.0, 3.0], [7]]
-    assert assembly.version == 7
+    assert tree_reduce.version == 7
     held = Part(torch.tensor([9.0]), (FLOATS, COUNTER), 0, 1, 1, 5, (0, 0, 0), True)
-    assembly.add(2, held)
-    again = Assembly.restored(0, assembly.state()).mean()
+    tree_reduce.add(2, held)
+    again = TreeReduce.restored(0, tree_reduce.state()).mean()
     assert again is not None
-    assert (again[0].tolist(), assembly.version, assembly.result) == ([9.0], 5, True)
+    assert (again[0].tolist(), tree_reduce.version, tree_reduce.result) == ([9.0], 5, True)
 
 
 def test_messages_and_generators_survive_a_checkpoint() -> None:
@@ -218,8 +217,8 @@ def test_messages_and_generators_survive_a_checkpoint() -> None:
 
 def test_momentum_is_refused_for_a_complete_graph_by_type_and_not_by_shape() -> None:
     with pytest.raises(ob.ConfigurationError, match="nothing to gain on a complete graph"):
-        ob.GossipAcid(graph=ob.Complete())
-    assert ob.GossipAcid(graph=ob.Cycle()).processes(3) == 3
+        ob.GossipAcid(graph=ob.graphs.Complete())
+    assert ob.GossipAcid(graph=ob.graphs.Cycle()).processes(3) == 3
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_bad_input_gets_one_sentence(argv: list[str], sentence: str, capsys: pyt
     assert shown.out == ""
 
 
-@pytest.mark.parametrize(("flag", "momentum"), [("--acid", ob.Acid()), ("--no-acid", None)])
+@pytest.mark.parametrize(("flag", "momentum"), [("--acid", ob.parts.Acid()), ("--no-acid", None)])
 def test_acid_has_a_flag_of_its_own(flag: str, momentum: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["simulate", "quadratic", "gossip-acid", flag, "--until", "500", "--no-report", "--out", "here"]) == 0

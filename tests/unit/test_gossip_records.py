@@ -12,19 +12,19 @@ import pytest
 from made_records import a_gossip, a_round, a_small_run, a_toy, an_exchange, an_update, run
 from rich.console import Console
 
-from offbeat.analysis import per_rank, summarize
-from offbeat.comparison import Comparison
-from offbeat.curves import consensus_curve
-from offbeat.exchanges import PER_BIN, consensus_series, exchange_counts
-from offbeat.plots.figures import consensus_over_time
-from offbeat.plots.heat_map import NUMBERS_RANKS_MAX, who_talked_to_whom
-from offbeat.plots.looks import NAMED, looks
-from offbeat.plots.style import svg_text
-from offbeat.plots.timeline import timeline
+from offbeat.lab.plots.figures import consensus_over_time
+from offbeat.lab.plots.heat_map import NUMBERS_RANKS_MAX, who_talked_to_whom
+from offbeat.lab.plots.looks import NAMED, looks
+from offbeat.lab.plots.style import svg_text
+from offbeat.lab.plots.timeline import timeline
+from offbeat.lab.report.page import report_page
+from offbeat.lab.report.table import comparison_table
+from offbeat.records.comparison import Comparison
+from offbeat.records.curves import consensus_curve
+from offbeat.records.exchanges import PER_BIN, consensus_series, exchange_counts
 from offbeat.records.files import RunRecords
+from offbeat.records.metrics import per_rank, summarize
 from offbeat.records.schema import AnyRecord, Consensus, Ended
-from offbeat.report.page import report_page
-from offbeat.report.table import comparison_table
 
 END = Ended(at=10.0, bytes_sent=0, messages_sent=0, failure=None)
 

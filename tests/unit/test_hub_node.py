@@ -11,22 +11,31 @@ import torch
 from torch import nn
 
 import offbeat as ob
-from offbeat.actions import Action, Cancel, Compute, Evaluate, Finish, Report, Send, SetTimer
-from offbeat.events import Evaluated, GradientReady, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
-from offbeat.flat import FlatModule
-from offbeat.messages import Message, Stop, Stopped
+from offbeat.core.actions import Action, Cancel, Compute, Evaluate, Finish, Report, Send, SetTimer
+from offbeat.core.events import (
+    Evaluated,
+    GradientReady,
+    Leave,
+    MessageArrived,
+    PeerJoined,
+    PeerLost,
+    Started,
+    TimerFired,
+)
+from offbeat.core.flat import FlatModule
+from offbeat.core.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
 from offbeat.strategies.evaluations import EVALUATIONS_MAX
 from offbeat.strategies.hub import Distinct, Every, Messages
-from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
-from offbeat.strategies.hub.pacing import Effort, SharePacing, TargetPacing
-from offbeat.strategies.hub.parts import All, Census, Share, TargetBatch
+from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.hub_parts import AllWorkers, Census, Share, TargetBatch
+from offbeat.strategies.hub.work_sizing import Effort, SharePacing, TargetPacing
 
 
-def setup_for(rank: int, workers: int, until: int = 1000) -> ob.Setup:
+def setup_for(rank: int, workers: int, until: int = 1000) -> ob.nodes.NodeContext:
     flat = FlatModule(nn.Linear(2, 1, bias=False))
     flat.parameters.zero_()
-    return ob.Setup(
+    return ob.nodes.NodeContext(
         rank=rank,
         members=tuple(range(workers + 1)),
         layout=flat.layout,
@@ -38,7 +47,7 @@ def setup_for(rank: int, workers: int, until: int = 1000) -> ob.Setup:
     )
 
 
-def hub_of(config: ob.Hub, workers: int = 2, until: int = 1000) -> ob.Node:
+def hub_of(config: ob.Hub, workers: int = 2, until: int = 1000) -> ob.nodes.Node:
     """A hub that all its workers have joined."""
     hub = config.node(setup_for(0, workers, until))
     list(hub.handle(Started(0.0)))
@@ -169,9 +178,9 @@ def test_a_strategy_without_an_optimizer_says_what_to_type() -> None:
 @pytest.mark.parametrize(
     ("collect", "census", "ready"),
     [
-        (All(), Census(live=3, reported=3, messages=3), True),
-        (All(), Census(live=3, reported=2, messages=9), False),
-        (All(), Census(live=0, reported=0, messages=4), False),
+        (AllWorkers(), Census(live=3, reported=3, messages=3), True),
+        (AllWorkers(), Census(live=3, reported=2, messages=9), False),
+        (AllWorkers(), Census(live=0, reported=0, messages=4), False),
         (Messages(4), Census(live=2, reported=1, messages=4), True),
         (Messages(), Census(live=5, reported=5, messages=4), False),
         (Messages(), Census(live=0, reported=0, messages=1), True),
@@ -236,12 +245,12 @@ def test_a_hub_restored_in_a_new_process_welcomes_whoever_joins() -> None:
 
 
 def test_a_result_that_was_being_measured_is_measured_again_in_a_new_process() -> None:
-    setup = dataclasses.replace(setup_for(0, 1), evaluate=ob.EveryUpdates())
-    old = FMB.node(setup)
+    context = dataclasses.replace(setup_for(0, 1), evaluate=ob.EveryUpdates())
+    old = FMB.node(context)
     list(old.handle(Started(0.0)))
     list(old.handle(PeerJoined(0.0, 1, 0)))
     list(old.handle(Leave(1.0)))
-    new = FMB.node(setup)
+    new = FMB.node(context)
     new.restore(old.state())
     (measured,) = [action for action in new.handle(Started(2.0)) if isinstance(action, Evaluate)]
     assert any(isinstance(action, Finish) for action in new.handle(Evaluated(3.0, measured.version, 1.0, None)))
@@ -269,8 +278,10 @@ def test_counters_in_buffers_never_fall() -> None:
 
 
 def test_amsgrad_takes_over_what_it_shares_with_the_workloads_optimizer() -> None:
-    suited = ob.AsyncAdaptive().suited(ob.SGD(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False))
-    assert suited.optimizer == ob.AMSGrad(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
+    with_default_optimizer = ob.AsyncAdaptive().with_default_optimizer(
+        ob.SGD(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
+    )
+    assert with_default_optimizer.optimizer == ob.AMSGrad(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
 
 
 def test_a_worker_told_to_compute_while_it_computes_remembers_it_through_its_state() -> None:
@@ -331,8 +342,8 @@ def test_a_worker_that_left_and_is_lost_for_good_is_still_waited_for_if_another_
 
 
 def test_evaluation_that_does_not_keep_up_is_not_asked_for_without_end() -> None:
-    setup = setup_for(0, 1, until=10_000)
-    hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(setup, evaluate=ob.EveryUpdates(1)))
+    context = setup_for(0, 1, until=10_000)
+    hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(context, evaluate=ob.EveryUpdates(1)))
     list(hub.handle(Started(0.0)))
     asked = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
     for number in range(20):
@@ -342,8 +353,8 @@ def test_evaluation_that_does_not_keep_up_is_not_asked_for_without_end() -> None
 
 
 def test_evaluation_by_the_clock_is_one_at_a_time_so_that_what_is_known_stays_fresh() -> None:
-    setup = setup_for(0, 1, until=10_000)
-    hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(setup, evaluate=ob.EverySeconds(2.0)))
+    context = setup_for(0, 1, until=10_000)
+    hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(context, evaluate=ob.EverySeconds(2.0)))
     list(hub.handle(Started(0.0)))
     asked = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
     for number in range(20):

@@ -11,13 +11,16 @@ from made_images import TEST, TRAIN, make_data
 
 import offbeat as ob
 from offbeat.cli import main
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.examples import Order
+from offbeat.core.splits import Shared
+from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError
-from offbeat.session.sources import source_of
-from offbeat.workloads import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist, NamedWorkload, Order, Shared
-from offbeat.workloads.images import ImageWorkload
-from offbeat.workloads.models import CifarCNN, LeNet5, MnistCNN, Model
-from offbeat.workloads.pictures import balanced
+from offbeat.lab.workloads import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
+from offbeat.lab.workloads.images import ImageWorkload
+from offbeat.lab.workloads.models import CifarCNN, LeNet5, MnistCNN, Model
+from offbeat.lab.workloads.pictures import balanced
+from offbeat.live.batch_sources import source_of
 
 NAMED = [Mnist, FashionMnist, Cifar10, Cinic10, ImageNet32]
 
@@ -123,7 +126,7 @@ def test_without_its_data_a_workload_says_what_to_type(monkeypatch, tmp_path: Pa
 
 @pytest.mark.parametrize("cls", NAMED)
 def test_image_workloads_are_written_and_read(cls: type[ImageWorkload]) -> None:
-    named = cls(model=LeNet5(2.0), examples=77, split=ob.Sharded())
+    named = cls(model=LeNet5(2.0), examples=77, split=ob.workloads.Sharded())
     assert from_plain(NamedWorkload, to_plain(named), "workload") == named
 
 

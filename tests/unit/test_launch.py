@@ -15,15 +15,15 @@ from made_records import a_round
 
 import offbeat as ob
 from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _with_script_apart, application, main
-from offbeat.engines.clock import Clock
 from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.lab.live_runs import _cut_back, workers_in
+from offbeat.lab.worker_main import local_ranks
 from offbeat.launch import Child, Watch, start_command, start_forked
+from offbeat.live.clock import Clock
+from offbeat.live.rank_allocator import RankAllocator
 from offbeat.records.files import RankWriter, rank_file, read_rank
 from offbeat.records.schema import Notice
-from offbeat.session.desk import Desk
-from offbeat.taking_part import local_ranks
-from offbeat.training import _cut_back, workers_in
-from offbeat.transports.rendezvous import Hello, Terms
+from offbeat.transports.rendezvous import Assignment, Hello
 
 Lines = list[tuple[int, str]]
 
@@ -55,16 +55,16 @@ def test_a_number_of_threads_that_the_user_has_set_stays(monkeypatch: pytest.Mon
 
 
 def test_a_door_is_handed_over_and_only_the_child_listens_then() -> None:
-    door = socket.create_server(("127.0.0.1", 0))
-    place, lines = door.getsockname(), Lines()
+    listener = socket.create_server(("127.0.0.1", 0))
+    place, lines = listener.getsockname(), Lines()
     script = (
         "import os, socket\n"
         "door = socket.socket(fileno=int(os.environ['OFFBEAT_DOOR']))\n"
         "visitor, _ = door.accept()\n"
         "visitor.sendall(b'welcome')\n"
     )
-    child = start(script, lines, door=door, rank=0)
-    assert door.fileno() == -1
+    child = start(script, lines, listener=listener, rank=0)
+    assert listener.fileno() == -1
     with socket.create_connection(place) as visitor:
         assert visitor.recv(7) == b"welcome"
     assert child.wait() == 0
@@ -156,30 +156,30 @@ def test_rank_0_is_always_started_here() -> None:
 
 def test_among_peers_there_are_as_many_workers_as_processes() -> None:
     assert (workers_in(ob.FixedMinibatch(), 4), workers_in(ob.Gossip(), 4)) == (3, 4)
-    powers = ob.Gossip(graph=ob.ExponentialGraph())
+    powers = ob.Gossip(graph=ob.graphs.ExponentialGraph())
     assert [workers_in(powers, processes) for processes in (1, 2, 8)] == [1, 2, 8]
     with pytest.raises(ConfigurationError, match="take 4 or 8 of them"):
         workers_in(powers, 6)
 
 
-def desk(may_grow: bool) -> Desk:
-    return Desk(3, (0, 1, 2), frozenset({1}), Clock(), None, may_grow, "all of them are there")
+def rank_allocator(is_elastic: bool) -> RankAllocator:
+    return RankAllocator(3, (0, 1, 2), frozenset({1}), Clock(), None, is_elastic, "all of them are there")
 
 
 def test_rank_0_is_taken_by_who_gives_out_ranks() -> None:
-    hello = Hello("terms", None, "somebody")
-    told = desk(may_grow=False)(hello)
-    assert isinstance(told, Terms)
+    hello = Hello("assignment", None, "somebody")
+    told = rank_allocator(is_elastic=False)(hello)
+    assert isinstance(told, Assignment)
     assert told.rank == 2
 
 
 def test_where_everybody_is_there_nobody_else_may_come_unless_the_run_may_grow() -> None:
-    full, open_to_all = desk(may_grow=False), desk(may_grow=True)
+    full, open_to_all = rank_allocator(is_elastic=False), rank_allocator(is_elastic=True)
     for each in (full, open_to_all):
         each.linked = lambda: frozenset({1, 2})
-    assert full(Hello("terms", None, "somebody")) == "all of them are there"
-    told = open_to_all(Hello("terms", None, "somebody"))
-    assert isinstance(told, Terms)
+    assert full(Hello("assignment", None, "somebody")) == "all of them are there"
+    told = open_to_all(Hello("assignment", None, "somebody"))
+    assert isinstance(told, Assignment)
     assert told.rank == 3
 
 

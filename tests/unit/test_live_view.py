@@ -13,11 +13,11 @@ from rich.console import Console
 
 from offbeat.cli.live_board import RECENT_SECONDS, Board
 from offbeat.cli.live_view import LINE_SECONDS, Lines, Quiet, view, watching, worker_line
-from offbeat.experiment import Experiment
-from offbeat.launch.naming import hub_and_workers, names_of
+from offbeat.lab.experiment import Experiment
+from offbeat.lab.workloads import Quadratic
+from offbeat.launch.process_settings import hub_and_workers, names_of
 from offbeat.records.schema import Evaluation, Membership, Notice
 from offbeat.strategies.hub import FixedMinibatch
-from offbeat.workloads import Quadratic
 
 HUB = hub_and_workers
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import offbeat as ob
-from offbeat import microbatching
 from offbeat.cli import main
 from offbeat.cli.microbatch import sentences
-from offbeat.microbatching import MicrobatchCurve, MicrobatchRow, microbatch, time_per_step
-from offbeat.plots.microbatch import microbatch_figure
+from offbeat.lab import microbatching
+from offbeat.lab.microbatching import MicrobatchCurve, MicrobatchRow, microbatch, time_per_step
+from offbeat.lab.plots.microbatch import microbatch_figure
 
 Captured = pytest.CaptureFixture[str]
 OVERHEAD = 0.002
@@ -55,7 +55,7 @@ class Machine:
 def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> MicrobatchCurve:
     monkeypatch.setattr(microbatching, "_Bench", lambda workload, seed: machine)
     monkeypatch.setattr(microbatching.time, "perf_counter", machine.perf_counter)
-    return microbatch(ob.Quadratic(), **settings)
+    return microbatch(ob.workloads.Quadratic(), **settings)
 
 
 # What is measured
@@ -119,7 +119,7 @@ def test_a_batch_that_is_no_power_of_two_is_measured_whole(monkeypatch: pytest.M
 )
 def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ob.ConfigurationError, match=sentence):
-        microbatch(ob.Quadratic(), **settings)
+        microbatch(ob.workloads.Quadratic(), **settings)
 
 
 def with_batch_norm(seen: list[int]) -> ob.Workload:
@@ -159,9 +159,9 @@ def test_micro_batches_are_not_joined_even_where_the_sum_is_the_same() -> None:
 
 def test_splits_that_cannot_be_are_refused() -> None:
     with pytest.raises(ob.ConfigurationError, match="can be cut into 1 to 8 parts, but 9 were asked for"):
-        time_per_step(ob.Quadratic(), 8, [1, 9])
+        time_per_step(ob.workloads.Quadratic(), 8, [1, 9])
     with pytest.raises(ob.ConfigurationError, match="1 repeat or more"):
-        time_per_step(ob.Quadratic(), 8, [1], repeats=0)
+        time_per_step(ob.workloads.Quadratic(), 8, [1], repeats=0)
 
 
 def test_who_measures_keeps_random_numbers_and_threads() -> None:
@@ -169,7 +169,7 @@ def test_who_measures_keeps_random_numbers_and_threads() -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     threads = torch.get_num_threads()
-    microbatch(ob.Quadratic(), batch=4, seconds=0.05)
+    microbatch(ob.workloads.Quadratic(), batch=4, seconds=0.05)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
 
@@ -246,9 +246,9 @@ from dataclasses import dataclass
 import offbeat as ob
 
 @dataclass(frozen=True)
-class Mine(ob.NamedWorkload):
+class Mine(ob.workloads.NamedWorkload):
     def build(self):
-        return ob.Quadratic(dimension=3).build()
+        return ob.workloads.Quadratic(dimension=3).build()
 """
 
 
@@ -257,7 +257,7 @@ def test_a_workload_of_ones_own_is_measured_as_well(capsys: Captured) -> None:
     try:
         assert main(["microbatch", "mine.py:Mine", "--batch", "4", "--seconds", "0.1", "--json"]) == 0
     finally:
-        ob.NamedWorkload.members.pop("mine.py:Mine", None)
+        ob.workloads.NamedWorkload.members.pop("mine.py:Mine", None)
     assert json.loads(capsys.readouterr().out)["parameters"] == 3
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.flat import FlatModule
 from offbeat.errors import ConfigurationError
-from offbeat.flat import FlatModule
-from offbeat.workloads.models import (
+from offbeat.lab.workloads.models import (
     AllCNN,
     CifarCNN,
     ImageShape,

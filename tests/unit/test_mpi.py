@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, ContractViolation
-from offbeat.messages import Message
-from offbeat.pool import Pool
-from offbeat.transports import mpi, mpi_links, wire
-from offbeat.transports.links import WINDOW
-from offbeat.transports.mpi_links import Broken, Frame, Hello, Manner, MpiLink, Operation, Word
+from offbeat.transports import mpi, wire
+from offbeat.transports import mpi_link as mpi_links
+from offbeat.transports.link import WINDOW
+from offbeat.transports.mpi_link import Broken, Frame, Hello, LinkOptions, MpiLink, Operation, Word
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost
 
 
@@ -48,7 +49,7 @@ class Held:
         return Slow(True)
 
 
-class Desk:
+class FakePort:
     """A port at which whatever is sent lies until somebody looks."""
 
     def __init__(self) -> None:
@@ -74,9 +75,9 @@ class End:
     """One side of a link, and what it has delivered."""
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.port = FakePort()
         self.came: list[Incoming | ContractViolation] = []
-        self.link = MpiLink(1, self.desk, Manner(10.0, 1 << 30, False), Pool(), self.came.append)
+        self.link = MpiLink(1, self.port, LinkOptions(10.0, 1 << 30, False), Pool(), self.came.append)
         self.link.join()
         self.link.work()
 
@@ -85,7 +86,7 @@ class End:
         self.link.work()
 
     def hand_over(self, other: End) -> None:
-        frames, self.desk.frames = self.desk.frames, []
+        frames, self.port.frames = self.port.frames, []
         for frame in frames:
             other.link.accept(Held(frame))
         other.link.work()
@@ -112,12 +113,12 @@ def test_a_message_leaves_only_while_few_before_it_are_untaken() -> None:
 
 def test_a_message_begins_to_leave_when_the_one_before_it_has_left() -> None:
     here = End()
-    here.desk.quick = False
+    here.port.quick = False
     here.send(0)
     here.send(1, "newest")
     here.send(2, "newest")
     assert here.came == [Joined(1, 0)]
-    for operation in here.desk.operations:
+    for operation in here.port.operations:
         operation.over = True
     here.link.work()
     there = End()
@@ -129,7 +130,7 @@ def test_large_tensors_travel_in_chunks_and_arrive_whole(monkeypatch: pytest.Mon
     monkeypatch.setattr(mpi_links, "CHUNK_BYTES", 1000)
     here, there = End(), End()
     here.send(7, size=1001)
-    assert [frame.numel() for frame in here.desk.frames] == [wire.HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
+    assert [frame.numel() for frame in here.port.frames] == [wire.HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
     here.hand_over(there)
     assert there.numbers() == [7]
     arrived = there.came[-1]
@@ -151,13 +152,13 @@ def test_a_goodbye_is_answered_and_comes_after_everything_else() -> None:
     assert here.came[-1] == there.came[-1] == Lost(1, 0, "closed")
     assert here.link.over
     assert there.link.over
-    assert not here.desk.words
+    assert not here.port.words
 
 
 def test_what_is_not_as_announced_raises_and_a_dropped_link_lets_go_of_everything() -> None:
     here, there = End(), End()
     here.send(0, size=100)
-    head, body = here.desk.frames
+    head, body = here.port.frames
     there.link.accept(Held(head))
     there.link.accept(Held(body[:-1]))
     with pytest.raises(wire.WireError, match="399 bytes came in the place of 400"):
@@ -165,19 +166,19 @@ def test_what_is_not_as_announced_raises_and_a_dropped_link_lets_go_of_everythin
     there.link.drop("nonsense")
     there.link.drop("again")
     assert there.came == [Joined(1, 0), Lost(1, 0, "nonsense")]
-    assert there.desk.words == [Broken("nonsense")]
-    assert len(there.desk.abandoned) == 1
+    assert there.port.words == [Broken("nonsense")]
+    assert len(there.port.abandoned) == 1
     there.send(1)
-    assert there.desk.frames == []
+    assert there.port.frames == []
 
 
 def test_a_link_with_nothing_to_say_gives_signs_of_life() -> None:
     here = End()
-    assert here.desk.frames == []
+    assert here.port.frames == []
     here.link._spoke_at -= 2.6  # a quarter of the time after which it would count as silent
     here.link.work()
     here.link.work()
-    assert [wire.read_head(frame, 0).kind for frame in here.desk.frames] == [wire.HEARTBEAT]
+    assert [wire.read_head(frame, 0).kind for frame in here.port.frames] == [wire.HEARTBEAT]
     assert not here.link.silent
     here.link._heard_at -= 10.1
     assert here.link.silent

@@ -13,15 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.messages import Message
-from offbeat.probing import blocks, coordinator
-from offbeat.probing.coordinator import Coordinator
-from offbeat.probing.desk import GUEST, Desk
-from offbeat.probing.mail import Mail
-from offbeat.probing.member import Member
-from offbeat.probing.messages import ProbeBlock, ProbePresent
-from offbeat.probing.plan import (
+from offbeat.lab.network_test import blocks, coordinator
+from offbeat.lab.network_test.coordinator import Coordinator
+from offbeat.lab.network_test.mail import Mail
+from offbeat.lab.network_test.member import Member
+from offbeat.lab.network_test.messages import ProbeBlock, ProbePresent
+from offbeat.lab.network_test.plan import (
     ALL_TO_ALL,
     AT_ONCE,
     BOTH_WAYS,
@@ -34,9 +33,10 @@ from offbeat.probing.plan import (
     elements_that_fit,
     steps_of,
 )
-from offbeat.probing.result import Network, read_result, write_result
+from offbeat.lab.network_test.probe_ranks import GUEST, RankAllocator
+from offbeat.lab.network_test.result import Network, read_result, write_result
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.rendezvous import Hello, Terms
+from offbeat.transports.rendezvous import Assignment, Hello
 from offbeat.transports.transport import Incoming, Transport
 
 SMALL = Probe(elements=1001, repeats=2)
@@ -329,7 +329,7 @@ def test_what_comes_before_everybody_is_connected_is_not_lost() -> None:
 def test_blocks_that_do_not_fit_into_a_machine_are_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ProbePresent("a-machine", memory_bytes=300_000)
     for module in ("coordinator", "member"):
-        monkeypatch.setattr(f"offbeat.probing.{module}.present", lambda: here)
+        monkeypatch.setattr(f"offbeat.lab.network_test.{module}.present", lambda: here)
     fits = elements_that_fit(300_000, 3, 3)
     assert fits == 5000
     sentence = f"do not fit into the memory of a-machine, where 3 of 3 ranks are; type --elements {fits} or less"
@@ -344,11 +344,11 @@ def test_blocks_that_do_not_fit_into_a_machine_are_refused_with_what_would(monke
 
 
 def test_the_desk_hands_out_the_ranks_that_are_not_started_here() -> None:
-    desk = Desk(4, [0, 2])
+    rank_allocator = RankAllocator(4, [0, 2])
 
     def come(member: str, rank: int | None = None) -> int | str:
-        answer = desk(Hello("terms", rank, member))
-        return answer.rank if isinstance(answer, Terms) else answer
+        answer = rank_allocator(Hello("assignment", rank, member))
+        return answer.rank if isinstance(answer, Assignment) else answer
 
     assert [come(f"{GUEST}a"), come(f"{GUEST}b"), come(f"{GUEST}a")] == [1, 3, 1]
     assert "all 4 ranks are taken" in str(come(f"{GUEST}c"))

@@ -18,10 +18,10 @@ from offbeat.cli import main
 from offbeat.cli import network as network_command
 from offbeat.cli.network_view import Lines, heat_map, sentences, view
 from offbeat.errors import RunFailed
-from offbeat.launch import Seat
-from offbeat.plots.heat_map import Panel, heat_maps
-from offbeat.probing.plan import Probe, pairs_of
-from offbeat.probing.result import Network, Pair, Star, Together, read_result
+from offbeat.lab.network_test.plan import Probe, pairs_of
+from offbeat.lab.network_test.result import Network, Pair, Star, Together, read_result
+from offbeat.lab.plots.heat_map import Panel, heat_maps
+from offbeat.launch import RankInfo
 from offbeat.transports.rendezvous import Address
 
 
@@ -243,7 +243,7 @@ def test_an_address_means_to_join(probes: Probes) -> None:
 def test_under_a_launcher_the_process_takes_its_seat(
     probes: Probes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = Seat(0, 3, Address("127.0.0.1", 1), launcher="slurm")
+    place = RankInfo(0, 3, Address("127.0.0.1", 1), launcher="slurm")
     monkeypatch.setattr(network_command, "seat_for", lambda transport: place)
     assert main(["network", "--quiet"]) == 0
     assert probes.asked[0][0] == place

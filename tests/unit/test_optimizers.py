@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.flat import Layout, layout_of
+from offbeat.core.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer
+from offbeat.core.schedules import Linear, WarmUp
 from offbeat.errors import ConfigurationError
-from offbeat.flat import Layout, layout_of
-from offbeat.optimizers import SGD, Adam, AdamW, AMSGrad, Optimizer, RMSprop, TorchOptimizer
-from offbeat.schedules import Linear, WarmUp
 
 ALL: list[Optimizer] = [
     SGD(0.1),

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from offbeat.pool import SIZES_MAX, Pool
+from offbeat.core.memory_pool import SIZES_MAX, Pool
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 4096, 65536, 65537, 1_000_001])

@@ -18,7 +18,9 @@ DATA = torch.randn(40, 4), torch.randint(0, 3, (40,))
 
 def simulate(workload: Any = None, strategy: Any = None, cluster: Any = None, **settings: Any) -> ob.Run:
     settings = {"until": ob.Samples(64), "workers": 2, **settings}
-    return ob.simulate(workload or ob.Quadratic(), strategy or ob.FixedMinibatch(batch=8), cluster, **settings)
+    return ob.simulate(
+        workload or ob.workloads.Quadratic(), strategy or ob.FixedMinibatch(batch=8), cluster, **settings
+    )
 
 
 def mine(**changes: Any) -> ob.Workload:
@@ -31,15 +33,18 @@ def mine(**changes: Any) -> ob.Workload:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "a word for a workload": (lambda: simulate("digits"), r"workload must be an object such as offbeat.Digits\(\)"),
-    "a class for a workload": (lambda: simulate(ob.Digits), r"the class Digits; type Digits\(\)"),
+    "a word for a workload": (
+        lambda: simulate("digits"),
+        r"workload must be an object such as offbeat.workloads.Digits\(\)",
+    ),
+    "a class for a workload": (lambda: simulate(ob.workloads.Digits), r"the class Digits; type Digits\(\)"),
     "a class for a strategy": (lambda: simulate(strategy=ob.AsyncTimed), r"type AsyncTimed\(\)"),
     "a word for a strategy": (lambda: simulate(strategy="fmb"), "strategy must be an object"),
     "a word for a cluster": (lambda: simulate(cluster="niagara"), "cluster must be an object"),
-    "stragglers for a cluster": (lambda: simulate(cluster=ob.NIAGARA), "cluster must be an object"),
+    "stragglers for a cluster": (lambda: simulate(cluster=ob.stragglers.NIAGARA), "cluster must be an object"),
     "a word for stragglers": (lambda: ob.Cluster(straggle="niagara"), "Cluster.straggle must be a Straggle"),
     "a number for a link": (lambda: ob.Cluster(link=1e6), "Cluster.link must be a Link"),
-    "one fault, no tuple": (lambda: ob.Cluster(faults=ob.Crash(1, 1.0)), "Cluster.faults must be a tuple"),
+    "one fault, no tuple": (lambda: ob.Cluster(faults=ob.faults.Crash(1, 1.0)), "Cluster.faults must be a tuple"),
     "one factor, no tuple": (lambda: ob.Cluster(factors=2.0), "Cluster.factors must be a tuple of a number"),
     "workers in a cluster": (lambda: ob.Cluster(workers=4), "Cluster.workers must be a tuple"),
     "no time to compute": (lambda: ob.Cluster(seconds_per_sample=0.0), "would never get anywhere"),
@@ -92,14 +97,17 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_experiments_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    plan = [ob.Experiment(ob.Quadratic(), ob.FixedMinibatch(batch=b), workers=2, until=ob.Samples(64)) for b in (8, 16)]
+    plan = [
+        ob.Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(batch=b), workers=2, until=ob.Samples(64))
+        for b in (8, 16)
+    ]
     comparison = ob.compare(plan, out=tmp_path)
     assert comparison.strategies == ["fmb", "fmb-2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fmb-2-seed0", "fmb-seed0"]
 
 
 def test_a_failed_run_says_so_and_has_no_model() -> None:
-    run = simulate(cluster=ob.Cluster(faults=(ob.Corrupt(1, 0.0, 1e9),)), until=ob.Samples(10_000))
+    run = simulate(cluster=ob.Cluster(faults=(ob.faults.Corrupt(1, 0.0, 1e9),)), until=ob.Samples(10_000))
     assert "failed: worker 1 reported 5 gradients in a row" in repr(run)
     with pytest.raises(ob.RunFailed, match="worker 1"):
         run.model()

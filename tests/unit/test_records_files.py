@@ -224,7 +224,9 @@ def test_a_run_that_is_going_on_is_neither_written_by_a_second_process_nor_overw
 def test_a_simulation_writes_one_file_and_the_same_bytes_each_time(tmp_path: Path) -> None:
     digests = set()
     for name in ("a", "b"):
-        ob.simulate(ob.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(3000), workers=2, out=tmp_path / name)
+        ob.simulate(
+            ob.workloads.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(3000), workers=2, out=tmp_path / name
+        )
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == [RECORDS, HEADER]
         digests.add(hashlib.sha256((tmp_path / name / RECORDS).read_bytes()).digest())
     assert len(digests) == 1

@@ -16,37 +16,37 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.transports import rendezvous
 from offbeat.transports.rendezvous import (
     Address,
+    Assignment,
     Call,
     Conditions,
-    Door,
     Hello,
-    NoAnswer,
+    Listener,
     Refusal,
-    Terms,
-    TurnedAway,
-    ask_terms,
+    Rejected,
+    Unreachable,
     dial,
+    request_assignment,
 )
 
-TERMS = Terms(rank=3, processes=5, elapsed_seconds=1.5, experiment=b"opaque")
+TERMS = Assignment(rank=3, processes=5, elapsed_seconds=1.5, experiment=b"opaque")
 ANY = Address("127.0.0.1", 0)
 
-Open = Callable[..., Door]
+Open = Callable[..., Listener]
 
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    doors: list[Door] = []
+    listeners: list[Listener] = []
 
-    def make(token: bytes | None = None, visit: Callable[[Call], bool] | None = None) -> Door:
-        door = Door(ANY, token)
-        doors.append(door)
-        door.serve(visit or tell_terms)
-        return door
+    def make(token: bytes | None = None, visit: Callable[[Call], bool] | None = None) -> Listener:
+        listener = Listener(ANY, token)
+        listeners.append(listener)
+        listener.serve(visit or tell_terms)
+        return listener
 
     yield make
-    for door in doors:
-        door.close()
+    for listener in listeners:
+        listener.close()
 
 
 def tell_terms(call: Call) -> bool:
@@ -55,8 +55,8 @@ def tell_terms(call: Call) -> bool:
     return False
 
 
-def asked(door: Door, token: bytes | None = None, wait_seconds: float = 20.0) -> Terms:
-    return ask_terms(door.address, token, member="a worker", rank=None, wait_seconds=wait_seconds)
+def asked(listener: Listener, token: bytes | None = None, wait_seconds: float = 20.0) -> Assignment:
+    return request_assignment(listener.address, token, member="a worker", rank=None, wait_seconds=wait_seconds)
 
 
 def unused_address() -> Address:
@@ -97,39 +97,42 @@ def test_a_door_on_port_0_says_which_port_it_got(opened: Open) -> None:
 
 
 def test_a_port_that_is_taken_is_named(opened: Open) -> None:
-    door = opened()
-    with pytest.raises(ConfigurationError, match=f"port {door.address.port} of 127.0.0.1 is taken; choose another"):
-        Door(door.address, None)
+    listener = opened()
+    with pytest.raises(ConfigurationError, match=f"port {listener.address.port} of 127.0.0.1 is taken; choose another"):
+        Listener(listener.address, None)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_listening_beyond_this_machine_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigurationError, match="needs a token; give one with --token-file"):
-        Door(Address(host, 0), None)
+        Listener(Address(host, 0), None)
 
 
 def test_with_a_token_a_door_may_listen_everywhere() -> None:
-    door = Door(Address("0.0.0.0", 0), b"secret")
-    door.serve(tell_terms)
-    assert ask_terms(Address("127.0.0.1", door.address.port), b"secret", member="", rank=1, wait_seconds=20) == TERMS
-    door.close()
+    listener = Listener(Address("0.0.0.0", 0), b"secret")
+    listener.serve(tell_terms)
+    assert (
+        request_assignment(Address("127.0.0.1", listener.address.port), b"secret", member="", rank=1, wait_seconds=20)
+        == TERMS
+    )
+    listener.close()
 
 
 def test_an_empty_token_is_none() -> None:
     with pytest.raises(ConfigurationError, match="token is empty"):
-        Door(ANY, b"")
+        Listener(ANY, b"")
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
     with pytest.raises(ConfigurationError, match="cannot listen on"):
-        Door(Address("192.0.2.1", 0), b"secret")
+        Listener(Address("192.0.2.1", 0), b"secret")
 
 
 def test_a_door_that_was_never_served_can_be_closed_and_closed_again() -> None:
-    door = Door(ANY, None)
-    door.close()
-    door.close()
-    Door(door.address, None).close()
+    listener = Listener(ANY, None)
+    listener.close()
+    listener.close()
+    Listener(listener.address, None).close()
 
 
 # Who gets in
@@ -149,13 +152,13 @@ def test_both_ends_know_whether_they_have_one_address(source: str, same: bool) -
 
 
 def test_a_visitor_may_come_before_the_door_is_served() -> None:
-    door = Door(ANY, None)
-    found: list[Terms] = []
-    visitor = threading.Thread(target=lambda: found.append(asked(door)))
+    listener = Listener(ANY, None)
+    found: list[Assignment] = []
+    visitor = threading.Thread(target=lambda: found.append(asked(listener)))
     visitor.start()
-    door.serve(tell_terms)
+    listener.serve(tell_terms)
     visitor.join()
-    door.close()
+    listener.close()
     assert found == [TERMS]
 
 
@@ -176,9 +179,9 @@ def test_who_does_not_hold_the_token_is_refused_at_once(
         visits.append(call)
         return False
 
-    door = opened(held, visit)
+    listener = opened(held, visit)
     with pytest.raises(RunFailed, match=sentence):
-        asked(door, shown)
+        asked(listener, shown)
     assert visits == []
 
 
@@ -191,9 +194,9 @@ def test_nothing_is_decoded_that_comes_without_the_token(opened: Open, monkeypat
             return super().__getitem__(kind)
 
     monkeypatch.setattr(rendezvous, "_DECODERS", Watched(rendezvous._DECODERS))
-    door = opened(b"secret")
-    hello = msgspec.msgpack.encode(Hello("terms", 1))
-    with socket.create_connection((door.address.host, door.address.port)) as visitor:
+    listener = opened(b"secret")
+    hello = msgspec.msgpack.encode(Hello("assignment", 1))
+    with socket.create_connection((listener.address.host, listener.address.port)) as visitor:
         visitor.sendall(struct.pack("!i", len(hello)) + hello)
         while visitor.recv(1024):
             pass
@@ -202,23 +205,23 @@ def test_nothing_is_decoded_that_comes_without_the_token(opened: Open, monkeypat
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 400, b"\xff" * 400])
 def test_whoever_talks_nonsense_is_shown_out_and_the_next_one_let_in(opened: Open, words: bytes) -> None:
-    door = opened(b"secret")
-    with socket.create_connection((door.address.host, door.address.port)) as visitor:
+    listener = opened(b"secret")
+    with socket.create_connection((listener.address.host, listener.address.port)) as visitor:
         try:
             visitor.sendall(words)
             while visitor.recv(1024):
                 pass
         except ConnectionError:
             pass
-    assert asked(door, b"secret") == TERMS
+    assert asked(listener, b"secret") == TERMS
 
 
 def test_visitors_who_say_nothing_do_not_keep_the_others_out(opened: Open) -> None:
-    door = opened(b"secret")
-    place = (door.address.host, door.address.port)
+    listener = opened(b"secret")
+    place = (listener.address.host, listener.address.port)
     silent = [socket.create_connection(place) for _ in range(rendezvous.VISITORS_MAX + 5)]
-    assert asked(door, b"secret") == TERMS
-    door.close()
+    assert asked(listener, b"secret") == TERMS
+    listener.close()
     for visitor in silent:
         with visitor:
             try:
@@ -238,13 +241,13 @@ def test_a_visitor_that_goes_silent_after_the_token_has_limited_time(
     def visit(call: Call) -> bool:
         try:
             call.hear(Hello)
-        except NoAnswer as error:
+        except Unreachable as error:
             ends.append(str(error))
         over.set()
         return False
 
-    door = opened(None, visit)
-    with dial(door.address, None):
+    listener = opened(None, visit)
+    with dial(listener.address, None):
         assert over.wait(60)
     assert ends == ["no answer in time"]
 
@@ -256,15 +259,15 @@ def test_a_message_that_is_too_long_ends_the_call(opened: Open) -> None:
     def visit(call: Call) -> bool:
         try:
             call.hear(Hello)
-        except NoAnswer as error:
+        except Unreachable as error:
             ends.append(str(error))
         over.set()
         return False
 
-    door = opened(None, visit)
-    with dial(door.address, None) as call:
+    listener = opened(None, visit)
+    with dial(listener.address, None) as call:
         with pytest.raises(ConfigurationError, match="at most 65536"):
-            call.say(Hello("terms", None, member="x" * (1 << 16)))
+            call.say(Hello("assignment", None, member="x" * (1 << 16)))
         call._connection.send_bytes(b"x" * ((1 << 16) + 1))
         assert over.wait(60)
     assert ends == ["bad message length"]
@@ -275,13 +278,13 @@ def test_words_of_another_kind_end_the_call(opened: Open, words: bytes) -> None:
     over = threading.Event()
 
     def visit(call: Call) -> bool:
-        with pytest.raises(NoAnswer, match="something else than Hello came"):
+        with pytest.raises(Unreachable, match="something else than Hello came"):
             call.hear(Hello)
         over.set()
         return False
 
-    door = opened(None, visit)
-    with dial(door.address, None) as call:
+    listener = opened(None, visit)
+    with dial(listener.address, None) as call:
         call._connection.send_bytes(words)
         assert over.wait(60)
 
@@ -308,11 +311,11 @@ def test_a_call_can_outlive_the_visit_and_be_ended_from_elsewhere(opened: Open) 
         stays.set()
         return True
 
-    door = opened(None, visit)
-    with dial(door.address, None) as call:
+    listener = opened(None, visit)
+    with dial(listener.address, None) as call:
         assert stays.wait(60)
         threading.Timer(0.05, kept[0].close).start()
-        with pytest.raises(NoAnswer):
+        with pytest.raises(Unreachable):
             call.hear(Refusal)
 
 
@@ -322,32 +325,32 @@ def test_a_call_can_outlive_the_visit_and_be_ended_from_elsewhere(opened: Open) 
 def test_nobody_there_is_said_after_the_time_that_was_given() -> None:
     address = unused_address()
     with pytest.raises(RunFailed, match=f"nothing answers at {address}: .*refused; start the hub first"):
-        ask_terms(address, None, member="", rank=None, wait_seconds=0.3)
+        request_assignment(address, None, member="", rank=None, wait_seconds=0.3)
 
 
 def test_a_host_that_does_not_exist_is_said() -> None:
     with pytest.raises(RunFailed, match=r"nothing answers at no-such-host\.invalid:1"):
-        ask_terms(Address("no-such-host.invalid", 1), None, member="", rank=None, wait_seconds=0.0)
+        request_assignment(Address("no-such-host.invalid", 1), None, member="", rank=None, wait_seconds=0.0)
 
 
 def test_somebody_who_never_answers_is_said() -> None:
-    door = Door(ANY, None)
+    listener = Listener(ANY, None)
     with pytest.raises(RunFailed, match="no answer in time; start the hub"):
-        asked(door, wait_seconds=0.3)
-    door.close()
+        asked(listener, wait_seconds=0.3)
+    listener.close()
 
 
 def test_asking_waits_until_the_hub_is_there() -> None:
     address = unused_address()
-    found: list[Terms] = []
+    found: list[Assignment] = []
     visitor = threading.Thread(
-        target=lambda: found.append(ask_terms(address, None, member="", rank=None, wait_seconds=60))
+        target=lambda: found.append(request_assignment(address, None, member="", rank=None, wait_seconds=60))
     )
     visitor.start()
-    door = Door(address, None)
-    door.serve(tell_terms)
+    listener = Listener(address, None)
+    listener.serve(tell_terms)
     visitor.join()
-    door.close()
+    listener.close()
     assert found == [TERMS]
 
 
@@ -369,9 +372,9 @@ def test_a_refusal_for_now_is_tried_again(opened: Open) -> None:
         call.say(next(answers))
         return False
 
-    door = opened(None, visit)
-    assert asked(door) == TERMS
-    with pytest.raises(TurnedAway, match="wants a token"), dial(opened(b"x").address, None):
+    listener = opened(None, visit)
+    assert asked(listener) == TERMS
+    with pytest.raises(Rejected, match="wants a token"), dial(opened(b"x").address, None):
         pass
 
 
@@ -383,13 +386,13 @@ sys.setswitchinterval(1e-6)
 import msgspec
 from offbeat.transports import rendezvous
 
-hello = msgspec.msgpack.encode(rendezvous.Hello("register", 1, door=rendezvous.Whereabouts("here", 1, "door")))
+hello = msgspec.msgpack.encode(rendezvous.Hello("register", 1, door=rendezvous.Endpoint("here", 1, "door")))
 together = threading.Barrier(8)
 
 
 def hear():
     together.wait()
-    assert rendezvous._DECODERS[rendezvous.Hello].decode(hello).door.port == 1
+    assert rendezvous._DECODERS[rendezvous.Hello].decode(hello).listener.port == 1
 
 
 threads = [threading.Thread(target=hear) for _ in range(8)]
@@ -400,4 +403,4 @@ for thread in threads:
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
     told = {kind for kind in vars(rendezvous).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
-    assert told - {msgspec.Struct, rendezvous.Whereabouts, rendezvous.Board} == rendezvous._DECODERS.keys()
+    assert told - {msgspec.Struct, rendezvous.Endpoint, rendezvous.SlotTable} == rendezvous._DECODERS.keys()

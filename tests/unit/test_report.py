@@ -12,23 +12,23 @@ import pytest
 from made_records import a_small_run, a_toy, accuracies, losses, run, timed
 from rich.console import Console
 
-from offbeat.comparison import Comparison
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.plots.figures import (
+from offbeat.lab.plots.figures import (
     accuracy_over_time,
     loss_over_time,
     quality_over_bytes,
     samples_over_time,
     training_loss_over_time,
 )
-from offbeat.plots.histograms import distributions
-from offbeat.plots.style import save, svg_text
-from offbeat.plots.timeline import timeline
+from offbeat.lab.plots.histograms import distributions
+from offbeat.lab.plots.style import save, svg_text
+from offbeat.lab.plots.timeline import timeline
+from offbeat.lab.report.headline import headline
+from offbeat.lab.report.page import report_page, write_report
+from offbeat.lab.report.table import comparison_table
+from offbeat.records.comparison import Comparison
 from offbeat.records.files import RunRecords
 from offbeat.records.schema import Ended, Notice
-from offbeat.report.headline import headline
-from offbeat.report.page import report_page, write_report
-from offbeat.report.table import comparison_table
 
 NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
 

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from offbeat.cli import main
-from offbeat.comparison import Interval
 from offbeat.errors import ConfigurationError
-from offbeat.plots.panels import CELLS
+from offbeat.lab.plots.panels import CELLS
+from offbeat.lab.reproduction.findings import find, shown, spelled, verdict_of
+from offbeat.lab.reproduction.quantities import QUANTITIES, Measured, common_training_loss
+from offbeat.lab.reproduction.runs import archive, opened, read_study, tasks_of
+from offbeat.lab.reproduction.study import SCALES, Claim, Scale, Side, Study, directory, load_study, names, study_of
+from offbeat.records.comparison import Interval
 from offbeat.records.files import HEADER, RECORDS, RunRecords, find_runs
-from offbeat.reproduction.findings import find, shown, spelled, verdict_of
-from offbeat.reproduction.quantities import QUANTITIES, Measured, common_training_loss
-from offbeat.reproduction.runs import archive, opened, read_study, tasks_of
-from offbeat.reproduction.study import SCALES, Claim, Scale, Side, Study, directory, load_study, names, study_of
 
 OWN = """
 title = "Digits by two strategies"

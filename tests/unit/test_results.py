@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.reproduction.study import names
+from offbeat.lab.reproduction.study import names
 
 DOCS = Path(__file__).parents[2] / "docs"
 

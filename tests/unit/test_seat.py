@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from offbeat.errors import ConfigurationError
-from offbeat.launch import Seat, environment_of, open_door, read_token, seat
-from offbeat.launch.seat import first_host
+from offbeat.launch import RankInfo, environment_of, open_listener, read_rank_info, read_token
+from offbeat.launch.rank_info import first_host
 from offbeat.transports.rendezvous import Address
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "1"}
@@ -27,23 +27,23 @@ def token_file(tmp_path: Path) -> Path:
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
-    assert seat({"HOME": "/root"}) == Seat(0, 1, None, None, None, None, False, "alone")
+    assert read_rank_info({"HOME": "/root"}) == RankInfo(0, 1, None, None, None, None, False, "alone")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "host.example"])
 def test_a_seat_survives_the_way_through_the_environment(host: str, tmp_path: Path) -> None:
-    given = Seat(2, 4, Address(host, 7700), b"\x00\xffsecret", None, tmp_path, True, "offbeat", "me")
-    assert seat(environment_of(given)) == given
+    given = RankInfo(2, 4, Address(host, 7700), b"\x00\xffsecret", None, tmp_path, True, "offbeat", "me")
+    assert read_rank_info(environment_of(given)) == given
     again = dataclasses.replace(given, rank=0, life=2, began=12345.678901234567)
-    assert seat(environment_of(again)) == again
+    assert read_rank_info(environment_of(again)) == again
 
 
 def test_ours_comes_before_torchrun_and_torchrun_before_slurm() -> None:
-    ours = environment_of(Seat(3, 5, Address("127.0.0.1", 1)))
-    assert seat({**ours, **TORCHRUN, **SLURM}).launcher == "offbeat"
+    ours = environment_of(RankInfo(3, 5, Address("127.0.0.1", 1)))
+    assert read_rank_info({**ours, **TORCHRUN, **SLURM}).launcher == "offbeat"
     alone = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}
-    assert seat({**alone, **SLURM}) == Seat(0, 1, launcher="torchrun")
-    assert seat(SLURM).launcher == "slurm"
+    assert read_rank_info({**alone, **SLURM}) == RankInfo(0, 1, launcher="torchrun")
+    assert read_rank_info(SLURM).launcher == "slurm"
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -52,30 +52,36 @@ MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
 def test_mpirun_comes_before_the_slurm_job_around_it_and_means_mpi(variables: dict[str, str], tmp_path: Path) -> None:
-    found = seat({**SLURM, **variables, "OFFBEAT_DIRECTORY": str(tmp_path), "OFFBEAT_RESUME": "1"})
-    assert found == Seat(2, 4, directory=tmp_path, resume=True, launcher="mpirun", transport="mpi", first_here=False)
+    found = read_rank_info({**SLURM, **variables, "OFFBEAT_DIRECTORY": str(tmp_path), "OFFBEAT_RESUME": "1"})
+    assert found == RankInfo(
+        2, 4, directory=tmp_path, resume=True, launcher="mpirun", transport="mpi", first_here=False
+    )
     assert not found.alone
-    assert seat({**variables, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).launcher == "torchrun"
+    assert read_rank_info({**variables, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).launcher == "torchrun"
 
 
 def test_mpirun_with_one_process_leaves_it_alone() -> None:
-    found = seat(
+    found = read_rank_info(
         {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
         transport="gloo",
     )
-    assert found == Seat(0, 1, launcher="mpirun")
+    assert found == RankInfo(0, 1, launcher="mpirun")
     assert found.alone
 
 
 def test_srun_may_mean_mpi_if_it_is_told_so() -> None:
-    told = seat({**SLURM, "OFFBEAT_TRANSPORT": "mpi"})
-    assert seat(SLURM, "mpi") == told == Seat(2, 4, launcher="slurm", transport="mpi")
-    assert seat({**SLURM, "OFFBEAT_TRANSPORT": "gloo"}) == seat({**SLURM, "OFFBEAT_TRANSPORT": "auto"}) == seat(SLURM)
-    assert seat({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}).transport == "gloo"
+    told = read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "mpi"})
+    assert read_rank_info(SLURM, "mpi") == told == RankInfo(2, 4, launcher="slurm", transport="mpi")
+    assert (
+        read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "gloo"})
+        == read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "auto"})
+        == read_rank_info(SLURM)
+    )
+    assert read_rank_info({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}).transport == "gloo"
 
 
 def test_a_door_is_found_by_its_number() -> None:
-    assert seat({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_DOOR": "7"}).door == 7
+    assert read_rank_info({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_DOOR": "7"}).listener == 7
 
 
 @pytest.mark.parametrize(
@@ -95,18 +101,18 @@ def test_a_door_is_found_by_its_number() -> None:
 )
 def test_what_does_not_make_a_seat_is_answered_by_one_sentence(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        seat(environment)
+        read_rank_info(environment)
 
 
 # SLURM
 
 
 def test_tasks_of_one_node_meet_on_loopback_at_a_port_of_their_job() -> None:
-    assert seat(SLURM) == Seat(2, 4, Address("127.0.0.1", 20_000 + 3456), launcher="slurm")
+    assert read_rank_info(SLURM) == RankInfo(2, 4, Address("127.0.0.1", 20_000 + 3456), launcher="slurm")
 
 
 def test_tasks_of_several_nodes_meet_at_the_first_with_a_token(token_file: Path) -> None:
-    found = seat(
+    found = read_rank_info(
         {**SLURM, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[07-08]", "OFFBEAT_TOKEN_FILE": str(token_file)}
     )
     assert (found.address, found.token) == (Address("n07", 23_456), b"secret")
@@ -135,22 +141,25 @@ def test_processes_under_torchrun_meet_through_its_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     where |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-    hub, worker = seat({**where, "RANK": "0"}), seat({**where, "RANK": "1"})
+    hub, worker = read_rank_info({**where, "RANK": "0"}), read_rank_info({**where, "RANK": "1"})
     assert hub.launcher == worker.launcher == "torchrun"
     assert hub.address == worker.address
     assert hub.token == worker.token
     assert hub.token is not None
     assert len(hub.token) == 16
-    assert worker.door is None
-    assert hub.door is not None
-    with socket.socket(fileno=hub.door) as door:
+    assert worker.listener is None
+    assert hub.listener is not None
+    with socket.socket(fileno=hub.listener) as listener:
         assert hub.address is not None
-        assert door.getsockname() == ("127.0.0.1", hub.address.port)
-    again, follower = seat({**where, "RANK": "0"}), seat({**where, "RANK": "1"})  # the next run of the same script
+        assert listener.getsockname() == ("127.0.0.1", hub.address.port)
+    again, follower = (
+        read_rank_info({**where, "RANK": "0"}),
+        read_rank_info({**where, "RANK": "1"}),
+    )  # the next run of the same script
     assert again.address == follower.address
     assert again.token == follower.token != hub.token
-    assert again.door is not None
-    socket.socket(fileno=again.door).close()
+    assert again.listener is not None
+    socket.socket(fileno=again.listener).close()
 
 
 # Tokens and doors
@@ -174,30 +183,32 @@ def test_a_token_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_door_for_this_machine_has_a_token_that_nobody_else_knows() -> None:
-    doors = [open_door(None, None) for _ in range(2)]
-    assert all(address == Address(*door.getsockname()) and address.is_loopback for door, address, _ in doors)
-    assert doors[0][2] != doors[1][2]
-    for door, _, _ in doors:
-        door.close()
+    listeners = [open_listener(None, None) for _ in range(2)]
+    assert all(
+        address == Address(*listener.getsockname()) and address.is_loopback for listener, address, _ in listeners
+    )
+    assert listeners[0][2] != listeners[1][2]
+    for listener, _, _ in listeners:
+        listener.close()
 
 
 def test_a_door_that_was_asked_for_on_loopback_needs_no_token() -> None:
-    door, address, token = open_door("127.0.0.1:0", None)
-    assert (token, address.port) == (None, door.getsockname()[1])
+    listener, address, token = open_listener("127.0.0.1:0", None)
+    assert (token, address.port) == (None, listener.getsockname()[1])
     with pytest.raises(ConfigurationError, match=f"port {address.port} of 127.0.0.1 is taken; choose another, or 0"):
-        open_door(str(address), None)
-    door.close()
+        open_listener(str(address), None)
+    listener.close()
 
 
 def test_a_door_to_other_machines_needs_a_token_and_is_reached_from_here() -> None:
     with pytest.raises(ConfigurationError, match=r"0\.0\.0\.0:0 lets other machines in, which needs a token"):
-        open_door("0.0.0.0:0", None)
-    door, address, token = open_door("0.0.0.0:0", b"secret")
+        open_listener("0.0.0.0:0", None)
+    listener, address, token = open_listener("0.0.0.0:0", b"secret")
     assert token == b"secret"
     socket.create_connection((address.host, address.port)).close()
-    door.close()
+    listener.close()
 
 
 def test_an_address_that_is_not_of_this_machine_cannot_be_listened_on() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1:0: cannot assign requested address"):
-        open_door("192.0.2.1:0", b"secret")
+        open_listener("192.0.2.1:0", b"secret")

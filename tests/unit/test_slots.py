@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.transports import slots
-from offbeat.transports.slots import SHARED_BYTES_MIN, SLOTS_MAX, Board, Shared
+from offbeat.transports import shared_memory as slots
+from offbeat.transports.shared_memory import SHARED_BYTES_MIN, SLOTS_MAX, Shared, SlotTable
 from offbeat.transports.wire import Slot, WireError
 
 NBYTES = SHARED_BYTES_MIN
@@ -25,9 +25,9 @@ class Pair:
     def __init__(self) -> None:
         self.writer, self.reader = Shared(), Shared()
         with self.writer.meeting():
-            board = self.writer.offer()
-            assert board is not None
-            self.reader.accept(board)
+            slot_table = self.writer.offer()
+            assert slot_table is not None
+            self.reader.accept(slot_table)
 
     def grow(self, nbytes: int = NBYTES) -> Slot:
         slot = self.writer.grow(nbytes)
@@ -36,7 +36,7 @@ class Pair:
         return slot
 
     def pass_on(self, value: int, nbytes: int = NBYTES) -> Tensor:
-        place = self.writer.lay([filled(value, nbytes)], nbytes)
+        place = self.writer.write([filled(value, nbytes)], nbytes)
         assert place is not None
         return self.reader.read(place, nbytes)
 
@@ -63,7 +63,7 @@ def filled(value: int, nbytes: int = NBYTES) -> Tensor:
 
 def test_a_payload_is_read_where_it_was_laid(pair: Pair) -> None:
     pair.grow()
-    place = pair.writer.lay([filled(3, 1000), filled(4, NBYTES - 1000)], NBYTES)
+    place = pair.writer.write([filled(3, 1000), filled(4, NBYTES - 1000)], NBYTES)
     assert place is not None
     read = pair.reader.read(place, NBYTES)
     assert read[:1000].eq(3).all()
@@ -76,11 +76,11 @@ def test_a_payload_is_read_where_it_was_laid(pair: Pair) -> None:
 def test_only_large_payloads_are_taken_and_only_once_the_other_end_is_there() -> None:
     writer, reader = Shared(), Shared()
     assert not writer.takes(NBYTES)
-    board = writer.offer()
-    assert board is not None
+    slot_table = writer.offer()
+    assert slot_table is not None
     assert not writer.takes(NBYTES)
     assert writer.grow(NBYTES) is None
-    reader.accept(board)
+    reader.accept(slot_table)
     assert writer.takes(NBYTES)
     assert not writer.takes(NBYTES - 1)
     writer.close()
@@ -89,7 +89,7 @@ def test_only_large_payloads_are_taken_and_only_once_the_other_end_is_there() ->
 def test_a_slot_is_used_when_it_was_mapped_and_no_other_is_offered_before(pair: Pair) -> None:
     slot = pair.writer.grow(NBYTES)
     assert slot is not None
-    assert pair.writer.lay([filled(1)], NBYTES) is None
+    assert pair.writer.write([filled(1)], NBYTES) is None
     assert pair.writer.grow(NBYTES) is None
     pair.reader.map(slot)
     assert pair.pass_on(1).eq(1).all()
@@ -107,7 +107,7 @@ def test_a_slot_is_used_when_it_was_mapped_and_no_other_is_offered_before(pair: 
 def test_a_slot_is_free_again_when_the_last_view_is_gone(pair: Pair, hold: object) -> None:
     pair.grow()
     held = hold(pair.pass_on(1))  # type: ignore[operator]
-    assert pair.writer.lay([filled(2)], NBYTES) is None
+    assert pair.writer.write([filled(2)], NBYTES) is None
     del held
     assert pair.pass_on(2).eq(2).all()
 
@@ -117,7 +117,7 @@ def test_there_are_only_so_many_slots_and_they_are_used_again(pair: Pair) -> Non
     for value in range(SLOTS_MAX):
         pair.grow()
         held.append(pair.pass_on(value))
-    assert pair.writer.lay([filled(9)], NBYTES) is None
+    assert pair.writer.write([filled(9)], NBYTES) is None
     assert pair.writer.grow(NBYTES) is None
     assert [int(tensor[7]) for tensor in held] == list(range(SLOTS_MAX))
     address = held[2].data_ptr()
@@ -137,7 +137,7 @@ def test_a_larger_slot_takes_the_place_of_one_that_is_free(pair: Pair) -> None:
 
 def test_what_was_laid_and_not_sent_can_be_taken_back(pair: Pair) -> None:
     pair.grow()
-    place = pair.writer.lay([filled(1)], NBYTES)
+    place = pair.writer.write([filled(1)], NBYTES)
     assert place is not None
     pair.writer.take_back(place)
     assert pair.pass_on(2).eq(2).all()
@@ -161,7 +161,7 @@ def test_a_forked_copy_of_the_reader_frees_nothing(pair: Pair, monkeypatch: pyte
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: mine + 1)
         del held
-    assert pair.writer.lay([filled(2)], NBYTES) is None
+    assert pair.writer.write([filled(2)], NBYTES) is None
 
 
 def test_no_file_stays_open() -> None:
@@ -221,15 +221,15 @@ def test_no_more_slots_can_be_had(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_board_of_somebody_else_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     writer = Shared()
-    board = writer.offer()
-    assert board is not None
-    wrong_mark = Board(board.process, board.file, bytes(16))
+    slot_table = writer.offer()
+    assert slot_table is not None
+    wrong_mark = SlotTable(slot_table.process, slot_table.file, bytes(16))
     with open(os.devnull) as device, open(__file__) as text:
-        for other in (wrong_mark, *(Board(os.getpid(), file.fileno(), board.mark) for file in (device, text))):
+        for other in (wrong_mark, *(SlotTable(os.getpid(), file.fileno(), slot_table.mark) for file in (device, text))):
             reader = Shared()
             reader.accept(other)
             with pytest.raises(WireError, match="no memory is shared"):
-                reader.map(Slot(0, board.file, 4096))
+                reader.map(Slot(0, slot_table.file, 4096))
     assert not writer.takes(NBYTES)
     assert len(caplog.records) == 1
     writer.close()
@@ -297,7 +297,7 @@ def test_threads_never_meet_in_a_slot(pair: Pair) -> None:
     reading.start()
     sent = 0
     while sent < 300:
-        place = pair.writer.lay([filled(sent % 251)], NBYTES)
+        place = pair.writer.write([filled(sent % 251)], NBYTES)
         if place is not None:
             passed.append((sent % 251, pair.reader.read(place, NBYTES)))
             there.release()

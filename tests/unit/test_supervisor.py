@@ -20,7 +20,7 @@ from offbeat.cluster.faults import Fault
 from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child, start_command
 from offbeat.launch.faults import check_faults
-from offbeat.launch.naming import peers
+from offbeat.launch.process_settings import peers
 from offbeat.launch.supervisor import Supervisor, backoff_seconds
 
 KILL_YOURSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -229,7 +229,7 @@ class Peers(Company):
             say=self.said.append,
             has_joined=lambda rank: self.joined,
             rounds=lambda rank: self.rounds.get(rank, 0),
-            essential=lambda rank: False,
+            is_required=lambda rank: False,
             name=peers,
             on_gone=self.gone.append,
             grace_seconds=0.05,
@@ -339,7 +339,7 @@ def test_who_turns_out_to_be_a_peer_does_not_take_the_others_with_it(tmp_path: P
         restarts_max=0,
         say=company.said.append,
         has_joined=lambda rank: True,
-        essential=lambda rank: rank == 0 and not company.rounds.get(0),
+        is_required=lambda rank: rank == 0 and not company.rounds.get(0),
         grace_seconds=0.05,
     )
     steps = [company.tell(0, KILL_YOURSELF), company.ended(0), company.tell(1, QUIT)]

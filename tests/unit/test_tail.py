@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offbeat.records.files import RankWriter, rank_file
+from offbeat.records.files import RankWriter, Tail, rank_file
 from offbeat.records.schema import Notice
-from offbeat.records.tail import Tail
 
 
 def note(at: float, rank: int = 0) -> Notice:

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat as ob
+from offbeat.core.flat import FlatModule
+from offbeat.core.workload import Measured, Workload
 from offbeat.errors import RunFailed
-from offbeat.flat import FlatModule
+from offbeat.live.user_code import measure_with
 from offbeat.records.schema import RECORD_DECODER, Evaluation
-from offbeat.session.user_code import measure_with
-from offbeat.workloads import Measured, Workload
 
 CROSS_ENTROPY = functools.partial(F.cross_entropy, reduction="none")
 
@@ -46,7 +46,7 @@ def test_five_of_five_classes_would_say_nothing(classes: int, measures: bool) ->
 
 
 def test_it_is_in_records_and_summary_and_json() -> None:
-    run = ob.simulate(ob.Digits(), ob.FixedMinibatch(), workers=2, until=1024, seed=0)
+    run = ob.simulate(ob.workloads.Digits(), ob.FixedMinibatch(), workers=2, until=1024, seed=0)
     evaluations = [record for record in run.records.records if isinstance(record, Evaluation)]
     assert all(record.accuracy < record.accuracy_top5 <= 1 for record in evaluations)
     assert run.summary.accuracy_top5 == evaluations[-1].accuracy_top5
@@ -95,7 +95,7 @@ def test_a_workload_whose_evaluation_returns_a_pair_still_runs() -> None:
         def evaluate(self, model: nn.Module):
             return super().evaluate(model)[:2]
 
-    digits = ob.Digits().build()
+    digits = ob.workloads.Digits().build()
     paired = Paired(digits.model, digits.loss, digits.train, digits.test)
     run = ob.simulate(paired, ob.FixedMinibatch(), workers=2, until=256, seed=0)
     assert run.summary.accuracy is not None

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.validation import check_types
 from offbeat.errors import ConfigurationError
 from offbeat.topology import Complete, Constants, Cycle, Edges, ExponentialGraph, Graph, Star, Topology
-from offbeat.validation import check_types
 
 ORACLES = [
     # graph, n, χ1, χ2, η, α̃ at rate 1

@@ -12,20 +12,20 @@ from made_records import a_small_run, a_toy, a_traffic, accuracies, run, timed
 from rich.console import Console
 
 import offbeat as ob
-from offbeat.analysis import summarize
-from offbeat.comparison import Comparison, bytes_ratio
-from offbeat.curves import quality_over_bytes
-from offbeat.engines.traffic import TrafficCount, Weight, weigh
-from offbeat.messages import HEADER_BYTES, Stop
-from offbeat.plots.figures import quality_over_bytes as quality_figure
-from offbeat.pool import Pool
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import HEADER_BYTES, Stop
+from offbeat.lab.plots.figures import quality_over_bytes as quality_figure
+from offbeat.lab.report.numbers import size
+from offbeat.lab.report.page import report_page
+from offbeat.lab.report.table import columns, comparison_table
+from offbeat.records.comparison import Comparison, bytes_ratio
+from offbeat.records.curves import quality_over_bytes
 from offbeat.records.files import RunRecords
+from offbeat.records.metrics import summarize
 from offbeat.records.schema import RECORD_DECODER, RECORDS_ON_THE_WAY, Ended, Flow, Traffic
-from offbeat.report.numbers import size
-from offbeat.report.page import report_page
-from offbeat.report.table import columns, comparison_table
-from offbeat.strategies.hub.messages import Gradient
-from offbeat.traffic import BytesSent
+from offbeat.records.traffic import BytesSent
+from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
+from offbeat.strategies.hub.hub_messages import Gradient
 from offbeat.transports import wire
 from offbeat.transports.journal import Journal
 
@@ -289,7 +289,7 @@ def test_a_message_weighs_what_the_wire_says_or_what_it_is_taken_to_weigh() -> N
 
 def test_what_is_coded_counts_with_and_without() -> None:
     vector = torch.arange(1000, dtype=torch.float32)
-    blob = ob.Int8().encode(vector, Pool())
+    blob = ob.compression.Int8().encode(vector, Pool())
     whole, coded = (Gradient(tensor, (), 1, 0.0, 0, (0, 1), 1.0, True) for tensor in (vector, blob))
     assert blob.nbytes < vector.nbytes
     assert weigh(coded) == Weight("Gradient", HEADER_BYTES + blob.nbytes, HEADER_BYTES + vector.nbytes)

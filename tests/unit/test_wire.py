@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.actions import Budget, Samples, Seconds
+from offbeat.core.actions import Budget, Samples, Seconds
+from offbeat.core.messages import Buffers, Message, Stop, Stopped
 from offbeat.errors import ContractViolation
-from offbeat.messages import Buffers, Message, Stop, Stopped
-from offbeat.strategies.hub.messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 from offbeat.transports.transport import MESSAGE_BYTES_MAX
 from offbeat.transports.wire import (
@@ -292,7 +292,7 @@ def test_a_head_says_in_which_slot_its_payload_lies() -> None:
     encoded = wire.encode(gradient(), checksum=True)
     assert encoded.payload_bytes == payload_of(encoded).numel()
     assert wire.read_head(encoded.head, MESSAGE_BYTES_MAX).place is None
-    wire.refer(encoded.head, 3)
+    wire.set_slot(encoded.head, 3)
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
     assert (head.place, head.payload_bytes) == (3, encoded.payload_bytes)
     assert isinstance(wire.decode(head, head.meta or b"", payload_of(encoded)), Gradient)

@@ -12,28 +12,24 @@ from made_images import make_data
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from offbeat.actions import Samples
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.actions import Samples
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.examples import Examples, Order
+from offbeat.core.splits import ByLabel, Sharded
+from offbeat.core.workload import NamedWorkload, Target, Workload
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.workloads import (
-    ByLabel,
+from offbeat.lab.workloads import (
     Digits,
     DigitsCNN,
     DigitsLogistic,
-    Examples,
     LinearRegression,
-    NamedWorkload,
-    Order,
     Quadratic,
-    Sharded,
-    Target,
     ToyConvolutional,
     ToyDeep,
     TwoGaussians,
-    Workload,
     digits,
 )
-from offbeat.workloads.images import ImageWorkload
+from offbeat.lab.workloads.images import ImageWorkload
 
 CROSS_ENTROPY = functools.partial(F.cross_entropy, reduction="none")
 

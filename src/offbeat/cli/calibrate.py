@@ -17,22 +17,22 @@ from cyclopts import Parameter
 from rich import box
 from rich.table import Table
 
-from offbeat.calibration import MICROBATCH, SECONDS, Calibration, MeasuredWorker
-from offbeat.calibration import calibrate as measure
 from offbeat.cli.flags import GROUPS, LIVE, OUTPUT, RUN, WORKLOAD, Flag, derived, given, live_flags, takes, workloads
 from offbeat.cli.live_view import Quiet
 from offbeat.cli.output import console, print_json, say
 from offbeat.cli.resolve import live_of, workload_of
-from offbeat.cluster import Straggle
-from offbeat.configuration import from_plain, to_plain
+from offbeat.cluster import StragglerModel
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
-from offbeat.launch import seat
-from offbeat.launch.naming import hub_and_workers
-from offbeat.training import DEFAULT_WORKERS
-from offbeat.validation import require
+from offbeat.lab.calibration import MICROBATCH, SECONDS, Calibration, MeasuredWorker
+from offbeat.lab.calibration import calibrate as measure
+from offbeat.lab.live_runs import DEFAULT_WORKERS
+from offbeat.launch import read_rank_info
+from offbeat.launch.process_settings import hub_and_workers
 
 FILE = "cluster.toml"
-KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch": int, "straggle": Straggle}
+KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch": int, "straggle": StragglerModel}
 
 
 def calibrate_flags() -> tuple[Flag, ...]:
@@ -68,7 +68,7 @@ def calibrate(
     flags: Any,
 ) -> int:
     """What the words and flags describe, measured."""
-    place = seat()
+    place = read_rank_info()
     require(
         place.alone,
         f"{place.launcher} has started {place.processes} of these, but calibrate starts its processes itself; type it "

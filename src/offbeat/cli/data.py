@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.output import console, print_json, say
-from offbeat.data.cache import Manifest, cache_directory, directory_of, read_manifest, sizes_fit, verified
-from offbeat.data.catalogue import CATALOGUE, Entry, entry_of
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.validation import require
+from offbeat.lab.data.cache import Manifest, cache_directory, directory_of, read_manifest, sizes_fit, verified
+from offbeat.lab.data.catalogue import CATALOGUE, Entry, entry_of
 
 
 def _option(text: str, metavar: str | None = None, name: str | None = None) -> Parameter:
@@ -88,7 +88,7 @@ def _get(entries: list[Entry], source: str | None, given: str | None, verify: bo
 
 
 def _fetched(entry: Entry, watcher: Lines, source: str | None, path: Path | None, verify: bool) -> Manifest:
-    from offbeat.data.getting import get  # which decodes, and so takes longer to import than to find all well
+    from offbeat.lab.data.getting import get  # which decodes, and so takes longer to import than to find all well
 
     return get(entry, watcher, source=source, path=path, verify=verify)
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
-import pkgutil
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,15 +17,14 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-import offbeat.strategies
 from offbeat.cluster import Cluster, Link
-from offbeat.configuration import Family, Option, noun, options
-from offbeat.experiment import Settings
-from offbeat.optimizers import Optimizer
-from offbeat.strategies.strategy import Strategy
-from offbeat.taking_part import Live
-from offbeat.training import EVALUATE_LIVE
-from offbeat.workloads import NamedWorkload
+from offbeat.core.configuration import Family, Option, noun, options
+from offbeat.core.optimizers import Optimizer
+from offbeat.core.strategy import Strategy
+from offbeat.core.workload import NamedWorkload
+from offbeat.lab.experiment import Settings
+from offbeat.lab.live_runs import EVALUATE_LIVE
+from offbeat.lab.worker_main import Live
 
 RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
 STRATEGY, OPTIMIZER, WORKLOAD = "Strategies", "Optimizer", "Workload"
@@ -125,9 +122,7 @@ class Output:
 
 @functools.cache
 def strategies() -> dict[str, type[Any]]:
-    """Every strategy by name. A family is registered by being imported, so a new file needs no entry here."""
-    for module in pkgutil.iter_modules(offbeat.strategies.__path__):
-        importlib.import_module(f"offbeat.strategies.{module.name}")
+    """Every strategy by name."""
     return dict(Strategy.members)
 
 

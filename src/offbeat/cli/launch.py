@@ -16,23 +16,23 @@ from offbeat.cli.live_board import Board
 from offbeat.cli.live_view import Lines, Quiet
 from offbeat.cli.mpi import become_mpirun
 from offbeat.cli.output import given_directory, new_directory
-from offbeat.configuration import from_plain
+from offbeat.core.configuration import from_plain
+from offbeat.core.validation import require
 from offbeat.errors import RunFailed, unknown
 from offbeat.launch import (
     TRANSPORTS,
     Child,
-    Seat,
+    RankInfo,
     Supervisor,
     Watch,
     environment_of,
     invited,
-    open_door,
+    open_listener,
     read_token,
     start_command,
 )
 from offbeat.records.files import HEADER, check_idle, file_name
 from offbeat.transports.mpi import check_installed
-from offbeat.validation import require
 
 EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
 
@@ -82,13 +82,13 @@ def launch(
         wish = {"OFFBEAT_DIRECTORY": str(directory.absolute()), "OFFBEAT_RESUME": "1" if resume is not None else ""}
         become_mpirun(processes, script, wish)
     token = None if token_file is None else read_token(token_file)
-    door, address, token = open_door(listen, token)
-    with door:
+    listener, address, token = open_listener(listen, token)
+    with listener:
         directory, made = _directory(script[0], out, overwrite, resume)
-        place = Seat(0, processes, address, token, None, directory, resume is not None, "offbeat")
+        place = RankInfo(0, processes, address, token, None, directory, resume is not None, "offbeat")
         try:
             watcher = Quiet(_name) if quiet else Lines(Path(script[0]).name, _name, Board())
-            return _supervise(script, place, door, again, listen, watcher)
+            return _supervise(script, place, listener, again, listen, watcher)
         finally:
             if made:
                 _remove_if_empty(directory)
@@ -112,7 +112,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _supervise(
-    script: Sequence[str], place: Seat, door: socket.socket, restarts: int, listen: str | None, watcher: Quiet
+    script: Sequence[str], place: RankInfo, listener: socket.socket, restarts: int, listen: str | None, watcher: Quiet
 ) -> int:
     assert place.address is not None
     assert place.directory is not None
@@ -121,16 +121,16 @@ def _supervise(
         there = invited(listen, place.address)
         watcher.say(f"others join with: offbeat work {there} --token-file FILE {' '.join(script)}")
     supervisor = Supervisor(
-        _starter(script, place, door, watch, watcher.line),
+        _starter(script, place, listener, watch, watcher.line),
         range(place.processes),
         restarts_max=restarts,
         say=watcher.say,
         has_joined=watch.has_joined,
         rounds=watch.rounds.__getitem__,
-        essential=lambda rank: rank == 0 and not watch.rounds[0],  # a hub does not compute
+        is_required=lambda rank: rank == 0 and not watch.rounds[0],  # a hub does not compute
         name=_name,
         others=listen is not None,
-        on_gone=lambda rank: None if rank else door.close(),
+        on_gone=lambda rank: None if rank else listener.close(),
     )
     failure = supervisor.run(watch)
     if watch.joined or watch.rounds:
@@ -141,18 +141,18 @@ def _supervise(
 
 
 def _starter(
-    script: Sequence[str], place: Seat, door: socket.socket, watch: Watch, on_line: Callable[[int, str], None]
+    script: Sequence[str], place: RankInfo, listener: socket.socket, watch: Watch, on_line: Callable[[int, str], None]
 ) -> Callable[[int, int], Child]:
     def start(rank: int, life: int) -> Child:
         began = watch.began if life and rank == 0 else None
-        seat = dataclasses.replace(place, rank=rank, resume=place.resume and life == 0, life=life, began=began)
+        rank_info = dataclasses.replace(place, rank=rank, resume=place.resume and life == 0, life=life, began=began)
         return start_command(
             [sys.executable, *script],
             rank=rank,
             life=life,
-            environment=environment_of(seat),
+            environment=environment_of(rank_info),
             on_line=on_line,
-            door=door.dup() if rank == 0 else None,
+            listener=listener.dup() if rank == 0 else None,
             own_stdout=True,
         )
 

@@ -17,11 +17,11 @@ from offbeat.cli import flags
 from offbeat.cli.names import find_strategy, find_workload
 from offbeat.cli.output import console, print_json
 from offbeat.cluster import PRESETS, SUMMARIES
-from offbeat.configuration import options, to_plain
+from offbeat.core.configuration import options, to_plain
+from offbeat.core.workload import NamedWorkload
 from offbeat.errors import unknown
-from offbeat.workloads import NamedWorkload
-from offbeat.workloads.images import ImageWorkload
-from offbeat.workloads.models import Model
+from offbeat.lab.workloads.images import ImageWorkload
+from offbeat.lab.workloads.models import Model
 
 Name = Annotated[str | None, Parameter(name="NAME", help="show this one in full", show_default=False)]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else", negative=(), show_default=False)]

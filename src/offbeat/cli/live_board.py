@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from offbeat.lab.report.numbers import fixed, number, size
 from offbeat.records.schema import AnyRecord, Evaluation, Membership, Round, Traffic, Undone, Update
-from offbeat.report.numbers import fixed, number, size
 
 RECENT_SECONDS = 5.0
 """What rates and losses are taken over, so that they show how it goes now."""

@@ -18,12 +18,12 @@ from rich.text import Text
 
 from offbeat.cli.live_board import Board, Worker
 from offbeat.cli.output import say as say_line
-from offbeat.launch.naming import names_of
+from offbeat.lab.report.numbers import NONE, fixed, number, percent
+from offbeat.launch.process_settings import names_of
 from offbeat.records.schema import AnyRecord, Ended, Notice
-from offbeat.report.numbers import NONE, fixed, number, percent
 
 if TYPE_CHECKING:
-    from offbeat.experiment import Experiment
+    from offbeat.lab.experiment import Experiment
     from offbeat.launch import Watcher
 
 LINE_SECONDS = 5.0

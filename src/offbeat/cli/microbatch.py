@@ -12,13 +12,13 @@ from rich.table import Table
 from offbeat.cli.flags import GROUPS, OUTPUT, RUN, WORKLOAD, Flag, derived, given, takes, workloads
 from offbeat.cli.output import console, print_json
 from offbeat.cli.resolve import workload_of
-from offbeat.configuration import from_plain
-from offbeat.launch.memory import keep_memory
-from offbeat.microbatching import BATCH, BATCH_NORM_MIN, SECONDS, MicrobatchCurve
-from offbeat.microbatching import microbatch as measure
-from offbeat.plots.microbatch import microbatch_figure
-from offbeat.plots.style import save
-from offbeat.report.numbers import number, percent
+from offbeat.core.configuration import from_plain
+from offbeat.lab.microbatching import BATCH, BATCH_NORM_MIN, SECONDS, MicrobatchCurve
+from offbeat.lab.microbatching import microbatch as measure
+from offbeat.lab.plots.microbatch import microbatch_figure
+from offbeat.lab.plots.style import save
+from offbeat.lab.report.numbers import number, percent
+from offbeat.launch.process_settings import keep_memory
 
 KINDS: dict[str, Any] = {"batch": int, "sizes": tuple[int, ...], "seconds": float}
 PUBLISHED = (

@@ -9,31 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from offbeat.cli.output import expect_no_terminal, say
-from offbeat.launch import Seat, mpirun_command, seat
+from offbeat.core.validation import require
+from offbeat.launch import RankInfo, mpirun_command, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
-from offbeat.validation import require
 
 if TYPE_CHECKING:
-    from offbeat.taking_part import Live
+    from offbeat.lab.worker_main import Live
 
 
 CALLED = "OFFBEAT_UNDER_MPIRUN"
 """Set for processes of an mpirun that we have called, so that none of them calls it again."""
 
 
-def seat_for(transport: str) -> Seat:
+def seat_for(transport: str) -> RankInfo:
     """Where this process sits, if messages are to travel in this way.
 
     Under MPI it begins here: nobody gets through the beginning where a rank is missing, so nothing may fail before it.
     """
-    place = seat(transport=transport)
+    place = read_rank_info(transport=transport)
     if place.transport == "mpi":
         mpi_world()
         expect_no_terminal()
     return place
 
 
-def complain(place: Seat, error: Exception) -> None:
+def complain(place: RankInfo, error: Exception) -> None:
     """What is wrong on another rank than 0 may be wrong there alone: a file that only some machines have."""
     say(f"rank {place.rank} on {socket.gethostname()}: {error}")
 

@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from offbeat.cli.flags import strategies, workloads
+from offbeat.core.strategy import Strategy
+from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.strategies.strategy import Strategy
-from offbeat.workloads import NamedWorkload
 
 EXAMPLE = "type, for example: offbeat simulate digits fmb amb"
 

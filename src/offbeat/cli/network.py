@@ -13,16 +13,16 @@ from cyclopts import Parameter
 from offbeat.cli.mpi import seat_for
 from offbeat.cli.network_view import Lines, Progress, progress, sentences, view
 from offbeat.cli.output import console, print_json, say
-from offbeat.configuration import from_plain
+from offbeat.core.configuration import from_plain
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency, unknown
-from offbeat.launch import TRANSPORTS, Seat, invited, read_token
-from offbeat.plots.heat_map import Panel, heat_maps
-from offbeat.plots.style import save
-from offbeat.probing.plan import Probe
-from offbeat.probing.processes import Manner, join_there, probe_here, probe_under_mpirun, take_part
-from offbeat.probing.result import Network, write_result
+from offbeat.lab.network_test.plan import Probe
+from offbeat.lab.network_test.processes import TestOptions, join_there, probe_here, probe_under_mpirun, take_part
+from offbeat.lab.network_test.result import Network, write_result
+from offbeat.lab.plots.heat_map import Panel, heat_maps
+from offbeat.lab.plots.style import save
+from offbeat.launch import TRANSPORTS, RankInfo, invited, read_token
 from offbeat.transports.rendezvous import Address
-from offbeat.validation import require
 
 EXAMPLE = "type, for example: offbeat network -n 3"
 RESULT, FIGURE = "network.json", "network.png"
@@ -55,24 +55,24 @@ def network(
     require(transport in TRANSPORTS, str(unknown("transport", transport, TRANSPORTS)))
     seconds = from_plain(float, wait or "60", "--wait")
     require(seconds >= 0, f"--wait must be 0 or more, but is {seconds:g}")
-    manner = Manner(wait_seconds=seconds, shared_memory=not no_shared_memory)
+    options = TestOptions(wait_seconds=seconds, shared_memory=not no_shared_memory)
     token = None if token_file is None else read_token(token_file)
     ranks = None if n is None else from_plain(int, n, "-n")
     require(ranks is None or ranks >= 2, f"-n must be 2 or more, but is {ranks}")
     if words and not corrupt:
         require(ranks is None and listen is None, f"{words[0]} says who takes part; leave out -n and --listen")
-        return _join(words, token, transport, manner)
+        return _join(words, token, transport, options)
     probe = _probe(elements, repeats, message_bytes)
     place = seat_for(transport)
     damage = words if corrupt else None
     with progress(quiet or place.rank > 0) as told:
         if not place.alone:
-            result = _under_launcher(place, _damaged(probe, damage, place.processes), ranks, transport, manner, told)
+            result = _under_launcher(place, _damaged(probe, damage, place.processes), ranks, transport, options, told)
         else:
             require(ranks is not None, f"-n says how many ranks there are; {EXAMPLE}")
             assert ranks is not None
             crew = _crew(ranks, local, listen, token)
-            result = _from_here(crew, _damaged(probe, damage, ranks), transport, manner, told)
+            result = _from_here(crew, _damaged(probe, damage, ranks), transport, options, told)
     return 0 if result is None else _present(result, None if out is None else Path(out), json)
 
 
@@ -100,10 +100,10 @@ def _damaged(probe: Probe, words: tuple[str, ...] | None, ranks: int) -> Probe:
 # The ways in which processes come together
 
 
-def _join(words: tuple[str, ...], token: bytes | None, transport: str, manner: Manner) -> int:
+def _join(words: tuple[str, ...], token: bytes | None, transport: str, options: TestOptions) -> int:
     require(len(words) == 1, f"{words[-1]!r} is one word too many; type, for example: offbeat network {words[0]}")
     require(transport != "mpi", "ranks of MPI are started by mpirun, and none can join; leave out --transport mpi")
-    join_there(Address.parse(words[0]), token, manner)
+    join_there(Address.parse(words[0]), token, options)
     return 0
 
 
@@ -124,10 +124,10 @@ def _crew(ranks: int, local: str | None, listen: str | None, token: bytes | None
     return _Crew(ranks, here, listen, token)
 
 
-def _from_here(crew: _Crew, probe: Probe, transport: str, manner: Manner, told: Progress) -> Network:
+def _from_here(crew: _Crew, probe: Probe, transport: str, options: TestOptions, told: Progress) -> Network:
     if transport == "mpi":
         require(crew.listen is None, "ranks of MPI are started by mpirun, and none can join; leave out --listen")
-        return probe_under_mpirun(probe, crew.ranks, manner, _reading(told))
+        return probe_under_mpirun(probe, crew.ranks, options, _reading(told))
 
     def invite(opened: Address) -> None:
         assert crew.listen is not None
@@ -136,7 +136,7 @@ def _from_here(crew: _Crew, probe: Probe, transport: str, manner: Manner, told: 
     return probe_here(
         probe,
         crew.ranks,
-        manner,
+        options,
         told,
         lambda rank, line: None,  # what a rank says on its way out is told with why it ended
         local=crew.here,
@@ -147,7 +147,7 @@ def _from_here(crew: _Crew, probe: Probe, transport: str, manner: Manner, told: 
 
 
 def _under_launcher(
-    place: Seat, probe: Probe, ranks: int | None, transport: str, manner: Manner, told: Progress
+    place: RankInfo, probe: Probe, ranks: int | None, transport: str, options: TestOptions, told: Progress
 ) -> Network | None:
     require(
         ranks is None or ranks == place.processes,
@@ -157,7 +157,7 @@ def _under_launcher(
         transport in ("auto", place.transport),
         f"{place.launcher} brings processes together over {place.transport}; leave out --transport {transport}",
     )
-    return take_part(place, probe, manner, told)
+    return take_part(place, probe, options, told)
 
 
 def _reading(told: Progress) -> Callable[[int, str], None]:

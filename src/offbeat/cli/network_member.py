@@ -12,16 +12,19 @@ import msgspec
 from offbeat.cli import answered
 
 
-def member(result: Path, probe: str, manner: str) -> int:
+def member(result: Path, probe: str, options: str) -> int:
     """Be the rank that the environment says; rank 0 writes the result, and progress as lines."""
     from offbeat.cli.network_view import Lines
-    from offbeat.launch import seat
-    from offbeat.probing.plan import Probe
-    from offbeat.probing.processes import Manner, take_part
-    from offbeat.probing.result import write_result
+    from offbeat.lab.network_test.plan import Probe
+    from offbeat.lab.network_test.processes import TestOptions, take_part
+    from offbeat.lab.network_test.result import write_result
+    from offbeat.launch import read_rank_info
 
     network = take_part(
-        seat(), msgspec.json.decode(probe, type=Probe), msgspec.json.decode(manner, type=Manner), Lines()
+        read_rank_info(),
+        msgspec.json.decode(probe, type=Probe),
+        msgspec.json.decode(options, type=TestOptions),
+        Lines(),
     )
     if network is not None:
         write_result(network, result)

@@ -13,8 +13,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.probing.result import Matrix, Network, Pair, Together
-from offbeat.report.numbers import NONE, number, plural
+from offbeat.lab.network_test.result import Matrix, Network, Pair, Together
+from offbeat.lab.report.numbers import NONE, number, plural
 
 Progress = Callable[[float, str], None]
 

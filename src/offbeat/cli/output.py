@@ -15,10 +15,10 @@ from rich.console import Console
 from offbeat.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from offbeat.actions import Budget, Record
-    from offbeat.analysis import Summary
-    from offbeat.comparison import Comparison
-    from offbeat.experiment import Experiment
+    from offbeat.core.actions import Budget, Record
+    from offbeat.lab.experiment import Experiment
+    from offbeat.records.comparison import Comparison
+    from offbeat.records.metrics import Summary
 
 WIDTH_WITHOUT_TERMINAL = 100
 EXPERIMENT = "experiment.toml"
@@ -56,8 +56,8 @@ def print_json(value: Any) -> None:
 
 def print_comparison(comparison: Comparison, places: Iterable[str]) -> None:
     """The table, the headline, and where everything is."""
-    from offbeat.report.headline import headline
-    from offbeat.report.table import comparison_table
+    from offbeat.lab.report.headline import headline
+    from offbeat.lab.report.table import comparison_table
 
     out = console()
     out.print(comparison_table(comparison, out.width))
@@ -148,7 +148,7 @@ class Bar(Silence):
 
 
 def _share(update: Any, until: Budget) -> float:
-    from offbeat.actions import Samples
+    from offbeat.core.actions import Samples
 
     if isinstance(until, Samples):
         return float(update.samples_total / until.count)
@@ -182,7 +182,7 @@ def new_directory(workload: str) -> Path:
 
 def given_directory(out: Path, overwrite: bool) -> Path:
     """`out`, emptied of earlier runs where that is wanted. Files that are not of a run of ours stay."""
-    from offbeat.checkpoints import checkpoint_files
+    from offbeat.live.checkpoint_file import checkpoint_files
     from offbeat.records.files import HEADER, LIVE, RECORDS, RESULT, check_idle, rank_files
 
     try:

@@ -12,12 +12,12 @@ from cyclopts import Parameter
 from offbeat.cli.flags import strategies
 from offbeat.cli.names import find_strategy, load_files
 from offbeat.cli.output import say
-from offbeat.configuration import from_plain
+from offbeat.core.configuration import from_plain
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Experiment
+from offbeat.lab.experiment import Experiment
+from offbeat.lab.simulated_runs import record_bytes, simulate_experiment
 from offbeat.records.files import HEADER, RECORDS, read_run
 from offbeat.records.schema import AnyRecord, RunHeader, Traffic
-from offbeat.running import record_bytes, simulate_experiment
 
 SHOWN_MAX = 200
 """Signs of a differing line that are printed."""

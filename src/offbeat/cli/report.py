@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, say
-from offbeat.comparison import Comparison
-from offbeat.plots.style import FORMATS
+from offbeat.core.validation import require
+from offbeat.lab.plots.style import FORMATS
+from offbeat.lab.report.drawings import write_figures
+from offbeat.lab.report.labels import told_apart, without_repeats
+from offbeat.lab.report.page import write_report
+from offbeat.records.comparison import Comparison
 from offbeat.records.files import file_name, find_runs, read_run
-from offbeat.report.drawings import write_figures
-from offbeat.report.labels import told_apart, without_repeats
-from offbeat.report.page import write_report
-from offbeat.validation import require
 
 
 def report(

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat.cli.output import Lines, Silence, console, new_directory, print_json, say
-from offbeat.comparison import Comparison
+from offbeat.core.validation import require
 from offbeat.errors import MissingDependency
-from offbeat.experiment import built
-from offbeat.reproduction.drawing import draw_all
-from offbeat.reproduction.findings import Findings, check, find, shown
-from offbeat.reproduction.quantities import Measured, quantity
-from offbeat.reproduction.runs import archive, begin, carry_out, cores, opened, read_study, tasks_of
-from offbeat.reproduction.study import SCALES, Study, load_study, names
-from offbeat.reproduction.timings import Timed, measure, read_timings, write_timings
-from offbeat.validation import require
+from offbeat.lab.experiment import built
+from offbeat.lab.reproduction.drawing import draw_all
+from offbeat.lab.reproduction.findings import Findings, check, find, shown
+from offbeat.lab.reproduction.quantities import Measured, quantity
+from offbeat.lab.reproduction.runs import archive, begin, carry_out, cores, opened, read_study, tasks_of
+from offbeat.lab.reproduction.study import SCALES, Study, load_study, names
+from offbeat.lab.reproduction.timings import Timed, measure, read_timings, write_timings
+from offbeat.records.comparison import Comparison
 
 
 def _option(text: str, metavar: str | None = None, name: str | None = None) -> Parameter:

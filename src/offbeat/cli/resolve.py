@@ -30,14 +30,14 @@ from offbeat.cli.flags import (
 from offbeat.cli.names import EXAMPLE, find_strategy, find_workload, load_files
 from offbeat.cli.output import say
 from offbeat.cluster import Cluster, Link, load_cluster
-from offbeat.configuration import from_plain, make, options, read_toml, to_plain
+from offbeat.core.configuration import from_plain, make, options, read_toml, to_plain
+from offbeat.core.optimizers import Optimizer
+from offbeat.core.strategy import Strategy
+from offbeat.core.validation import require
+from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.experiment import Experiment, Plan, Settings
-from offbeat.optimizers import Optimizer
-from offbeat.strategies.strategy import Strategy
-from offbeat.taking_part import Live
-from offbeat.validation import require
-from offbeat.workloads import NamedWorkload
+from offbeat.lab.experiment import Experiment, Plan, Settings
+from offbeat.lab.worker_main import Live
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import tomli_w
 
-from offbeat.analysis import Summary, summarize
 from offbeat.cli.flags import Output
 from offbeat.cli.output import (
     EXPERIMENT,
@@ -20,13 +19,14 @@ from offbeat.cli.output import (
     progress,
     say,
 )
-from offbeat.comparison import Comparison
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.experiment import Experiment, Plan
+from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.simulated_runs import simulate_experiment
+from offbeat.records.comparison import Comparison
 from offbeat.records.files import RunRecords, file_name
+from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import Notice
-from offbeat.running import simulate_experiment
-from offbeat.validation import require
 
 NOTICES_SHOWN = 3
 
@@ -130,7 +130,7 @@ def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRe
 
 
 def _draw(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:
-    from offbeat.report.page import write_report
+    from offbeat.lab.report.page import write_report
 
     try:
         return write_report(runs, path, baseline)

@@ -11,12 +11,12 @@ from cyclopts import Parameter
 
 from offbeat.cli.output import console, print_json
 from offbeat.cli.topology_view import LISTED_MAX, degrees, edges, sentences, speedup, view
-from offbeat.configuration import from_plain, to_plain
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
-from offbeat.plots.graph import graph_figure
-from offbeat.plots.style import save
+from offbeat.lab.plots.graph import graph_figure
+from offbeat.lab.plots.style import save
 from offbeat.topology import Edges, Graph, Topology
-from offbeat.validation import require
 
 PEERS = 16
 PEERS_MAX = 2048

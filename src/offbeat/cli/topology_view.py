@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.plots.graph import layout
+from offbeat.lab.plots.graph import layout
 from offbeat.topology import Constants, Topology
 
 DRAWN_MAX = 16

@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from offbeat.actions import Budget
-from offbeat.checkpoints import checkpoint_path
 from offbeat.cli.flags import (
     CLUSTER,
     GROUPS,
@@ -34,16 +32,18 @@ from offbeat.cli.member import prepare
 from offbeat.cli.mpi import become_mpirun, check_mpi, complain, seat_for
 from offbeat.cli.resolve import checked, live_of, plan_from_file, plan_of
 from offbeat.cli.running import carry_out, places_of, present
-from offbeat.configuration import from_plain
+from offbeat.core.actions import Budget
+from offbeat.core.configuration import from_plain
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.experiment import Experiment, Plan
-from offbeat.launch import Seat, Watcher, check_faults
+from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.live_runs import run_follower, train_experiment, train_in_seat, workers_in
+from offbeat.lab.simulated_runs import Run
+from offbeat.lab.worker_main import Live, local_ranks, read_live
+from offbeat.launch import RankInfo, Watcher, check_faults
+from offbeat.live.checkpoint_file import checkpoint_path
 from offbeat.records.files import HEADER, RunRecords, find_runs, read_header, read_run
 from offbeat.records.schema import Ended
-from offbeat.running import Run
-from offbeat.taking_part import Live, local_ranks, read_live
-from offbeat.training import accompany, train_experiment, train_in_seat, workers_in
-from offbeat.validation import require
 
 
 @takes(live_flags())
@@ -86,7 +86,7 @@ def train(
         become_mpirun(_processes(plan))
     for strategy in plan.strategies:
         local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if place.alone else ()
-        check_faults(plan.cluster.faults, local, strategy.essential)
+        check_faults(plan.cluster.faults, local, strategy.is_required)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
         with watching(experiment, output.quiet, position) as watcher:
@@ -95,7 +95,7 @@ def train(
     return carry_out(plan, output, run, "train")
 
 
-def _plan(words: Sequence[str], told: Given, place: Seat) -> Plan:
+def _plan(words: Sequence[str], told: Given, place: RankInfo) -> Plan:
     """What the words describe. Where a launcher has started the processes, they say how many workers there are."""
     if place.alone:
         return _described(words, told, live_defaults())
@@ -151,7 +151,7 @@ def _check_links(plan: Plan, told: Given) -> None:
 
 
 def recorded(
-    experiment: Experiment, directory: Path, live: Live, watcher: Watcher, place: Seat, resume: bool = False
+    experiment: Experiment, directory: Path, live: Live, watcher: Watcher, place: RankInfo, resume: bool = False
 ) -> RunRecords:
     """The records of a run. One that failed has them, too, and they say why."""
     try:
@@ -181,7 +181,7 @@ def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
     return dataclasses.replace(run, records=(*known, end))
 
 
-def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, place: Seat) -> int:
+def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, place: RankInfo) -> int:
     """Go on with one run: everything is as it was, but for how long to train and how processes are kept."""
     require(output.out is None, "--resume goes on in the directory of the run; leave out --out")
     directory, experiment = _to_go_on_with(directory, words, told, place)
@@ -194,7 +194,9 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
     return present([run], output, directory, None)
 
 
-def _accompany(words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None, output: Output) -> int:
+def _accompany(
+    words: Sequence[str], told: Given, live: Live, place: RankInfo, resume: str | None, output: Output
+) -> int:
     """Be another process than rank 0 of what a launcher has started, run for run as rank 0 is.
 
     Where rank 0 is lost and the others can do without it, the lowest that is left says how it went.
@@ -220,18 +222,18 @@ def _accompany(words: Sequence[str], told: Given, live: Live, place: Seat, resum
 
 
 def _runs(
-    words: Sequence[str], told: Given, live: Live, place: Seat, resume: str | None, output: Output
+    words: Sequence[str], told: Given, live: Live, place: RankInfo, resume: str | None, output: Output
 ) -> list[Callable[[], tuple[Run, bool]]]:
     if resume is not None:
         directory, experiment = _to_go_on_with(Path(resume), words, told, place)
         live = dataclasses.replace(read_live(directory), **_changed(told))
-        return [functools.partial(accompany, experiment, directory, place, live, resume=True)]
+        return [functools.partial(run_follower, experiment, directory, place, live, resume=True)]
     places = places_of(_plan(words, told, place))
     out = None if output.out is None else Path(output.out)
-    return [functools.partial(accompany, each, out and out / name, place, live) for each, name in places.items()]
+    return [functools.partial(run_follower, each, out and out / name, place, live) for each, name in places.items()]
 
 
-def _to_go_on_with(directory: Path, words: Sequence[str], told: Given, place: Seat) -> tuple[Path, Experiment]:
+def _to_go_on_with(directory: Path, words: Sequence[str], told: Given, place: RankInfo) -> tuple[Path, Experiment]:
     require(not words, f"--resume goes on with what was trained; leave out {' '.join(words)}")
     found = find_runs([directory])
     require(len(found) == 1, f"{directory} holds {len(found)} runs; name one of them: --resume {found[0]}")

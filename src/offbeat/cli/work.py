@@ -13,11 +13,11 @@ from cyclopts import Parameter
 
 from offbeat.cli.member import prepare
 from offbeat.cli.output import say
-from offbeat.configuration import from_plain
-from offbeat.launch import Seat, environment_of, read_token
-from offbeat.taking_part import work as work_there
-from offbeat.transports.rendezvous import Address, ask_terms
-from offbeat.validation import require
+from offbeat.core.configuration import from_plain
+from offbeat.core.validation import require
+from offbeat.lab.worker_main import work as work_there
+from offbeat.launch import RankInfo, environment_of, read_token
+from offbeat.transports.rendezvous import Address, request_assignment
 
 WAIT_SECONDS = 60.0
 
@@ -69,9 +69,9 @@ def work(
 
 def _become(script: list[str], address: Address, token: bytes | None, member: str, seconds: float) -> int:
     """Ask which rank to take, and be the script under that rank."""
-    told = ask_terms(address, token, member=member, rank=None, wait_seconds=seconds)
-    seat = Seat(told.rank, told.processes, address, token, launcher="offbeat", member=member)
+    told = request_assignment(address, token, member=member, rank=None, wait_seconds=seconds)
+    rank_info = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
     say(f"joining the run at {address} as rank {told.rank}")
     sys.stdout.flush()
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment_of(seat)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment_of(rank_info)}
     os.execve(sys.executable, [sys.executable, *script], environment)

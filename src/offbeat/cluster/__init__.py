@@ -1,22 +1,20 @@
 """How fast machines and links are and what goes wrong."""
 
-from offbeat.cluster.cluster import Cluster, WorkerOverride
-from offbeat.cluster.failures import failures
-from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
-from offbeat.cluster.links import Link
+from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause, failures
 from offbeat.cluster.presets import PRESETS, SUMMARIES, load_cluster
-from offbeat.cluster.speeds import (
+from offbeat.cluster.stragglers import (
     CEDAR,
     NIAGARA,
-    Disturbance,
     Lognormal,
     Mixture,
-    NoStraggle,
+    NoStragglers,
     Pareto,
+    RoundDelay,
     ShiftedExponential,
     Slowdown,
     Speed,
-    Straggle,
+    StragglerModel,
     Trace,
 )
 
@@ -28,19 +26,19 @@ __all__ = [
     "Cluster",
     "Corrupt",
     "Crash",
-    "Disturbance",
     "Fault",
     "Link",
     "Lognormal",
     "Mixture",
-    "NoStraggle",
+    "NoStragglers",
     "Pareto",
     "Partition",
     "Pause",
+    "RoundDelay",
     "ShiftedExponential",
     "Slowdown",
     "Speed",
-    "Straggle",
+    "StragglerModel",
     "Trace",
     "WorkerOverride",
     "failures",

@@ -1,8 +1,4 @@
-"""One cluster: the truth for the simulator, induced delay for live runs.
-
-Workers count from 0 and are those that compute; ranks are processes, the hub among them. Speeds belong to
-workers, faults to ranks.
-"""
+"""How long a message is under way."""
 
 from __future__ import annotations
 
@@ -10,11 +6,43 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from numpy.random import Generator
+
 from offbeat.cluster.faults import Fault
-from offbeat.cluster.links import Link
-from offbeat.cluster.speeds import SECONDS_PER_SAMPLE, NoStraggle, Speed, Straggle, Trace
-from offbeat.configuration import option
-from offbeat.validation import check_types, require, require_not_negative, require_positive
+from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE, NoStragglers, Speed, StragglerModel, Trace
+from offbeat.core.configuration import option
+from offbeat.core.validation import check_types, require, require_not_negative, require_positive
+
+
+@dataclass(frozen=True)
+class Link:
+    """One end's connection to the others. A message leaves for `transmit_seconds`, then travels `latency_seconds`.
+
+    `delay_std_seconds` holds every received message |N(0, 1)| times as long; messages may overtake each other.
+    """
+
+    latency_seconds: float = option(0.0, "seconds from the last byte sent to the last byte received")
+    bytes_per_second: float | None = option(None, "bandwidth in bytes per second; none: unlimited")
+    delay_std_seconds: float = option(0.0, "spread, in seconds, of the random delay of each received message")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "latency_seconds", "delay_std_seconds")
+        require_positive(self, "bytes_per_second")
+
+    def transmit_seconds(self, nbytes: int) -> float:
+        """How long the link is busy with a message of this size."""
+        return 0.0 if self.bytes_per_second is None else nbytes / self.bytes_per_second
+
+    def draw_delay(self, rng: Generator) -> float:
+        """The random delay of one received message, in seconds."""
+        return abs(float(rng.standard_normal())) * self.delay_std_seconds
+
+
+# One cluster: the truth for the simulator, induced delay for live runs.
+#
+# Workers count from 0 and are those that compute; ranks are processes, the hub among them. Speeds belong to
+# workers, faults to ranks.
+
 
 T = TypeVar("T")
 
@@ -26,7 +54,7 @@ class WorkerOverride:
     workers: tuple[int, ...] = field(metadata={"help": "which workers, counted from 0"})
     seconds_per_sample: float | None = option(None, "seconds to differentiate one sample")
     seconds_per_call: float | None = option(None, "seconds that each micro-batch costs on top")
-    straggle: Straggle | None = option(None, "what disturbs a round")
+    straggle: StragglerModel | None = option(None, "what disturbs a round")
     link: Link | None = option(None, "its connection to the others")
     seconds_per_round: float | None = option(None, "seconds that each round costs on top")
     spread: Trace | None = option(None, "how the speed varies over time, as it was recorded")
@@ -46,7 +74,7 @@ class Cluster:
     seconds_per_sample: float = option(SECONDS_PER_SAMPLE, "seconds to differentiate one sample")
     seconds_per_call: float = option(0.0, "seconds that each micro-batch costs on top")
     seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
-    straggle: Straggle = option(NoStraggle(), "what disturbs a round: none, niagara, cedar, lognormal:0.5, ...")
+    straggle: StragglerModel = option(NoStragglers(), "what disturbs a round: none, niagara, cedar, lognormal:0.5, ...")
     factors: tuple[float, ...] = option((), "how many times slower worker 0, 1, ... is; the rest are not")
     workers: tuple[WorkerOverride, ...] = option((), "what is different about some workers")
     link: Link = option(Link(), "everyone's connection to the others")

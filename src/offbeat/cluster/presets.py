@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offbeat.cluster.cluster import Cluster
+from offbeat.cluster.cluster import Cluster, Link
 from offbeat.cluster.faults import Crash
-from offbeat.cluster.links import Link
-from offbeat.cluster.speeds import CEDAR, NIAGARA, Lognormal, Pareto
-from offbeat.configuration import build, read_toml
+from offbeat.cluster.stragglers import CEDAR, NIAGARA, Lognormal, Pareto
+from offbeat.core.configuration import build, read_toml
 from offbeat.errors import unknown
 
 _GIGABYTE = Link(latency_seconds=1.5e-4, bytes_per_second=1e9)

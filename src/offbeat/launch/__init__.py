@@ -1,17 +1,16 @@
 """Where a process sits in a run, and the local processes of one: started, watched, started again, ended."""
 
 from offbeat.launch.children import Child, start_command, start_forked
-from offbeat.launch.doors import invited, open_door
 from offbeat.launch.faults import check_faults
+from offbeat.launch.listeners import invited, open_listener
 from offbeat.launch.mpirun import mpirun_command
-from offbeat.launch.seat import TRANSPORTS, Seat, environment_of, read_token, seat
-from offbeat.launch.supervisor import Supervisor
-from offbeat.launch.watch import Watch, Watcher
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo, environment_of, read_rank_info, read_token
+from offbeat.launch.supervisor import Supervisor, Watch, Watcher
 
 __all__ = [
     "TRANSPORTS",
     "Child",
-    "Seat",
+    "RankInfo",
     "Supervisor",
     "Watch",
     "Watcher",
@@ -19,9 +18,9 @@ __all__ = [
     "environment_of",
     "invited",
     "mpirun_command",
-    "open_door",
+    "open_listener",
+    "read_rank_info",
     "read_token",
-    "seat",
     "start_command",
     "start_forked",
 ]

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.launch import memory
+from offbeat.launch import process_settings as memory
 
 OnLine = Callable[[int, str], None]
 """Takes the rank of a child and a line that it wrote."""
@@ -133,16 +133,16 @@ def start_command(
     life: int,
     environment: Mapping[str, str],
     on_line: OnLine,
-    door: socket.socket | None = None,
+    listener: socket.socket | None = None,
     own_stdout: bool = False,
 ) -> Child:
     """Start a program; `environment` is added to ours.
 
-    What it prints joins what it complains, and comes through `on_line`, unless it is to keep `own_stdout`. A `door`,
+    stdout joins stderr and comes through `on_line`, unless the child keeps its `own_stdout`. A `listener`,
     a socket that listens, is handed over: the child finds its number in OFFBEAT_DOOR, and here it is closed.
     """
     mine, theirs = os.pipe()
-    handed = {} if door is None else {"OFFBEAT_DOOR": str(door.fileno())}
+    handed = {} if listener is None else {"OFFBEAT_DOOR": str(listener.fileno())}
     bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())] if _LINUX else []
     try:
         popen = subprocess.Popen(
@@ -151,7 +151,7 @@ def start_command(
             stdin=subprocess.DEVNULL,
             stdout=None if own_stdout else theirs,
             stderr=theirs,
-            pass_fds=() if door is None else (door.fileno(),),
+            pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
     except OSError as error:
@@ -159,8 +159,8 @@ def start_command(
         raise RunFailed(f"{argv[0]} cannot be started ({error.strerror})") from None
     finally:
         os.close(theirs)
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
     return Child(rank, life, popen.pid, mine, on_line, popen)
 
 
@@ -171,12 +171,12 @@ def start_forked(
     life: int,
     environment: Mapping[str, str],
     on_line: OnLine,
-    door: socket.socket | None = None,
+    listener: socket.socket | None = None,
 ) -> Child:
     """Run a function in a copy of this process, for what cannot be written down for another program to read."""
     parent = os.getpid()
     mine, theirs = os.pipe()
-    handed = {} if door is None else {"OFFBEAT_DOOR": str(door.fileno())}
+    handed = {} if listener is None else {"OFFBEAT_DOOR": str(listener.fileno())}
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -191,8 +191,8 @@ def start_forked(
         finally:
             os._exit(code)  # nothing of the process that was copied may run its course twice
     os.close(theirs)
-    if door is not None:
-        door.close()
+    if listener is not None:
+        listener.close()
     return Child(rank, life, pid, mine, on_line)
 
 

@@ -11,7 +11,7 @@ from offbeat.errors import ConfigurationError
 def check_faults(
     faults: Iterable[Fault],
     ranks: Iterable[int] | None = None,
-    essential: Callable[[int], bool] = lambda rank: rank == 0,
+    is_required: Callable[[int], bool] = lambda rank: rank == 0,
 ) -> None:
     """Refuse what cannot be done to real processes, or to others than those that are started here.
 
@@ -26,7 +26,7 @@ def check_faults(
             )
         if here is not None and fault.rank not in here:
             raise ConfigurationError(f"the fault {fault.name!r} names rank {fault.rank}, which is not started here")
-        if isinstance(fault, Crash) and essential(fault.rank) and fault.back_after_seconds is not None:
+        if isinstance(fault, Crash) and is_required(fault.rank) and fault.back_after_seconds is not None:
             raise ConfigurationError(
                 f"rank {fault.rank} does not come back by itself in a live run; leave out back_after_seconds, "
                 "and go on with --resume"

@@ -1,9 +1,4 @@
-"""Watches over the local processes of a run: who ended and why, who is started again, and how everybody ends.
-
-Where a rank is essential, as a hub is, it decides: the run is over when it ends. Among equals it is over when all have
-ended, and went well if one did. Any other rank that was killed, or that failed after it had joined, is started again a
-few times; one that fails before it ever joined would fail again, and so fails the run.
-"""
+"""What a supervisor sees of a run: the records that its processes write."""
 
 from __future__ import annotations
 
@@ -11,14 +6,64 @@ import contextlib
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from offbeat.cluster.faults import Crash, Fault, Pause
 from offbeat.launch.children import Child
 from offbeat.launch.faults import check_faults
-from offbeat.launch.naming import hub_and_workers
+from offbeat.launch.process_settings import hub_and_workers
+from offbeat.records.files import Tail
+from offbeat.records.schema import AnyRecord, Membership, Round
+
+
+class Watcher(Protocol):
+    """Looks on while a run goes on."""
+
+    def records(self, records: Sequence[AnyRecord]) -> None: ...
+    def say(self, sentence: str) -> None: ...
+    def line(self, rank: int, text: str) -> None: ...
+
+
+class Watch:
+    """Reads on in the files of a run whenever it is called, and remembers who has ever joined or computed."""
+
+    def __init__(self, directory: Path, watcher: Watcher) -> None:
+        self.joined: set[int] = set()
+        self.rounds: Counter[int] = Counter()
+        """How often each rank has computed."""
+        self._zero: float | None = None
+        self._tail = Tail(directory)
+        self._watcher = watcher
+
+    def has_joined(self, rank: int) -> bool:
+        """Whether a rank has ever joined: others have said so, or it has computed."""
+        return rank in self.joined or self.rounds[rank] > 0
+
+    def __call__(self) -> None:
+        records = self._tail.poll()
+        self.joined.update(record.peer for record in records if isinstance(record, Membership) and record.joined)
+        self.rounds.update(record.rank for record in records if isinstance(record, Round))
+        if records:
+            self._zero = min(time.monotonic() - records[-1].at, self._zero or float("inf"))
+            self._watcher.records(records)
+
+    @property
+    def began(self) -> float | None:
+        """When the run began, by this machine's monotonic clock: no record can be read before it was written."""
+        return self._zero
+
+
+# Watches over the local processes of a run: who ended and why, who is started again, and how everybody ends.
+#
+# A required rank, such as a hub, decides: the run is over when it ends. Among equals it is over when all have
+# ended, and went well if one did. Any other rank that was killed, or that failed after it had joined, is restarted a
+# few times; one that fails before it ever joined would fail again, and so fails the run.
+
 
 POLL_SECONDS = 0.05
 TICK_SECONDS = 0.25
@@ -72,7 +117,7 @@ class _Planned:
 class Supervisor:
     """Starts one process per rank and looks after them until the run is over.
 
-    `essential` tells whether the run stands and falls with a rank. `has_joined` tells whether a rank has ever joined,
+    `is_required` tells whether the run stands and falls with a rank. `has_joined` tells whether a rank has ever joined,
     and `rounds` how often it has computed; they are asked right after a tick. With `others`, there are ranks that are
     not started here, so a run with an essential rank may go on when all that are have gone. `on_gone` is called when a
     rank will not be started again.
@@ -87,7 +132,7 @@ class Supervisor:
         say: Callable[[str], None],
         has_joined: Callable[[int], bool],
         rounds: Callable[[int], int] = lambda rank: 0,
-        essential: Callable[[int], bool] = lambda rank: rank == 0,
+        is_required: Callable[[int], bool] = lambda rank: rank == 0,
         faults: Sequence[Fault] = (),
         name: Callable[[int], str] = hub_and_workers,
         others: bool = False,
@@ -95,12 +140,12 @@ class Supervisor:
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._start_child, self._say, self._has_joined, self._name = start, say, has_joined, name
-        self._essential, self._rounds, self._on_gone = essential, rounds, on_gone
+        self._essential, self._rounds, self._on_gone = is_required, rounds, on_gone
         self._restarts_max, self._others, self._grace = restarts_max, others, grace_seconds
         self._posts = {rank: _Post(rank) for rank in ranks}
         if 0 not in self._posts:
             raise ValueError("a supervisor looks after rank 0 and others, but rank 0 was not among them")
-        check_faults(faults, self._posts, essential)
+        check_faults(faults, self._posts, is_required)
         self._planned = sorted(event for fault in faults for event in self._events(fault))
         self._began: float | None = None
         self._standing_still: set[int] = set()

@@ -22,7 +22,7 @@ class Meeting:
     host: str
     port: int
     token: bytes
-    door: int | None
+    listener: int | None
 
 
 _met: Counter[tuple[int, str]] = Counter()
@@ -46,12 +46,12 @@ def meet(
     _met[rank, prefix] += 1
     try:
         shared = PrefixStore(f"{prefix}/{number}", _store(*store, rank == 0 and not store_is_there))
-        door = None
+        listener = None
         if rank == 0:
             # A token of the user's own is not published: the store asks nobody who they are.
             published = secrets.token_hex(16) if token is None else ""
-            door = listen(Address(host, 0), token or bytes.fromhex(published))
-            shared.set("rank 0", f"{door.getsockname()[1]} {published}")
+            listener = listen(Address(host, 0), token or bytes.fromhex(published))
+            shared.set("rank 0", f"{listener.getsockname()[1]} {published}")
         port, _, published = shared.get("rank 0").decode().partition(" ")
     except (RuntimeError, ValueError) as error:
         raise RunFailed(
@@ -59,4 +59,4 @@ def meet(
             f"({' '.join(str(error).split())[:200]})"
         ) from None
     words = bytes.fromhex(published) if token is None else token
-    return Meeting(host, int(port), words, None if door is None else door.detach())
+    return Meeting(host, int(port), words, None if listener is None else listener.detach())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from offbeat.actions import Record
+from offbeat.core.actions import Record
 
 FORMAT = 1
 

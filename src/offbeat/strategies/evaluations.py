@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from offbeat.actions import Action, Evaluate, Report
-from offbeat.events import Evaluated
-from offbeat.messages import Buffers
+from offbeat.core.actions import Action, Evaluate, Report
+from offbeat.core.events import Evaluated
+from offbeat.core.messages import Buffers
+from offbeat.core.strategy import Cadence, EverySeconds, EveryUpdates, State
 from offbeat.records.schema import Evaluation
-from offbeat.strategies.strategy import Cadence, EverySeconds, EveryUpdates, State
 
 EVALUATIONS_MAX = 8
 """Evaluations under way at a time: each holds parameters of its own."""

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.actions import Action, Record
-from offbeat.engines.simulated import Outcome, Simulation
+from offbeat.core.actions import Action, Record
+from offbeat.core.events import Event
+from offbeat.core.randomness import stream
+from offbeat.core.strategy import Strategy
+from offbeat.core.workload import Workload
 from offbeat.errors import OffbeatError, unknown
-from offbeat.events import Event
-from offbeat.randomness import stream
-from offbeat.running import one_thread, record_bytes
-from offbeat.strategies.strategy import Strategy
+from offbeat.lab.simulated_runs import one_thread, record_bytes
+from offbeat.simulation.simulator import Outcome, Simulation
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation, demand
-from offbeat.workloads import Workload
 
 EVENTS_MAX = 100_000
 """Many times what any case takes that ends."""
@@ -82,8 +82,8 @@ def _promises(strategy: Strategy) -> dict[str, Any]:
     """What the invariants have to know of a strategy."""
     return {
         "staleness_max": strategy.staleness_bound,
-        "replicas": strategy.keeps_replicas,
-        "looks_back": strategy.looks_back,
+        "replicas": strategy.is_decentralized,
+        "allows_stale_compute": strategy.allows_stale_compute,
     }
 
 

@@ -14,7 +14,6 @@ import torch
 from numpy.random import Generator
 from torch import Tensor, nn
 
-from offbeat.actions import Budget, Samples, Seconds
 from offbeat.cluster import (
     Cluster,
     Corrupt,
@@ -23,16 +22,20 @@ from offbeat.cluster import (
     Link,
     Lognormal,
     Mixture,
-    NoStraggle,
+    NoStragglers,
     Pareto,
     Partition,
     Pause,
-    Straggle,
+    StragglerModel,
 )
-from offbeat.engines.simulated import Scenario
-from offbeat.optimizers import SGD, Adam, Optimizer
-from offbeat.randomness import stream
-from offbeat.schedules import Linear
+from offbeat.core.actions import Budget, Samples, Seconds
+from offbeat.core.optimizers import SGD, Adam, Optimizer
+from offbeat.core.randomness import stream
+from offbeat.core.schedules import Linear
+from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
+from offbeat.core.workload import Workload
+from offbeat.lab.workloads import Quadratic
+from offbeat.simulation.simulator import Scenario
 from offbeat.strategies.gossip import (
     Acid,
     FirstAvailable,
@@ -44,13 +47,11 @@ from offbeat.strategies.gossip import (
     Regular,
 )
 from offbeat.strategies.hub import RestartFromCheckpoint
-from offbeat.strategies.learner import Differences, Gradients
-from offbeat.strategies.local_steps.named import LocalStepsStrategy
-from offbeat.strategies.population import All, Best, Better, Population
+from offbeat.strategies.local_steps.local_steps_strategies import LocalStepsStrategy
+from offbeat.strategies.local_training import Differences, Gradients
+from offbeat.strategies.population import AllMembers, Best, Better, Population
 from offbeat.strategies.serial import ArtificialDelay
-from offbeat.strategies.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
-from offbeat.workloads import Quadratic, Workload
 
 PARAMETERS_MIN = 4
 """What the smallest model here has."""
@@ -103,7 +104,7 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     chosen = workload or _workload(rng)
     cluster = _cluster(rng, varied, workers, samples, faults)
     scenario = Scenario(
-        strategy=varied.suited(SGD(lr=0.02)),
+        strategy=varied.with_default_optimizer(SGD(lr=0.02)),
         workload=chosen,
         cluster=cluster,
         workers=workers,
@@ -175,7 +176,7 @@ def _population(strategy: Population, seed: int, workers: int) -> Population:
     return dataclasses.replace(
         strategy,
         every=int(rng.integers(1, 6)),
-        sources=[All(), Best(), Better()][int(rng.integers(3))],
+        sources=[AllMembers(), Best(), Better()][int(rng.integers(3))],
         preempt_above=_maybe(rng, float(rng.choice([1.0, 1.25]))),
         rates=tuple(float(10 ** rng.uniform(-1, 3)) for _ in range(int(rng.integers(0, workers + 1)))),
     )
@@ -248,9 +249,9 @@ def _cluster(rng: Generator, strategy: Strategy, workers: int, samples: int, fau
     )
 
 
-def _straggle(rng: Generator) -> Straggle:
-    kinds: list[Straggle] = [
-        NoStraggle(),
+def _straggle(rng: Generator) -> StragglerModel:
+    kinds: list[StragglerModel] = [
+        NoStragglers(),
         Lognormal(0.7),
         Pareto(1.5),
         Mixture(((0.0, 0.0, 0.6), (0.1, 0.1, 0.3), (1.0, 0.2, 0.1))),

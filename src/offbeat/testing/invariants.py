@@ -23,13 +23,13 @@ from collections import defaultdict
 
 import torch
 
-from offbeat.actions import Action, Compute, Finish, Record, Samples, Send
-from offbeat.draws import Draws
-from offbeat.engines.simulated import Outcome, Simulation
+from offbeat.core.actions import Action, Compute, Finish, Record, Samples, Send
+from offbeat.core.events import Event, MessageArrived, PeerLost, Started
+from offbeat.core.messages import Stop, Stopped
+from offbeat.core.sample_ledger import SampleLedger
 from offbeat.errors import ContractViolation
-from offbeat.events import Event, MessageArrived, PeerLost, Started
-from offbeat.messages import Stop, Stopped
 from offbeat.records.schema import Dropped, Round, Undone, Update
+from offbeat.simulation.simulator import Outcome, Simulation
 
 
 class Violation(ContractViolation):
@@ -44,14 +44,16 @@ def demand(holds: bool, sentence: str) -> None:
 class Invariants:
     """Watches one run: a writer of records and an observer of the simulation at once."""
 
-    def __init__(self, staleness_max: int | None = None, *, replicas: bool = False, looks_back: bool = False) -> None:
+    def __init__(
+        self, staleness_max: int | None = None, *, replicas: bool = False, allows_stale_compute: bool = False
+    ) -> None:
         self.records: list[Record] = []
         self._replicas = replicas
-        self._looks_back = looks_back
+        self._looks_back = allows_stale_compute
         self._split = False
         """Whether two that were alive lost sight of each other."""
         self._staleness_max = staleness_max
-        self._accounted: dict[int, Draws] = defaultdict(Draws)
+        self._accounted: dict[int, SampleLedger] = defaultdict(SampleLedger)
         self._computed: dict[tuple[int, int], list[Round]] = defaultdict(list)
         """(rank, first draw) → the rounds that began there, the last one first"""
         self._lost: set[int] = set()
@@ -142,7 +144,7 @@ class Invariants:
 
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
         if isinstance(event, Started) and self._replicas:
-            self._accounted[rank], self._covered[rank], self._versions[rank] = Draws(), 0, 0
+            self._accounted[rank], self._covered[rank], self._versions[rank] = SampleLedger(), 0, 0
             self._owed[rank] = 0
             self._split |= any(process.finish is not None for process in simulation.processes)
         elif isinstance(event, PeerLost):

@@ -27,7 +27,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.messages import Buffers, Message
+from offbeat.core.messages import Buffers, Message
 from offbeat.testing.invariants import Violation, demand
 from offbeat.transports import wire
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offbeat.configuration import Family
+from offbeat.core.configuration import Family
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.topology.matchings import Matching, round_robin
-from offbeat.validation import require
 
 SUFFIXES = (".txt", ".csv", ".edges")
 """A name that ends so is a file of edges, whether it exists or not."""

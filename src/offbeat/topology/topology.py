@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.core.validation import check_instance, require
 from offbeat.errors import ConfigurationError
 from offbeat.topology.graphs import Graph, component
 from offbeat.topology.matchings import Matching, covering
-from offbeat.validation import check_instance, require
 
 RANDOM_PARTNERS = "choose partners at random: partner=Random(), or --partner random"
 

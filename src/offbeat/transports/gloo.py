@@ -33,29 +33,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation, OffbeatError
-from offbeat.messages import Message
-from offbeat.pool import Pool
-from offbeat.transports.links import Channel, Link, Manner
+from offbeat.transports.link import Channel, Link, LinkOptions
 from offbeat.transports.rendezvous import (
     Accepted,
     Address,
+    Assignment,
     Call,
     Conditions,
-    Door,
+    Endpoint,
     Entry,
     Found,
     Hello,
-    NoAnswer,
+    Listener,
     Ready,
     Refusal,
-    Terms,
-    TurnedAway,
-    Whereabouts,
+    Rejected,
+    Unreachable,
     back_off,
     dial,
 )
-from offbeat.transports.slots import Shared
+from offbeat.transports.shared_memory import Shared
 from offbeat.transports.transport import (
     MESSAGE_BYTES_MAX,
     SILENCE_SECONDS,
@@ -271,7 +271,7 @@ class _Bulk:
 class GlooTransport(Transport):
     """The links of one rank over gloo. Rank 0 brings the door where everybody is met; all others know its address.
 
-    `terms` decides about those who come: it answers with their terms, or with a sentence why they are refused.
+    `assign` decides about those who come: it answers with their assignment, or with a sentence why they are refused.
     `is_peer` tells whether a rank beyond those that were expected is a neighbour. Without `shared_memory` tensors go
     through sockets between processes of one machine, too.
     """
@@ -282,11 +282,11 @@ class GlooTransport(Transport):
         rank: int,
         processes: int,
         peers: Iterable[int],
-        desk: Address | Door,
+        rendezvous: Address | Listener,
         token: bytes | None,
         fingerprint: str,
         member: str = "",
-        terms: Callable[[Hello], Terms | str] | None = None,
+        assign: Callable[[Hello], Assignment | str] | None = None,
         first_incarnation: int = 0,
         is_peer: Callable[[int], bool] = lambda rank: False,
         silence_seconds: float = SILENCE_SECONDS,
@@ -295,7 +295,7 @@ class GlooTransport(Transport):
         chunk_bytes: int = 4 << 20,
         shared_memory: bool = True,
     ) -> None:
-        if (rank == 0) != isinstance(desk, Door):
+        if (rank == 0) != isinstance(rendezvous, Listener):
             raise ValueError("rank 0 brings the door itself, and all others its address")
         self.rank = rank
         self.processes = processes
@@ -306,8 +306,8 @@ class GlooTransport(Transport):
         self._token = token
         self._fingerprint = fingerprint
         self._member = member
-        self._terms = terms or self._usual_terms
-        self._manner = Manner(silence_seconds, message_bytes_max, chunk_bytes, checksum)
+        self._assign = assign or self._default_assignment
+        self._manner = LinkOptions(silence_seconds, message_bytes_max, chunk_bytes, checksum)
         self._shares = shared_memory
         self._incoming: SimpleQueue[Incoming | ContractViolation | None] = SimpleQueue()
         self._woken = False
@@ -320,19 +320,19 @@ class GlooTransport(Transport):
         self._connecting: set[Call] = set()
         """Calls that are becoming links: a thread is inside gloo for each, which must not outlive the interpreter."""
         self._connected = threading.Condition(self._lock)
-        self._registered: dict[int, tuple[Whereabouts, Call]] = {}
+        self._registered: dict[int, tuple[Endpoint, Call]] = {}
         self._closing = threading.Event()
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._door = desk if isinstance(desk, Door) else None
-        self._desk = desk.address if isinstance(desk, Door) else desk
+        self._listener = rendezvous if isinstance(rendezvous, Listener) else None
+        self._rendezvous = rendezvous.address if isinstance(rendezvous, Listener) else rendezvous
         self._process = os.getpid()
         atexit.register(self._at_exit)
         self._begin()
 
     def _begin(self) -> None:
-        if self._door is not None:
-            self._door.serve(self._visit)
+        if self._listener is not None:
+            self._listener.serve(self._visit)
         elif any(peer > self.rank for peer in self.peers):
             self._start(self._register, "registers")
         for peer in sorted(self.peers):
@@ -395,8 +395,8 @@ class GlooTransport(Transport):
         until = time.monotonic() + linger_seconds
         for link in links:
             link.finish()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         for link in links:
             if not link.ended.wait(max(0.0, until - time.monotonic())):
                 link.drop("closed by this side")
@@ -426,7 +426,7 @@ class GlooTransport(Transport):
             incarnation,
             channel,
             name=f"offbeat link {self.rank}-{peer}",
-            manner=self._manner,
+            options=self._manner,
             pool=self.pool,
             deliver=self._incoming.put,
             on_end=self._ended,
@@ -465,7 +465,7 @@ class GlooTransport(Transport):
         try:
             hello = call.hear(Hello)
             if hello.version != WIRE_VERSION:
-                raise TurnedAway(
+                raise Rejected(
                     f"rank {self.rank} speaks version {WIRE_VERSION} of the wire, but this process version "
                     f"{hello.version}; install the same offbeat everywhere"
                 )
@@ -476,40 +476,40 @@ class GlooTransport(Transport):
                 return self._visit_to_register(call, hello)
             elif hello.purpose == "ask":
                 call.say(Found(self._look_up(hello.about)))
-        except TurnedAway as error:
+        except Rejected as error:
             call.say(Refusal(str(error), error.final))
         return False
 
-    def _decide(self, hello: Hello) -> Terms:
+    def _decide(self, hello: Hello) -> Assignment:
         try:
-            terms = self._terms(hello)
+            assignment = self._assign(hello)
         except Exception as error:
             _log.exception("no terms could be found for %s", hello)
-            raise TurnedAway(f"rank {self.rank} failed to answer: {type(error).__name__}: {error}") from error
-        if isinstance(terms, str):
-            raise TurnedAway(terms)
-        if hello.purpose != "terms" and terms.rank != hello.rank:
-            raise TurnedAway(f"rank {hello.rank} came, but is to be rank {terms.rank}; ask for the terms first")
-        return terms
+            raise Rejected(f"rank {self.rank} failed to answer: {type(error).__name__}: {error}") from error
+        if isinstance(assignment, str):
+            raise Rejected(assignment)
+        if hello.purpose != "assignment" and assignment.rank != hello.rank:
+            raise Rejected(f"rank {hello.rank} came, but is to be rank {assignment.rank}; ask for the terms first")
+        return assignment
 
-    def _usual_terms(self, hello: Hello) -> Terms | str:
+    def _default_assignment(self, hello: Hello) -> Assignment | str:
         if hello.rank is None:
             return f"rank {self.rank} gives out no ranks; say which one this process is to be"
-        return Terms(hello.rank, self.processes, 0.0, None)
+        return Assignment(hello.rank, self.processes, 0.0, None)
 
     def _visit_for_link(self, call: Call, hello: Hello) -> None:
         peer = hello.rank
         ready = call.hear(Ready)
         late = peer is not None and peer >= self.processes and self._is_peer(peer)
         if peer is None or not (late or peer in self.peers) or peer < self.rank:
-            raise TurnedAway(f"rank {peer} is no neighbour of rank {self.rank}; give every rank the same strategy")
+            raise Rejected(f"rank {peer} is no neighbour of rank {self.rank}; give every rank the same strategy")
         if ready.fingerprint != self._fingerprint:
-            raise TurnedAway(
+            raise Rejected(
                 f"rank {peer} has a different model: its fingerprint is {ready.fingerprint}, that of rank {self.rank} "
                 f"is {self._fingerprint}; every rank must build the same model"
             )
         if ready.chunk_bytes != self._manner.chunk_bytes:
-            raise TurnedAway(
+            raise Rejected(
                 f"rank {peer} sends in chunks of {ready.chunk_bytes} bytes, but rank {self.rank} of "
                 f"{self._manner.chunk_bytes}; give every rank the same chunk_bytes"
             )
@@ -519,11 +519,11 @@ class GlooTransport(Transport):
         shared = Shared()
         with self._becomes_link(call):
             with shared.meeting():
-                board = None
-                if ready.board is not None and self._may_share(call):
-                    shared.accept(ready.board)
-                    board = shared.offer()
-                call.say(Accepted(incarnation, board))
+                slot_table = None
+                if ready.slot_table is not None and self._may_share(call):
+                    shared.accept(ready.slot_table)
+                    slot_table = shared.offer()
+                call.say(Accepted(incarnation, slot_table))
                 channel = self._channel(call, 0)
             self._welcome(peer, incarnation, channel, shared)
 
@@ -532,7 +532,7 @@ class GlooTransport(Transport):
         """Who closes this transport waits for the end of it."""
         with self._lock:
             if self._closing.is_set():
-                raise NoAnswer("closing")
+                raise Unreachable("closing")
             self._connecting.add(call)
         try:
             yield
@@ -549,26 +549,26 @@ class GlooTransport(Transport):
         try:
             return GlooChannel(call, place, self._manner.silence_seconds)
         except RuntimeError as error:  # the other side died while both were connecting
-            raise NoAnswer(str(error)) from None
+            raise Unreachable(str(error)) from None
 
     def _visit_to_register(self, call: Call, hello: Hello) -> bool:
-        if hello.door is None or hello.rank is None or not 0 < hello.rank < self.processes:
-            raise TurnedAway(f"rank {hello.rank} cannot be registered")
+        if hello.listener is None or hello.rank is None or not 0 < hello.rank < self.processes:
+            raise Rejected(f"rank {hello.rank} cannot be registered")
         with self._lock:
             if self._closing.is_set():
                 return False
             before = self._registered.get(hello.rank)
             call.keep()
-            self._registered[hello.rank] = (hello.door, call)
+            self._registered[hello.rank] = (hello.listener, call)
         if before is not None:
             before[1].close()
         return True
 
-    def _look_up(self, rank: int | None) -> Whereabouts:
+    def _look_up(self, rank: int | None) -> Endpoint:
         with self._lock:
             found = self._registered.get(-1 if rank is None else rank)
         if found is None:
-            raise TurnedAway(f"rank {rank} has not come yet", final=False)
+            raise Rejected(f"rank {rank} has not come yet", final=False)
         return found[0]
 
     # Those whom we call
@@ -579,8 +579,8 @@ class GlooTransport(Transport):
         gone: str | None = None
         while not self._closing.is_set():
             try:
-                door = self._find(peer, gone)
-                link = self._connect(peer, Address(door.host, door.port))
+                listener = self._find(peer, gone)
+                link = self._connect(peer, Address(listener.host, listener.port))
             except Exception as error:
                 if self._give_up(peer, error):
                     return
@@ -591,14 +591,14 @@ class GlooTransport(Transport):
                     if link.left:
                         if peer == 0:
                             return
-                        gone = door.name
+                        gone = listener.name
                     if time.monotonic() - joined > _SETTLED_SECONDS:
                         pauses = back_off()
             self._closing.wait(next(pauses))
 
     def _give_up(self, peer: int, error: Exception) -> bool:
         """Whether there is no use in trying again; then whoever receives is told."""
-        if isinstance(error, NoAnswer) or (isinstance(error, TurnedAway) and not error.final):
+        if isinstance(error, Unreachable) or (isinstance(error, Rejected) and not error.final):
             _log.debug("rank %d does not reach rank %d: %s", self.rank, peer, error)
             return False
         if not isinstance(error, OffbeatError):
@@ -606,16 +606,16 @@ class GlooTransport(Transport):
         self._incoming.put(Refused(peer, str(error) if isinstance(error, OffbeatError) else repr(error)))
         return True
 
-    def _find(self, peer: int, gone: str | None) -> Whereabouts:
+    def _find(self, peer: int, gone: str | None) -> Endpoint:
         """Where to dial a peer; not at the door `gone`, where it said goodbye."""
         if peer == 0:
-            return Whereabouts(self._desk.host, self._desk.port, "")
-        with self._own_call(self._desk) as call:
+            return Endpoint(self._rendezvous.host, self._rendezvous.port, "")
+        with self._own_call(self._rendezvous) as call:
             self._greet(call, Hello("ask", self.rank, self._member, about=peer), to_desk=True)
-            door = call.hear(Found).door
-        if door.name == gone:
-            raise TurnedAway(f"rank {peer} has left", final=False)
-        return door
+            listener = call.hear(Found).listener
+        if listener.name == gone:
+            raise Rejected(f"rank {peer} has left", final=False)
+        return listener
 
     def _connect(self, peer: int, address: Address) -> Link | None:
         with self._own_call(address) as call:
@@ -623,11 +623,11 @@ class GlooTransport(Transport):
             shared = Shared()
             with self._becomes_link(call):
                 with shared.meeting():
-                    board = shared.offer() if self._may_share(call) else None
-                    call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes, board))
+                    slot_table = shared.offer() if self._may_share(call) else None
+                    call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes, slot_table))
                     accepted = call.hear(Accepted)
-                    if accepted.board is not None and board is not None:
-                        shared.accept(accepted.board)
+                    if accepted.slot_table is not None and slot_table is not None:
+                        shared.accept(accepted.slot_table)
                     channel = self._channel(call, 1)
                 return self._welcome(peer, accepted.incarnation, channel, shared)
 
@@ -636,10 +636,10 @@ class GlooTransport(Transport):
         pauses = back_off()
         while not self._closing.is_set():
             try:
-                with self._own_call(self._desk) as call:
-                    door = self._open_door(call.local_host)
-                    whereabouts = Whereabouts(door.address.host, door.address.port, door.name)
-                    self._greet(call, Hello("register", self.rank, self._member, door=whereabouts), to_desk=True)
+                with self._own_call(self._rendezvous) as call:
+                    listener = self._open_door(call.local_host)
+                    endpoint = Endpoint(listener.address.host, listener.address.port, listener.name)
+                    self._greet(call, Hello("register", self.rank, self._member, listener=endpoint), to_desk=True)
                     pauses = back_off()
                     call.keep()
                     call.hear(Refusal)
@@ -648,15 +648,15 @@ class GlooTransport(Transport):
                     return
             self._closing.wait(next(pauses))
 
-    def _open_door(self, host: str) -> Door:
+    def _open_door(self, host: str) -> Listener:
         """On the address by which this machine reaches the desk: others who reach the desk may reach that as well."""
         with self._lock:
             if self._closing.is_set():
-                raise NoAnswer("closing")
-            if self._door is None:
-                self._door = Door(Address(host, 0), self._token)
-                self._door.serve(self._visit)
-            return self._door
+                raise Unreachable("closing")
+            if self._listener is None:
+                self._listener = Listener(Address(host, 0), self._token)
+                self._listener.serve(self._visit)
+            return self._listener
 
     @contextmanager
     def _own_call(self, address: Address) -> Iterator[Call]:
@@ -664,7 +664,7 @@ class GlooTransport(Transport):
         with dial(address, self._token) as call:
             with self._lock:
                 if self._closing.is_set():
-                    raise NoAnswer("closing")
+                    raise Unreachable("closing")
                 self._calls.add(call)
             try:
                 yield call
@@ -674,6 +674,6 @@ class GlooTransport(Transport):
 
     def _greet(self, call: Call, hello: Hello, to_desk: bool) -> None:
         call.say(hello)
-        terms = call.hear(Conditions).terms
+        assignment = call.hear(Conditions).assignment
         if to_desk:
-            self.elapsed_at_join = (terms.elapsed_seconds, time.monotonic())
+            self.elapsed_at_join = (assignment.elapsed_seconds, time.monotonic())

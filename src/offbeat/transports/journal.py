@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from offbeat.actions import Record
-from offbeat.messages import Message
+from offbeat.core.actions import Record
+from offbeat.core.messages import Message
 from offbeat.records.files import Writer
 
 LINES_MAX = 200

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from queue import Empty, SimpleQueue
 from threading import Lock
 
-from offbeat.compression import saved_bytes
+from offbeat.core.compression import saved_bytes
+from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError
-from offbeat.messages import Message
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Transport
 
 

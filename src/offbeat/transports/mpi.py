@@ -32,17 +32,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency
-from offbeat.messages import Message
-from offbeat.pool import Pool
-from offbeat.transports.links import CLOSED
-from offbeat.transports.mpi_links import (
+from offbeat.transports.link import CLOSED
+from offbeat.transports.mpi_link import (
     INCARNATION,
     WORD_BYTES_MAX,
     Broken,
     Frame,
     Hello,
-    Manner,
+    LinkOptions,
     MpiLink,
     Operation,
     Word,
@@ -166,8 +166,8 @@ class MpiTransport(Transport):
         """Peers of whom nothing was heard so far."""
         self._late: set[int] = set()
         """Peers of whom nothing had been heard when this was closed."""
-        manner = Manner(silence_seconds, message_bytes_max, checksum)
-        self._links = {peer: MpiLink(peer, self, manner, self.pool, self._incoming.put) for peer in self.peers}
+        options = LinkOptions(silence_seconds, message_bytes_max, checksum)
+        self._links = {peer: MpiLink(peer, self, options, self.pool, self._incoming.put) for peer in self.peers}
         self._library = library
         self._word_tag, self.frame_tag = library.new_tags()
         library.serve(self)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import ConfigurationError
-from offbeat.transports.mpi_links import Broken, Frame, Operation, write_word
+from offbeat.transports.mpi_link import Broken, Frame, Operation, write_word
 
 DIED = "its process has ended"
 

@@ -36,7 +36,7 @@ from typing import Any, Literal, TypeVar, Union
 import msgspec
 
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.transports.slots import Board
+from offbeat.transports.shared_memory import SlotTable
 from offbeat.transports.wire import WIRE_VERSION
 
 CALL_SECONDS = 10.0
@@ -55,11 +55,11 @@ _log = logging.getLogger(__name__)
 Words = TypeVar("Words", bound=msgspec.Struct)
 
 
-class NoAnswer(OffbeatError):
+class Unreachable(OffbeatError):
     """Nobody is there, or the call broke off: trying again may help."""
 
 
-class TurnedAway(OffbeatError):
+class Rejected(OffbeatError):
     """The other side will not have us; `final` when trying again would not help."""
 
     def __init__(self, why: str, final: bool = True) -> None:
@@ -99,7 +99,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Terms:
+class Assignment:
     """What rank 0 tells a process that comes: who it is, and when it is. `experiment` is opaque here."""
 
     rank: int
@@ -108,7 +108,7 @@ class Terms:
     experiment: bytes | None
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class Endpoint(msgspec.Struct, frozen=True):
     """Where a rank can be dialled. `name` tells a door from an earlier one of the same rank."""
 
     host: str
@@ -117,41 +117,41 @@ class Whereabouts(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The dialer's first words. `about` is the rank that is asked for, `door` the one that is registered."""
+    """The dialer's first words. `about` is the rank that is asked for, `listener` the one that is registered."""
 
-    purpose: Literal["link", "terms", "register", "ask"]
+    purpose: Literal["link", "assignment", "register", "ask"]
     rank: int | None
     member: str = ""
     about: int | None = None
-    door: Whereabouts | None = None
+    listener: Endpoint | None = None
     version: int = WIRE_VERSION
 
 
 class Conditions(msgspec.Struct, frozen=True, tag=True):
     """The listener's answer to `Hello`."""
 
-    terms: Terms
+    assignment: Assignment
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The dialer would have a link, under an incarnation that is not below `incarnation_min`.
 
-    With `board` it would share memory, too.
+    With `slot_table` it would share memory, too.
     """
 
     fingerprint: str
     incarnation_min: int
     chunk_bytes: int
-    board: Board | None = None
+    slot_table: SlotTable | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     incarnation: int
-    board: Board | None = None
+    slot_table: SlotTable | None = None
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    door: Whereabouts
+    listener: Endpoint
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True):
@@ -197,16 +197,16 @@ class Call:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
 
-    def prove(self, token: bytes | None, first: bool) -> None:
+    def authenticate(self, token: bytes | None, first: bool) -> None:
         """Both sides show that they know the token; the listener asks first."""
         key = token or _NO_TOKEN
         for challenge in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
             try:
                 challenge(self._connection, key)
             except (OSError, EOFError) as error:
-                raise NoAnswer(_reason(error)) from None
+                raise Unreachable(_reason(error)) from None
             except AssertionError:
-                raise NoAnswer("what answers there is not offbeat") from None
+                raise Unreachable("what answers there is not offbeat") from None
 
     def say(self, words: msgspec.Struct) -> None:
         raw = msgspec.msgpack.encode(words)
@@ -218,18 +218,18 @@ class Call:
         try:
             self._connection.send_bytes(raw)
         except OSError as error:
-            raise NoAnswer(_reason(error)) from None
+            raise Unreachable(_reason(error)) from None
 
     def hear(self, kind: type[Words]) -> Words:
-        """The next words, which must be of this kind; a refusal is raised as `TurnedAway`."""
+        """The next words, which must be of this kind; a refusal is raised as `Rejected`."""
         try:
             words = _DECODERS[kind].decode(self._connection.recv_bytes(WORDS_BYTES_MAX))
         except (OSError, EOFError) as error:
-            raise NoAnswer(_reason(error)) from None
+            raise Unreachable(_reason(error)) from None
         except (msgspec.MsgspecError, ValueError) as error:
-            raise NoAnswer(f"something else than {kind.__name__} came: {error}") from None
+            raise Unreachable(f"something else than {kind.__name__} came: {error}") from None
         if isinstance(words, Refusal):
-            raise TurnedAway(words.why, words.final)
+            raise Rejected(words.why, words.final)
         assert isinstance(words, kind)
         return words
 
@@ -279,7 +279,7 @@ def _reason(error: BaseException) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
-class Door:
+class Listener:
     """Listens, and lets those in who hold the token. Nobody is let in before `serve`, but they may already wait."""
 
     def __init__(self, address: Address, token: bytes | None, inherited: int | None = None) -> None:
@@ -351,11 +351,11 @@ class Door:
     def _receive(self, call: Call) -> None:
         stays = False
         try:
-            call.prove(self._token, first=True)
+            call.authenticate(self._token, first=True)
             with self._lock:
                 self._visitors[call] = True
             stays = self._visit(call)
-        except (AuthenticationError, NoAnswer, TurnedAway) as error:
+        except (AuthenticationError, Unreachable, Rejected) as error:
             _log.debug("a visitor at %s went away: %s", self.address, error)
         except Exception:
             _log.exception("a visitor at %s met a mistake of ours", self.address)
@@ -436,17 +436,17 @@ def dial(address: Address, token: bytes | None, limit_seconds: float = CALL_SECO
     try:
         connected = socket.create_connection((address.host, address.port), timeout=limit_seconds)
     except OSError as error:
-        raise NoAnswer(_reason(error)) from None
+        raise Unreachable(_reason(error)) from None
     call: Call | None = None
     try:
         call = Call(connected, limit_seconds)
-        call.prove(token, first=False)
+        call.authenticate(token, first=False)
     except BaseException as error:
         connected.close() if call is None else call.close()
         if isinstance(error, AuthenticationError):
-            raise TurnedAway(_token_sentence(address, token)) from None
+            raise Rejected(_token_sentence(address, token)) from None
         if isinstance(error, OSError):
-            raise NoAnswer(_reason(error)) from None
+            raise Unreachable(_reason(error)) from None
         raise
     return call
 
@@ -465,20 +465,22 @@ def back_off() -> Iterator[float]:
         seconds = min(2 * seconds, 2.0)
 
 
-def ask_terms(address: Address, token: bytes | None, *, member: str, rank: int | None, wait_seconds: float) -> Terms:
+def request_assignment(
+    address: Address, token: bytes | None, *, member: str, rank: int | None, wait_seconds: float
+) -> Assignment:
     """Ask rank 0 who we are to be. Tries until `wait_seconds` have passed; then RunFailed says what was in the way."""
     until = time.monotonic() + wait_seconds
     for pause in back_off():
         left = max(until - time.monotonic(), 0.1)
         try:
             with dial(address, token, min(left, CALL_SECONDS)) as call:
-                call.say(Hello("terms", rank, member))
-                return call.hear(Conditions).terms
-        except TurnedAway as error:
+                call.say(Hello("assignment", rank, member))
+                return call.hear(Conditions).assignment
+        except Rejected as error:
             reason = str(error)
             if error.final:
                 raise RunFailed(reason) from None
-        except NoAnswer as error:
+        except Unreachable as error:
             reason = f"nothing answers at {address}: {error}; start the hub first, or check the address"
         if time.monotonic() + pause >= until:
             raise RunFailed(reason)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from offbeat.messages import Message
+from offbeat.core.messages import Message
 
 MESSAGE_BYTES_MAX = 1 << 34
 """What a peer may announce at the most, unless a transport is told otherwise: 16 GiB."""

@@ -35,10 +35,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.compression import saved_bytes
-from offbeat.configuration import Family, from_plain, to_plain
+from offbeat.core.compression import saved_bytes
+from offbeat.core.configuration import Family, from_plain, to_plain
+from offbeat.core.messages import Buffers, Message
 from offbeat.errors import ContractViolation, OffbeatError
-from offbeat.messages import Buffers, Message
 
 WIRE_VERSION = 2
 HEAD_BYTES = 1024
@@ -159,7 +159,7 @@ def tell(head: Tensor, taken: int) -> None:
     _COUNT.pack_into(head.numpy(), _HEAD.size - _COUNT.size, taken)  # type: ignore[arg-type]
 
 
-def refer(head: Tensor, place: int) -> None:
+def set_slot(head: Tensor, place: int) -> None:
     """Let the head of a message say that its payload lies in a slot, and does not follow."""
     head[_FLAGS_AT] |= _IN_SLOT
     head[_PLACE_AT] = place

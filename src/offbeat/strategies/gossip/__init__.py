@@ -4,8 +4,7 @@ Start with `named.py` (what can be chosen) and `replica.py` (the arithmetic), th
 `node.py` (training). How peers begin, who is there and how they end is in `together.py` and `agreement.py`.
 """
 
-from offbeat.strategies.gossip.named import Gossip, GossipAcid
-from offbeat.strategies.gossip.parts import (
+from offbeat.strategies.gossip.gossip_parts import (
     Acid,
     Clock,
     FirstAvailable,
@@ -16,6 +15,7 @@ from offbeat.strategies.gossip.parts import (
     Random,
     Regular,
 )
+from offbeat.strategies.gossip.gossip_strategies import Gossip, GossipAcid
 
 __all__ = [
     "Acid",

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from offbeat import randomness
-from offbeat.actions import Action, Report, Send, SetTimer
-from offbeat.events import MessageArrived
+from offbeat.core import randomness
+from offbeat.core.actions import Action, Report, Send, SetTimer
+from offbeat.core.events import MessageArrived
+from offbeat.core.strategy import State
 from offbeat.records.schema import Exchange, Notice, Outcome
-from offbeat.strategies.gossip.matchmaker import Matchmaker
-from offbeat.strategies.gossip.members import Members
-from offbeat.strategies.gossip.messages import Answer, Declined, Offer, Paired, Ready
-from offbeat.strategies.gossip.parts import Acid, FirstAvailable, Random
-from offbeat.strategies.gossip.pulse import Pulse
+from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
+from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, Paired, Ready
+from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, Random
+from offbeat.strategies.gossip.gossip_view import Members
 from offbeat.strategies.gossip.replica import SHARE, Replica
-from offbeat.strategies.strategy import State
 
 if TYPE_CHECKING:
-    from offbeat.strategies.gossip.named import Gossip
+    from offbeat.strategies.gossip.gossip_strategies import Gossip
 
 TIMER = "exchange"
 OWED_MAX = 32
@@ -52,7 +51,7 @@ class Averaging:
         self._replica = replica
         self._random = random
         by_chance = isinstance(config.partner, Random)
-        self._pulse = Pulse(config.clock, config.rate / 2 if by_chance else config.rate, random)
+        self._pulse = ExchangeSchedule(config.clock, config.rate / 2 if by_chance else config.rate, random)
         self.gradient_seconds: float | None = None
         self._round_trip: float | None = None
         self._mixed_at = 0.0
@@ -90,7 +89,7 @@ class Averaging:
     def mix(self, at: float) -> None:
         """Bring parameters and momentum up to now."""
         elapsed, self._mixed_at = at - self._mixed_at, at
-        if self._replica.lead is not None and self.gradient_seconds and elapsed > 0:
+        if self._replica.acid_offset is not None and self.gradient_seconds and elapsed > 0:
             self._replica.mix(math.exp(-2.0 * self._eta() * elapsed / self.gradient_seconds))
 
     def _eta(self) -> float:
@@ -102,7 +101,7 @@ class Averaging:
         return eta * min(1.0, ROUND_TRIPS / (self._config.rate * self._round_trip / self.gradient_seconds))
 
     def _alpha_tilde(self) -> float:
-        return SHARE if self._replica.lead is None else self._members.constants.alpha_tilde
+        return SHARE if self._replica.acid_offset is None else self._members.constants.alpha_tilde
 
     def gradient(self, at: float, seconds: float) -> Iterator[Action]:
         """A gradient has been computed: the clock of exchanges goes on."""

@@ -1,6 +1,6 @@
 """What a peer trains: parameters, their momentum of averaging, and buffers. All arithmetic is in place.
 
-With A²CiD² a peer has a second copy x̃ of its parameters x. Kept is not x̃ but `lead` = x̃ − x, and everything becomes
+With A²CiD² a peer has a second copy x̃ of its parameters x. Kept is not x̃ but `acid_offset` = x̃ − x; all becomes
 simple: an optimizer's step, being applied to both alike, leaves it as it is; mixing over a time that shrinks it by q is
 
     x += ½(1−q)·lead;  lead *= q
@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.compression import Compression
-from offbeat.flat import is_averaged
-from offbeat.messages import Buffers
-from offbeat.pool import Pool
+from offbeat.core.compression import Compression
+from offbeat.core.flat import is_averaged
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import Buffers
 
 SHARE = 0.5
 """α: how much of the difference each end takes."""
@@ -38,7 +38,7 @@ class Replica:
         self, parameters: Tensor, buffers: Buffers, *, accelerated: bool, compression: Compression | None = None
     ) -> None:
         self.parameters = parameters.clone()
-        self.lead = torch.zeros_like(parameters) if accelerated else None
+        self.acid_offset = torch.zeros_like(parameters) if accelerated else None
         self.buffers = tuple(buffer.clone() for buffer in buffers)
         self._compression = compression
         self._copies = Pool()
@@ -46,15 +46,15 @@ class Replica:
     def reset(self, parameters: Tensor, buffers: Buffers) -> None:
         """Begin from these values."""
         self.parameters.copy_(parameters)
-        if self.lead is not None:
-            self.lead.zero_()
+        if self.acid_offset is not None:
+            self.acid_offset.zero_()
         self.buffers = tuple(buffer.clone() for buffer in buffers)
 
     def mix(self, kept: float) -> None:
         """Let parameters and their second copy approach each other, so that `kept` of what lies between is left."""
-        if self.lead is not None and kept < 1.0:
-            self.parameters.add_(self.lead, alpha=0.5 * (1.0 - kept))
-            self.lead.mul_(kept)
+        if self.acid_offset is not None and kept < 1.0:
+            self.parameters.add_(self.acid_offset, alpha=0.5 * (1.0 - kept))
+            self.acid_offset.mul_(kept)
 
     def snapshot(self) -> tuple[Tensor, Buffers]:
         """Values that can be sent."""
@@ -63,8 +63,8 @@ class Replica:
     def mean_point(self) -> tuple[Tensor, Buffers]:
         """The mean of both copies, which is what averaging conserves and what counts in the end; it can be sent."""
         parameters, buffers = self.snapshot()
-        if self.lead is not None:
-            parameters.add_(self.lead, alpha=0.5)
+        if self.acid_offset is not None:
+            parameters.add_(self.acid_offset, alpha=0.5)
         return parameters, buffers
 
     @property
@@ -79,7 +79,7 @@ class Replica:
         if not math.isfinite(distance) or not all(map(_finite, (*their_buffers, *self.buffers))):
             return None
         if self._compression is not None:
-            difference = self._compression.conveyed(difference, self._copies)
+            difference = self._compression.roundtrip(difference, self._copies)
         mine = tuple(buffer.clone() for buffer in self.buffers)
         self._take(difference, their_buffers, SHARE, alpha_tilde - SHARE)
         return Met(difference, mine, distance)
@@ -90,8 +90,8 @@ class Replica:
 
     def _take(self, difference: Tensor, buffers: Buffers, share: float, lead_share: float) -> None:
         self.parameters.add_(difference, alpha=share)
-        if self.lead is not None:
-            self.lead.add_(difference, alpha=lead_share)
+        if self.acid_offset is not None:
+            self.acid_offset.add_(difference, alpha=lead_share)
         for mine, theirs in zip(self.buffers, buffers, strict=True):
             if is_averaged(mine):
                 # Never by a difference, which may be old by now: a variance could become negative.

@@ -4,22 +4,22 @@ Start with `named.py` (the algorithms), then `composition.py` (what they are mad
 `worker.py`.
 """
 
-from offbeat.strategies.hub.composition import Hub
-from offbeat.strategies.hub.named import (
+from offbeat.strategies.hub.hub_parts import AllWorkers, Census, Collect, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.strategies.hub.hub_strategies import (
     AnytimeMinibatch,
     AsyncAdaptive,
     AsyncFixed,
     AsyncTimed,
     BackupWorkers,
     FixedMinibatch,
+    Hub,
     HubStrategy,
     RestartFromCheckpoint,
     SyncAdaptive,
 )
-from offbeat.strategies.hub.parts import All, Census, Collect, Distinct, Every, Messages, Share, TargetBatch
 
 __all__ = [
-    "All",
+    "AllWorkers",
     "AnytimeMinibatch",
     "AsyncAdaptive",
     "AsyncFixed",

@@ -4,10 +4,15 @@ Start with `named.py` (the algorithms), then `composition.py` (what they are mad
 `strategies/learner.py`.
 """
 
-from offbeat.strategies.learner import Content, Differences, Gradients
-from offbeat.strategies.local_steps.composition import LocalSteps
-from offbeat.strategies.local_steps.named import DecoupledDiLoCo, DelayedExchange, DiLoCo, LocalSGD
-from offbeat.strategies.local_steps.parts import Everyone, Merge, Quorum
+from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
+from offbeat.strategies.local_steps.local_steps_strategies import (
+    DecoupledDiLoCo,
+    DelayedExchange,
+    DiLoCo,
+    LocalSGD,
+    LocalSteps,
+)
+from offbeat.strategies.local_training import Content, Differences, Gradients
 
 __all__ = [
     "Content",

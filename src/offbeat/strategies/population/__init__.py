@@ -4,7 +4,7 @@ Start with `named.py` (the configuration), then `parts.py` (who learns from whom
 `member.py`.
 """
 
-from offbeat.strategies.population.named import Population
-from offbeat.strategies.population.parts import All, Best, Better, Initial, Same, Shuffled, Sources
+from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Same, Shuffled, Sources
+from offbeat.strategies.population.population_strategies import Population
 
-__all__ = ["All", "Best", "Better", "Initial", "Population", "Same", "Shuffled", "Sources"]
+__all__ = ["AllMembers", "Best", "Better", "Initial", "Population", "Same", "Shuffled", "Sources"]

@@ -3,6 +3,6 @@
 Start with `named.py` (what can be chosen), then `node.py`.
 """
 
-from offbeat.strategies.serial.named import ArtificialDelay, Serial
+from offbeat.strategies.serial.serial_strategies import ArtificialDelay, Serial
 
 __all__ = ["ArtificialDelay", "Serial"]

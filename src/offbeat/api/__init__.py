@@ -1,0 +1,101 @@
+"""What `import offbeat as ob` offers: the names that are typed first, and namespaces for the rest.
+
+Imported when the first name is used, since torch alone takes a second or two. May import everything but the command
+line; nothing imports it.
+"""
+
+from offbeat import testing
+from offbeat.api import compression, faults, graphs, models, nodes, parts, schedules, stragglers, workloads
+from offbeat.cluster import Cluster, Link, load_cluster
+from offbeat.core.actions import Samples, Seconds
+from offbeat.core.optimizers import SGD, Adam, AdamW, AMSGrad, RMSprop, TorchOptimizer
+from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
+from offbeat.core.workload import Target, Workload
+from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
+from offbeat.lab.calibration import calibrate
+from offbeat.lab.experiment import Experiment
+from offbeat.lab.live_runs import train
+from offbeat.lab.microbatching import microbatch
+from offbeat.lab.simulated_runs import Run, compare, simulate
+from offbeat.lab.worker_main import Live
+from offbeat.live import AsyncDataParallel, join
+from offbeat.records.comparison import Comparison
+from offbeat.strategies.gossip import Gossip, GossipAcid
+from offbeat.strategies.hub import (
+    AnytimeMinibatch,
+    AsyncAdaptive,
+    AsyncFixed,
+    AsyncTimed,
+    BackupWorkers,
+    FixedMinibatch,
+    Hub,
+    RestartFromCheckpoint,
+    SyncAdaptive,
+)
+from offbeat.strategies.local_steps import DecoupledDiLoCo, DelayedExchange, DiLoCo, LocalSGD, LocalSteps
+from offbeat.strategies.population import Population
+from offbeat.strategies.serial import ArtificialDelay, Serial
+
+__all__ = [
+    "SGD",
+    "AMSGrad",
+    "Adam",
+    "AdamW",
+    "AnytimeMinibatch",
+    "ArtificialDelay",
+    "AsyncAdaptive",
+    "AsyncDataParallel",
+    "AsyncFixed",
+    "AsyncTimed",
+    "BackupWorkers",
+    "Cluster",
+    "Comparison",
+    "ConfigurationError",
+    "ContractViolation",
+    "DecoupledDiLoCo",
+    "DelayedExchange",
+    "DiLoCo",
+    "EverySeconds",
+    "EveryUpdates",
+    "Experiment",
+    "FixedMinibatch",
+    "Gossip",
+    "GossipAcid",
+    "Hub",
+    "Link",
+    "Live",
+    "LocalSGD",
+    "LocalSteps",
+    "MissingDependency",
+    "OffbeatError",
+    "Population",
+    "RMSprop",
+    "RestartFromCheckpoint",
+    "Run",
+    "RunFailed",
+    "Samples",
+    "Seconds",
+    "Serial",
+    "Strategy",
+    "SyncAdaptive",
+    "Target",
+    "TorchOptimizer",
+    "Workload",
+    "calibrate",
+    "compare",
+    "compression",
+    "faults",
+    "graphs",
+    "join",
+    "load_cluster",
+    "microbatch",
+    "models",
+    "nodes",
+    "parts",
+    "schedules",
+    "simulate",
+    "stragglers",
+    "testing",
+    "train",
+    "workloads",
+]

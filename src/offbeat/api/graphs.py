@@ -1,0 +1,5 @@
+"""Graphs for gossip: which peers average with each other, and what follows from the shape of a graph."""
+
+from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Graph, Star, Topology
+
+__all__ = ["Complete", "Cycle", "Edges", "ExponentialGraph", "Graph", "Star", "Topology"]

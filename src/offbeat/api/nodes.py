@@ -1,0 +1,59 @@
+"""Everything that a strategy of your own needs: the contract, events, actions, messages and records."""
+
+from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
+from offbeat.core.configuration import option
+from offbeat.core.events import (
+    Evaluated,
+    Event,
+    GradientReady,
+    MessageArrived,
+    PeerJoined,
+    PeerLost,
+    Sent,
+    Started,
+    StepReady,
+    TimerFired,
+)
+from offbeat.core.messages import Buffers, Message, Stop, Stopped
+from offbeat.core.optimizers import Optimizer
+from offbeat.core.strategy import Node, NodeContext, State, Strategy
+from offbeat.records.schema import Contribution, Dropped, Evaluation, Exchange, Notice, Round, Update
+
+__all__ = [
+    "Action",
+    "Buffers",
+    "Cancel",
+    "ClearTimer",
+    "Compute",
+    "Contribution",
+    "Dropped",
+    "Evaluate",
+    "Evaluated",
+    "Evaluation",
+    "Event",
+    "Exchange",
+    "Finish",
+    "GradientReady",
+    "Message",
+    "MessageArrived",
+    "Node",
+    "NodeContext",
+    "Notice",
+    "Optimizer",
+    "PeerJoined",
+    "PeerLost",
+    "Report",
+    "Round",
+    "Send",
+    "Sent",
+    "SetTimer",
+    "Started",
+    "State",
+    "StepReady",
+    "Stop",
+    "Stopped",
+    "Strategy",
+    "TimerFired",
+    "Update",
+    "option",
+]

@@ -1,0 +1,31 @@
+"""Models of what slows a worker down, for `Cluster(straggle=...)`, and speeds of single workers."""
+
+from offbeat.cluster import (
+    CEDAR,
+    NIAGARA,
+    Lognormal,
+    Mixture,
+    NoStragglers,
+    Pareto,
+    RoundDelay,
+    ShiftedExponential,
+    Slowdown,
+    StragglerModel,
+    Trace,
+    WorkerOverride,
+)
+
+__all__ = [
+    "CEDAR",
+    "NIAGARA",
+    "Lognormal",
+    "Mixture",
+    "NoStragglers",
+    "Pareto",
+    "RoundDelay",
+    "ShiftedExponential",
+    "Slowdown",
+    "StragglerModel",
+    "Trace",
+    "WorkerOverride",
+]

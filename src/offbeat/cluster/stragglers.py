@@ -1,0 +1,197 @@
+"""How long a worker computes: its undisturbed speed, and what disturbs it.
+
+A `StragglerModel` is drawn once per round. It may hold the round up (`delay_seconds`, a sleep before the first
+micro-batch) or stretch it (`factor`, on the time of every micro-batch). The family is open; a recorded `Trace` is
+the member whose draws are what was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from numpy.random import Generator
+
+from offbeat.core.configuration import Family, option
+from offbeat.core.validation import require, require_not_negative, require_positive
+
+SECONDS_PER_SAMPLE = 5.65 / 256
+"""The undisturbed speed that published straggler studies measured, so that figures can be compared with theirs."""
+
+
+class RoundDelay(NamedTuple):
+    """What happens to one round: seconds of sleep before it, and the factor by which it takes longer."""
+
+    delay_seconds: float
+    factor: float
+
+
+class StragglerModel(Family, ABC):
+    """How a worker's rounds are disturbed, one draw per round. As a word: `niagara`, `cedar`, `lognormal:0.5`."""
+
+    @abstractmethod
+    def draw(self, rng: Generator) -> RoundDelay:
+        """The disturbance of one round."""
+
+    def draws(self, rng: Generator) -> Iterator[RoundDelay]:
+        """The disturbances of one worker's rounds, one after the other."""
+        while True:
+            yield self.draw(rng)
+
+
+@dataclass(frozen=True)
+class NoStragglers(StragglerModel, name="none"):
+    """Every round takes exactly what it should."""
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        return RoundDelay(0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Slowdown(StragglerModel, name="factor"):
+    """Every round takes the same factor longer."""
+
+    factor: float = option(2.0, "how many times longer a round takes")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "factor")
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        return RoundDelay(0.0, self.factor)
+
+
+@dataclass(frozen=True)
+class ShiftedExponential(StragglerModel, name="shifted-exponential"):
+    """A round takes 1 + Exp(mean) times as long: the usual model in the theory of stragglers."""
+
+    mean: float = option(0.5, "mean of the exponential part, as a fraction of the undisturbed time")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "mean")
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        return RoundDelay(0.0, 1.0 + float(rng.exponential(self.mean)))
+
+
+@dataclass(frozen=True)
+class Lognormal(StragglerModel, name="lognormal"):
+    """A round takes exp(N(0, σ)) times as long: as often shorter as longer, median 1."""
+
+    sigma: float = option(0.5, "standard deviation of the logarithm of the factor")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "sigma")
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        return RoundDelay(0.0, float(rng.lognormal(0.0, self.sigma)))
+
+
+@dataclass(frozen=True)
+class Pareto(StragglerModel, name="pareto"):
+    """A heavy tail: the factor is at least 1 and exceeds f with probability f^(-shape)."""
+
+    shape: float = option(2.5, "tail exponent; smaller is heavier, at 1 and below the mean is infinite")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "shape")
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        return RoundDelay(0.0, 1.0 + float(rng.pareto(self.shape)))
+
+
+@dataclass(frozen=True)
+class Mixture(StragglerModel, name="mixture"):
+    """Induced sleep: a component by weight, then min(cap, |N(μ, σ)|) seconds; the cap is the largest μ + 5σ."""
+
+    components: tuple[tuple[float, float, float], ...] = field(
+        metadata={"help": "mean in seconds, standard deviation in seconds and weight of each component"}
+    )
+
+    def __post_init__(self) -> None:
+        require(len(self.components) > 0, "Mixture.components needs at least one (mean, deviation, weight)")
+        require(
+            all(deviation >= 0 and weight >= 0 for _, deviation, weight in self.components),
+            f"Mixture.components must have deviations and weights of 0 or more, but are {self.components!r}",
+        )
+        require(sum(weight for *_, weight in self.components) > 0, "Mixture.components has no weight above 0")
+
+    @property
+    def cap_seconds(self) -> float:
+        return max(mean + 5 * deviation for mean, deviation, _ in self.components)
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        # Two numbers per round whatever the component, so that two mixtures under one seed stay comparable.
+        chosen, normal = float(rng.random()), float(rng.standard_normal())
+        mean, deviation = self._component(chosen)
+        return RoundDelay(min(self.cap_seconds, abs(mean + deviation * normal)), 1.0)
+
+    def _component(self, chosen: float) -> tuple[float, float]:
+        left = chosen * sum(weight for *_, weight in self.components)
+        for mean, deviation, weight in self.components:
+            left -= weight
+            if left < 0:
+                return mean, deviation
+        # Rounding can leave a remainder of 1e-17; it belongs to the last component that has weight.
+        return next((mean, deviation) for mean, deviation, weight in reversed(self.components) if weight > 0)
+
+
+@dataclass(frozen=True)
+class Trace(StragglerModel, name="trace"):
+    """Factors that were recorded, in their order, from a place that is drawn once per worker; then over again.
+
+    Each was measured over so many samples. As a `straggle`, every round takes the next factor. As the `spread` of a
+    cluster, each factor lasts for its samples, however they are cut into rounds: slow spells stay as long as they were.
+    """
+
+    factors: tuple[float, ...] = field(metadata={"help": "how many times longer than usual, one after the other"})
+    samples: int = option(256, "samples that each factor lasts")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "samples")
+        require(
+            len(self.factors) > 0 and all(factor > 0 for factor in self.factors),
+            "Trace.factors needs at least one factor, and all of them above 0",
+        )
+
+    def draw(self, rng: Generator) -> RoundDelay:
+        return RoundDelay(0.0, self.factors[int(rng.integers(len(self.factors)))])
+
+    def draws(self, rng: Generator) -> Iterator[RoundDelay]:
+        first = int(rng.integers(len(self.factors)))
+        for index in itertools.count(first):
+            yield RoundDelay(0.0, self.factors[index % len(self.factors)])
+
+    def factor_at(self, position: int) -> float:
+        """The factor after so many samples."""
+        return self.factors[position // self.samples % len(self.factors)]
+
+
+NIAGARA = Mixture(((0.0, 0.0, 0.4), (0.0, 0.4, 0.3), (2.0, 0.3, 0.2), (5.0, 0.3, 0.1)))
+"""Sleeps of 0.996 s on average and 4.02 s for the slowest of ten: a shared machine."""
+
+CEDAR = Mixture(((0.0, 0.0, 0.4), (0.05, 0.04, 0.3), (0.15, 0.03, 0.2), (0.25, 0.03, 0.1)))
+"""Sleeps of 0.071 s on average and 0.224 s for the slowest of ten: a faster machine with the same shape."""
+
+StragglerModel.constants |= {"niagara": NIAGARA, "cedar": CEDAR}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one worker is, with nothing else to look up."""
+
+    seconds_per_sample: float = option(SECONDS_PER_SAMPLE, "seconds to differentiate one sample")
+    seconds_per_call: float = option(0.0, "seconds that each micro-batch costs on top")
+    seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
+    straggle: StragglerModel = option(NoStragglers(), "what disturbs a round")
+    seconds_per_round: float = option(0.0, "seconds that each round costs on top")
+    spread: Trace | None = option(None, "how the speed varies over time")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")
+
+    def microbatch_seconds(self, samples: int, factor: float = 1.0) -> float:
+        """How long one micro-batch takes in a round that is disturbed by `factor`."""
+        return (self.seconds_per_call + samples * self.seconds_per_sample) * factor

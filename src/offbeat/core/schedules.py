@@ -1,0 +1,129 @@
+"""Learning rates as functions of the samples applied so far in the whole run.
+
+Never of a local step count: so runs with different batch sizes, speeds and strategies stay comparable.
+A plain number is a schedule too, wherever one is asked for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from offbeat.core.configuration import Family, option
+from offbeat.core.validation import require, require_not_negative, require_positive
+
+REFERENCE_BATCH_SAMPLES = 256
+"""The batch that a base learning rate is quoted for, by the usual linear scaling rule."""
+
+
+class Schedule(Family):
+    """A learning rate for every number of samples."""
+
+    def __call__(self, samples: int) -> float:
+        raise NotImplementedError
+
+
+def rate_at(rate: float | Schedule, samples: int) -> float:
+    """The learning rate after so many samples, whether a schedule or a number was given."""
+    return rate(samples) if isinstance(rate, Schedule) else float(rate)
+
+
+@dataclass(frozen=True)
+class Constant(Schedule, name="constant"):
+    """The same rate throughout; what a plain number means."""
+
+    value: float = field(metadata={"help": "learning rate"})
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "value")
+
+    def __call__(self, samples: int) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Linear(Schedule, name="linear"):
+    """A straight line from `start` to `end`, and `end` from then on."""
+
+    start: float = field(metadata={"help": "learning rate at the start"})
+    end: float = field(metadata={"help": "learning rate at the end"})
+    samples: int = field(metadata={"help": "samples from the start to the end"})
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "start", "end")
+        require_positive(self, "samples")
+
+    def __call__(self, samples: int) -> float:
+        done = min(1.0, samples / self.samples)
+        return self.start * (1.0 - done) + self.end * done
+
+
+@dataclass(frozen=True)
+class Exponential(Schedule, name="exponential"):
+    """Multiplied by `factor` over every `samples` samples, smoothly or in steps."""
+
+    start: float = field(metadata={"help": "learning rate at the start"})
+    factor: float = field(metadata={"help": "what the rate is multiplied by, above 0 and up to 1"})
+    samples: int = field(metadata={"help": "samples per factor"})
+    staircase: bool = option(False, "multiply at once after every `samples` samples, in place of smoothly")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "start")
+        require_positive(self, "factor", "samples")
+        require(self.factor <= 1, f"Exponential.factor must be at most 1, but is {self.factor!r}")
+
+    def __call__(self, samples: int) -> float:
+        periods = samples // self.samples if self.staircase else samples / self.samples
+        return float(self.start * self.factor**periods)
+
+
+@dataclass(frozen=True)
+class Milestones(Schedule, name="milestones"):
+    """Multiplied by `factor` at each milestone."""
+
+    start: float = field(metadata={"help": "learning rate at the start"})
+    at: tuple[int, ...] = field(metadata={"help": "samples at which the rate changes, in rising order"})
+    factor: float = option(0.1, "what the rate is multiplied by at each milestone")
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "start")
+        require_positive(self, "factor")
+        rising = all(earlier < later for earlier, later in pairwise((0, *self.at)))
+        require(rising, f"Milestones.at must be numbers of samples in rising order, but is {self.at!r}")
+
+    def __call__(self, samples: int) -> float:
+        return float(self.start * self.factor ** bisect_right(self.at, samples))
+
+
+@dataclass(frozen=True)
+class WarmUp(Schedule, name="warmup"):
+    """Another schedule times a scale that rises on a straight line over the first `samples` samples.
+
+    For large batches: quote the base rate for 256 samples and let it rise to base · batch · workers / 256, as in
+
+        WarmUp.for_batch(Milestones(0.1, at=(half, three_quarters)), samples=5 * epoch, batch=128, workers=16)
+
+    For a warm-up from nothing to the base rate: `WarmUp(1e-3, samples=10_000, start_scale=0.0)`.
+    The inner schedule counts from the start of the run, not from the end of the warm-up.
+    """
+
+    after: Schedule | float = field(metadata={"help": "base learning rate, or a schedule of it"})
+    samples: int = field(metadata={"help": "samples over which the scale rises"})
+    scale: float = option(1.0, "what the base rate is multiplied by after the warm-up, such as batch·workers/256")
+    start_scale: float = option(1.0, "what the base rate is multiplied by at the start")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.after, Schedule):
+            require_not_negative(self, "after")
+        require_positive(self, "samples", "scale")
+        require_not_negative(self, "start_scale")
+
+    @classmethod
+    def for_batch(cls, after: Schedule | float, *, samples: int, batch: int, workers: int) -> WarmUp:
+        """Linear scaling for updates of `batch` samples from each of `workers` workers."""
+        return cls(after, samples, scale=batch * workers / REFERENCE_BATCH_SAMPLES)
+
+    def __call__(self, samples: int) -> float:
+        done = min(1.0, samples / self.samples)
+        return rate_at(self.after, samples) * (self.start_scale * (1.0 - done) + self.scale * done)

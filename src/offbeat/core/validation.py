@@ -1,0 +1,110 @@
+"""Refuse what cannot work, in one sentence, where it is written: for `__post_init__` of configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import types
+import typing
+from typing import Any, Literal
+
+from offbeat.core.configuration import EXPECTED, Family, options
+from offbeat.errors import ConfigurationError
+
+
+def check_types(config: Any) -> None:
+    """Refuse a configuration made in Python with a field that holds something else than it is declared to hold."""
+    for item in options(type(config)):
+        value = getattr(config, item.path)
+        if not _fits(item.kind, value):
+            raise ConfigurationError(
+                f"{type(config).__name__}.{item.path} must be {_described(item.kind)}, but is {_shown(value)}"
+                f"{_meant(item.kind, value)}"
+            )
+        for inner in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+                check_types(inner)
+
+
+def check_instance(value: Any, kinds: tuple[type[Any], ...], what: str, example: str) -> None:
+    """Refuse a value that is not of these kinds, such as a class where an object is meant."""
+    require(isinstance(value, kinds), f"{what} must be an object such as {example}, but is {_shown(value)}")
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(choice, value) for choice in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        return len(kinds) == len(value) and all(map(_fits, kinds, value))
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _described(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_described(choice) for choice in arguments)
+    if origin is tuple:
+        return f"a tuple of {_described(arguments[0])}"
+    if kind is type(None):
+        return "None"
+    return EXPECTED.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+
+
+def _meant(kind: Any, value: Any) -> str:
+    """What to type for a word that names a member of a family, which only files and the command line take."""
+    for choice in typing.get_args(kind) or (kind,):
+        if isinstance(choice, type) and issubclass(choice, Family) and value in choice.members:
+            return f"; type {choice.members[value].__name__}()"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}; type {value.__name__}()"
+    return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+
+
+def require(condition: bool, sentence: str) -> None:
+    """For `__post_init__`: a configuration that cannot work is refused where it is written."""
+    if not condition:
+        raise ConfigurationError(sentence)
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Each named field is greater than zero, or None where that is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or (isinstance(value, numbers.Real) and float(value) > 0),
+            f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}",
+        )
+
+
+def require_budget(bytes_per_second: Any) -> None:
+    """What each direction of a link may carry is enough for something to leave some day, or None."""
+    number = isinstance(bytes_per_second, numbers.Real) and not isinstance(bytes_per_second, bool)
+    require(
+        bytes_per_second is None or (number and 1 <= float(bytes_per_second) < float("inf")),
+        f"the budget of a link, bytes_per_second, must be a number of 1 or more, such as 1e6, but is "
+        f"{bytes_per_second!r}",
+    )
+
+
+def require_not_negative(config: Any, *names: str) -> None:
+    """Each named field is zero or more, or None where that is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or (isinstance(value, numbers.Real) and float(value) >= 0),
+            f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}",
+        )

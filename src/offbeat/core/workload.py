@@ -1,0 +1,246 @@
+"""What is trained: model, training data, loss, evaluation.
+
+A `Workload` can be made from your own model and data. A `NamedWorkload` is a configuration, selectable by its
+name on the command line and in TOML, that builds one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.actions import Samples
+from offbeat.core.configuration import Family, build, option
+from offbeat.core.examples import Data, Examples, data_of, is_whole
+from offbeat.core.optimizers import Adam, Optimizer
+from offbeat.core.splits import Shared, Split
+from offbeat.core.validation import check_instance, require
+from offbeat.errors import ConfigurationError
+
+EVALUATION_CHUNK = 512
+"""Examples evaluated at a time: enough to keep a core busy, little enough for any memory."""
+
+EVALUATION_MAX = 2048
+"""Training examples evaluated where no test data is given."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What counts as reached: accuracy of at least, or loss of at most, so much on the test data."""
+
+    metric: Literal["accuracy", "loss"] = option("accuracy", "accuracy or loss")
+    value: float = option(0.9, "the value to reach")
+
+    def __post_init__(self) -> None:
+        require(
+            self.metric != "accuracy" or 0 < self.value <= 1,
+            f"an accuracy to reach is above 0 and at most 1, but is {self.value!r}; for a loss write loss:{self.value}",
+        )
+
+    @classmethod
+    def shorthand(cls, text: str) -> Target:
+        """`accuracy:0.9`, `loss:0.1`, or just `0.9` for an accuracy."""
+        metric, _, value = text.rpartition(":")
+        return build(cls, {"metric": metric or "accuracy", "value": value}, "target")
+
+    def reached(self, loss: float, accuracy: float | None) -> bool:
+        if self.metric == "loss":
+            return loss <= self.value
+        return accuracy is not None and accuracy >= self.value
+
+
+class Measured(NamedTuple):
+    """What evaluation finds: the mean loss, how often the likeliest label was right, how often one of the five.
+
+    There is no accuracy where the model is no classifier, and none of the five likeliest where there are no more.
+    """
+
+    loss: float
+    accuracy: float | None = None
+    accuracy_top5: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model with its data.
+
+    `model` is a function that makes one, or a module, which is copied. `loss(outputs, targets)` returns one loss
+    per sample, for example `functools.partial(F.cross_entropy, reduction="none")`. `train` and `test` are
+    `Examples`, a pair of tensors or arrays, or a map-style dataset; without `test`, evaluation uses up to 2,048
+    training examples. `optimizer` and `until` are what suits this workload, for strategies that bring none.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train: Any
+    test: Any = None
+    split: Split = option(Shared(), "which examples each worker draws from")
+    optimizer: Optimizer = option(Adam(lr=3e-3), "what suits this workload")
+    target: Target | None = None
+    until: Samples = option(Samples(60_000), "how many samples suit this workload")
+    label: str = "custom"
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.model, nn.Module) or callable(self.model),
+            f"Workload.model must be a module or a function that makes one, but is {type(self.model).__name__}",
+        )
+        require(callable(self.loss), f"Workload.loss must be a function, but is {self.loss!r}")
+        check_instance(self.split, (Split,), "Workload.split", "offbeat.workloads.Sharded()")
+        check_instance(self.optimizer, (Optimizer,), "Workload.optimizer", "offbeat.SGD(lr=0.1)")
+        check_instance(self.target, (Target, type(None)), "Workload.target", 'offbeat.Target("accuracy", 0.9)')
+        check_instance(self.until, (Samples,), "Workload.until", "offbeat.Samples(60_000)")
+        object.__setattr__(self, "train", data_of(self.train))
+        if self.test is not None:
+            object.__setattr__(self, "test", data_of(self.test))
+
+    def initial_model(self, seed: int) -> nn.Module:
+        """The model that training starts from; the same for the same seed. Global randomness is not touched."""
+        if isinstance(self.model, nn.Module):
+            model: Any = copy.deepcopy(self.model)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                # torch.manual_seed would reach GPU generators too, which are not forked here.
+                torch.default_generator.manual_seed(seed)
+                model = self.model()
+        require(
+            isinstance(model, nn.Module),
+            f"Workload.model must make a torch.nn.Module, but made {type(model).__name__}",
+        )
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        require(trainable, f"the model {type(model).__name__} has no parameters to train")
+        return model.train()  # type: ignore[no-any-return]
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """One loss per sample of a batch that is where the model is, ready to be summed and differentiated."""
+        return self._outputs_and_losses(model, batch)[1]
+
+    def evaluate(self, model: nn.Module) -> Measured:
+        """Mean loss on the test data, and accuracies where outputs and targets are those of a classifier."""
+        data, device = self.evaluation_examples, next(model.parameters()).device
+        loss, correct, among_five, classifies, classes = 0.0, 0, 0, True, 0
+        with torch.no_grad(), _evaluating(model):
+            for first in range(0, len(data), EVALUATION_CHUNK):
+                batch = on_device(data.between(first, first + EVALUATION_CHUNK), device)
+                outputs, losses = self._outputs_and_losses(model, batch)
+                loss += float(losses.sum(dtype=torch.float64))
+                classifies = classifies and _is_classification(outputs, batch[1])
+                if classifies:
+                    classes = outputs.shape[1]
+                    correct += int((outputs.argmax(1) == batch[1]).sum())
+                    among_five += _among_five(outputs, batch[1])
+        return Measured(
+            loss / len(data),
+            correct / len(data) if classifies else None,
+            among_five / len(data) if classifies and classes > 5 else None,
+        )
+
+    @functools.cached_property
+    def evaluation_examples(self) -> Data:
+        """What `evaluate` looks at: the test data, or examples spread evenly over the training data."""
+        data: Data = self.train if self.test is None else self.test
+        if self.test is not None or len(data) <= EVALUATION_MAX:
+            return data
+        spread = torch.linspace(0, len(data) - 1, EVALUATION_MAX, dtype=torch.float64).long()
+        return Examples(*data.take(spread))
+
+    def _outputs_and_losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        outputs = model(inputs)
+        losses = self.loss(outputs, targets)
+        if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
+            raise _wrong_shape(losses, len(targets))
+        return outputs, losses
+
+
+def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The batch where the model is."""
+    inputs, targets = batch
+    if inputs.device == device and targets.device == device:
+        return batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def _wrong_shape(losses: Any, samples: int) -> ConfigurationError:
+    if not isinstance(losses, Tensor):
+        return ConfigurationError(f"the loss must return a tensor with one loss per sample, not {losses!r}")
+    if losses.dim() == 0:
+        advice = "type: loss=functools.partial(F.cross_entropy, reduction='none')"
+    else:
+        advice = "average what belongs to one sample; type: losses.flatten(1).mean(1)"
+    return ConfigurationError(
+        f"the loss must return one loss per sample, here of shape ({samples},), "
+        f"but returned shape {tuple(losses.shape)}; {advice}"
+    )
+
+
+def _is_classification(outputs: Any, targets: Tensor) -> bool:
+    return is_whole(targets) and targets.dim() == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2
+
+
+def _among_five(outputs: Tensor, targets: Tensor) -> int:
+    likeliest = outputs.topk(min(5, outputs.shape[1]), sorted=False).indices
+    return int((likeliest == targets[:, None]).sum())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and back for exactly those modules that were training: some users freeze a part."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a workload is: its model and parameters, its examples, its classes where it has any."""
+
+    model: str
+    parameters: int
+    train: int
+    test: int
+    classes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedWorkload(Family, ABC):
+    """A workload that has a name."""
+
+    summary: ClassVar[str] = ""
+    """What it is, in one line."""
+
+    paper: ClassVar[str] = ""
+    """Where the data or the problem comes from."""
+
+    split: Split = option(Shared(), "which examples each worker draws from: shared, sharded, by-label, dirichlet")
+
+    layers: ClassVar[str] = ""
+    """What its model is, in a few words."""
+
+    @abstractmethod
+    def build(self) -> Workload:
+        """The model, data and loss."""
+
+    def size(self) -> Size:
+        """How large it is; overridden where building it takes data that may not be there."""
+        workload = self.build()
+        targets = workload.train.targets
+        return Size(
+            self.layers,
+            sum(parameter.numel() for parameter in workload.initial_model(0).parameters()),
+            len(workload.train),
+            len(workload.evaluation_examples),
+            len(targets.unique()) if is_whole(targets) else None,
+        )

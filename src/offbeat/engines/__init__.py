@@ -1,1 +1,0 @@
-"""What makes actions happen: in virtual time (`simulated`), on `computing` that both engines share."""

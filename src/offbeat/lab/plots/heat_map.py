@@ -1,0 +1,125 @@
+"""Heat maps of what goes on between ranks: a panel for each quantity, or for each strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.lab.plots.groups import Groups
+from offbeat.lab.plots.looks import Look
+from offbeat.lab.plots.style import WIDTH_INCHES, new_figure, styled
+from offbeat.records.exchanges import exchange_counts
+from offbeat.records.files import RunRecords
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+NUMBERS_RANKS_MAX = 16
+"""Up to so many ranks each cell holds its number."""
+ACROSS = 2
+PAIRS_INCHES = 3.3
+WHITE_FROM = 0.7
+"""From which share of the scale on white can be read better than black."""
+DARK, LIGHT = "black", "white"
+"""Ink on cells, whose colour is not that of the page."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity. None stands for a pair that has none, such as a rank and itself."""
+
+    title: str
+    values: Sequence[Sequence[float | None]]
+    more_is_better: bool
+
+
+@styled
+def heat_maps(panels: Sequence[Panel]) -> Figure:
+    """The panels side by side, a row for each sender, each on a scale from zero."""
+    ranks = max(len(panel.values) for panel in panels)
+    side = min(1.6 + 0.55 * ranks, 9.0)
+    figure = new_figure(side * len(panels) + 0.6, side)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        values = _table(panel.values)
+        image = _draw(axes, values, _top(values), "Blues" if panel.more_is_better else "Oranges")
+        axes.set_title(panel.title)
+        axes.set_xlabel("to rank")
+        axes.set_ylabel("from rank")
+        figure.colorbar(image, ax=axes, shrink=0.8)
+    return figure
+
+
+@styled
+def who_talked_to_whom(runs: Sequence[RunRecords]) -> Figure:
+    """How often each two peers averaged, and beside it each peer with any other, in one run of each strategy.
+
+    Strategies in which no two did are left out; the others share one scale.
+    """
+    groups = Groups.of(runs)
+    style = groups.looks
+    counts = {label: found for label, run in groups.one_of_each().items() if (found := exchange_counts(run))}
+    down = max(1, math.ceil(len(counts) / ACROSS))
+    figure = new_figure(WIDTH_INCHES, 0.1 + PAIRS_INCHES * down)
+    panels = figure.subplots(down, ACROSS, squeeze=False)
+    for axes in panels.flat[len(counts) :]:
+        axes.set_axis_off()
+    if not counts:
+        panels[0, 0].text(0.5, 0.5, "none recorded", transform=panels[0, 0].transAxes, ha="center", alpha=0.6)
+    top = float(max((count for rows in counts.values() for row in rows for count in row), default=1))
+    for axes, (label, rows) in zip(panels.flat, counts.items(), strict=False):
+        image = _draw(axes, _table([[count or None for count in row] for row in rows]), top, "Blues", ticks_max=10)
+        axes.set_title(label, color=style[label].colour, weight="bold")
+        axes.set_xlabel("with rank")
+        axes.set_ylabel("exchanges of rank")
+        _totals(axes, [sum(row) for row in rows], style[label])
+    if any(len(rows) > NUMBERS_RANKS_MAX for rows in counts.values()):
+        bar = figure.colorbar(image, ax=panels, shrink=0.8, aspect=30, label="exchanges of two ranks")
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # else each shade is a path of its own
+    return figure
+
+
+def _totals(beside: Axes, totals: Sequence[int], look: Look) -> None:
+    """The sum of each row as a bar."""
+    axes = beside.inset_axes((1.05, 0, 0.32, 1), sharey=beside)
+    axes.barh(range(len(totals)), totals, height=0.8, color=look.colour)
+    axes.set_xlim(0, 1.05 * max(totals))
+    axes.set_xticks([0, max(totals)], ["0", f"{max(totals):,}"])
+    axes.set_xlabel("with any (exchanges)")
+    axes.tick_params(axis="y", labelleft=False, length=0)
+    axes.grid(False)
+
+
+def _table(values: Sequence[Sequence[float | None]]) -> np.ndarray:
+    return np.array([[np.nan if value is None else value for value in row] for row in values], dtype=np.float64)
+
+
+def _top(values: np.ndarray) -> float:
+    return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
+
+
+def _draw(axes: Axes, values: np.ndarray, top: float, colours: str, ticks_max: int = 16) -> AxesImage:
+    image = axes.imshow(values, cmap=colours, vmin=0.0, vmax=top, interpolation="none")
+    axes.grid(False)
+    ticks = range(0, len(values), max(1, -(-len(values) // ticks_max)))
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+    if len(values) <= NUMBERS_RANKS_MAX:
+        size = 8.0 if len(values) <= 10 else 6.0 if top < 1000 else 4.8
+        for row, column in zip(*np.nonzero(np.isfinite(values)), strict=True):
+            value = float(values[row, column])
+            ink = LIGHT if value > WHITE_FROM * top else DARK
+            axes.text(column, row, _cell(value), ha="center", va="center", color=ink, fontsize=size)
+    return image
+
+
+def _cell(value: float) -> str:
+    if value >= 10_000:
+        return f"{value / 1000:.0f}k"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

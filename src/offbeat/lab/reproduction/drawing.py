@@ -1,0 +1,93 @@
+"""The figures of a study, from its records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.core.strategy import Strategy
+from offbeat.lab.experiment import Plan
+from offbeat.lab.plots.against import Point, against
+from offbeat.lab.plots.panels import panel
+from offbeat.lab.plots.style import save_as
+from offbeat.lab.reproduction.findings import values_of
+from offbeat.lab.reproduction.quantities import Measured, quantity
+from offbeat.lab.reproduction.study import Drawing, Study, Timing
+from offbeat.lab.reproduction.timings import Timed
+from offbeat.records.comparison import interval
+from offbeat.records.files import RunRecords
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def draw_all(
+    study: Study, runs: Sequence[Measured], timed: Sequence[Timed], place: Path, formats: Sequence[str] = FORMATS
+) -> list[Path]:
+    """Every figure of the study, as files in a directory."""
+    written = []
+    for drawing in study.described.drawings:
+        figure = _against(study, drawing, runs) if drawing.y else _panel(drawing, runs)
+        written += save_as(figure, place / drawing.file, formats)
+    if study.described.timing is not None:
+        written += save_as(_timing(study.described.timing, timed), place / TIMING_FILE, formats)
+    return written
+
+
+TIMING_FILE = "time-per-step"
+TIMING_CAPTION = "Time of one gradient of a whole batch against the number of parts that it is cut into."
+
+
+def _chosen(drawing: Drawing, runs: Sequence[Measured]) -> list[Measured]:
+    return [
+        run
+        for run in runs
+        if (not drawing.cases or run.case in drawing.cases)
+        and (not drawing.strategies or run.strategy in drawing.strategies)
+    ]
+
+
+def _panel(drawing: Drawing, runs: Sequence[Measured]) -> Figure:
+    return panel([_labelled(run, drawing) for run in _chosen(drawing, runs)], drawing.cells)
+
+
+def _labelled(run: Measured, drawing: Drawing) -> RunRecords:
+    names = {"strategy": run.strategy, "case": run.case, "both": f"{run.strategy}, {run.case}"}
+    header = msgspec.structs.replace(run.records.header, label=names[drawing.by])
+    if drawing.by == "case":  # of one strategy, whose colour would not tell them apart
+        header = msgspec.structs.replace(header, experiment=None)
+    return dataclasses.replace(run.records, header=header)
+
+
+def _against(study: Study, drawing: Drawing, runs: Sequence[Measured]) -> Figure:
+    chosen = _chosen(drawing, runs)
+    values = values_of(study, drawing.y, chosen)
+    series: dict[str, list[Point]] = {}
+    for case in sorted(study.cases, key=lambda case: case.x or 0.0):
+        for strategy in dict.fromkeys(run.strategy for run in chosen if run.case == case.label):
+            mean = interval(value for (c, s, _), value in values.items() if (c, s) == (case.label, strategy))
+            if mean is not None and case.x is not None:
+                series.setdefault(strategy, []).append(Point(case.x, mean.mean, mean.low, mean.high))
+    head = quantity(drawing.y).head
+    named = {label: strategy.name for case in study.cases for label, strategy in _named(case.plan)}
+    return against(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published, named)
+
+
+def _named(plan: Plan) -> Iterator[tuple[str, Strategy]]:
+    return zip(plan.labels, plan.strategies, strict=True)
+
+
+def _timing(timing: Timing, timed: Sequence[Timed]) -> Figure:
+    series: dict[str, list[Point]] = {}
+    for row in timed:
+        mean = interval(row.seconds)
+        assert mean is not None
+        series.setdefault(f"batch of {row.batch}", []).append(Point(row.parts, mean.mean, mean.low, mean.high))
+    labels = "parts of a batch (number)", "time per step (s)"
+    return against(*labels, series, log_x=True, log_y=True, reference=timing.published)

@@ -1,0 +1,188 @@
+"""Made-up problems whose answer is known. Their data is the same whatever the seed of a run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offbeat.core.actions import Samples
+from offbeat.core.configuration import option
+from offbeat.core.examples import Examples
+from offbeat.core.optimizers import SGD
+from offbeat.core.randomness import stream
+from offbeat.core.validation import require, require_not_negative, require_positive
+from offbeat.core.workload import NamedWorkload, Target, Workload
+
+_DATA_SEED = 0
+
+
+class _Point(nn.Module):
+    """Parameters without a model around them: the output is the point itself, once per sample."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.point = nn.Parameter(torch.zeros(dimension))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.point.expand(len(inputs), -1)
+
+
+@dataclass(frozen=True)
+class Quadratic(NamedWorkload, name="quadratic"):
+    """f_i(x) = ½ Σ_j a_j (x_j − x*_j)² + ξ_i·(x − x*), with Σ_i ξ_i = 0, so that the mean is smallest at x*.
+
+    Training starts at 0. The test loss is the exact distance to the smallest value, f(x) − f(x*).
+    """
+
+    summary = "a noisy quadratic with a known optimum"
+    paper = "the textbook case; here as the one whose golden values travel between machines"
+
+    layers = "a point"
+
+    dimension: int = option(100, "how many parameters")
+    condition: float = option(10.0, "largest curvature over smallest; the largest is 1")
+    noise: float = option(1.0, "standard deviation of each coordinate of a sample's gradient")
+    examples: int = option(4096, "how many training examples")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "dimension", "examples")
+        require_not_negative(self, "noise")
+        require(self.condition >= 1, f"Quadratic.condition must be 1 or more, but is {self.condition}")
+
+    @property
+    def optimum(self) -> Tensor:
+        """x*, where the mean of the training losses and the test loss are smallest."""
+        return torch.from_numpy(stream(_DATA_SEED, "quadratic optimum").standard_normal(self.dimension)).float()
+
+    @property
+    def curvature(self) -> Tensor:
+        """a, from 1/condition to 1 in equal ratios."""
+        return torch.from_numpy(np.geomspace(1 / self.condition, 1.0, self.dimension)).float()
+
+    def build(self) -> Workload:
+        noise = stream(_DATA_SEED, "quadratic noise").normal(0.0, self.noise, (self.examples, self.dimension))
+        noise -= noise.mean(axis=0)
+        at_start = 0.5 * float((self.curvature * self.optimum**2).sum())
+        return Workload(
+            model=lambda: _Point(self.dimension),
+            loss=functools.partial(_quadratic_losses, curvature=self.curvature, optimum=self.optimum),
+            # The point is the same for every sample; only the noise, which the loss needs, tells samples apart.
+            train=Examples(torch.empty(self.examples, 0), torch.from_numpy(noise).float()),
+            test=Examples(torch.empty(1, 0), torch.zeros(1, self.dimension)),
+            split=self.split,
+            optimizer=SGD(lr=0.1),
+            target=Target("loss", 0.01 * at_start),
+            until=Samples(120_000),
+            label=self.name,
+        )
+
+
+def _quadratic_losses(outputs: Tensor, noise: Tensor, curvature: Tensor, optimum: Tensor) -> Tensor:
+    away = outputs - optimum.to(outputs)
+    return ((0.5 * curvature.to(outputs) * away + noise) * away).sum(1)
+
+
+@dataclass(frozen=True)
+class LinearRegression(NamedWorkload, name="linear"):
+    """Least squares, ½(w·x + c − y)², with Gaussian inputs; its exact optimum is known.
+
+    Evaluation is on the training data: what is minimised is what is measured.
+    """
+
+    summary = "linear regression with a known optimum"
+    paper = "N. Ferdinand et al.: Anytime Minibatch, ICLR 2019 (there on synthetic data, too)"
+
+    layers = "linear regression"
+
+    dimension: int = option(20, "how many inputs")
+    noise: float = option(0.1, "standard deviation of the noise on the targets")
+    examples: int = option(4096, "how many training examples")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "dimension", "examples")
+        require_not_negative(self, "noise")
+
+    @property
+    def optimum(self) -> Tensor:
+        """The least-squares weights, followed by the intercept."""
+        return torch.from_numpy(self._solve()[0]).float()
+
+    @property
+    def optimal_loss(self) -> float:
+        """The smallest mean loss there is."""
+        return self._solve()[1]
+
+    def build(self) -> Workload:
+        inputs, targets = self._data()
+        data = Examples.of((inputs, targets))
+        at_zero = float(0.5 * np.mean(targets**2))
+        return Workload(
+            model=lambda: nn.Sequential(nn.Linear(self.dimension, 1), nn.Flatten(0)),
+            loss=_half_squares,
+            train=data,
+            test=data,
+            split=self.split,
+            optimizer=SGD(lr=0.1),
+            target=Target("loss", self.optimal_loss + 0.01 * at_zero),
+            until=Samples(60_000),
+            label=self.name,
+        )
+
+    def _data(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        rng = stream(_DATA_SEED, "linear")
+        weights, intercept = rng.standard_normal(self.dimension), rng.standard_normal()
+        inputs = rng.standard_normal((self.examples, self.dimension))
+        return inputs, inputs @ weights + intercept + rng.normal(0.0, self.noise, self.examples)
+
+    def _solve(self) -> tuple[npt.NDArray[np.float64], float]:
+        inputs, targets = self._data()
+        design = np.column_stack([inputs, np.ones(self.examples)])
+        solution = np.asarray(np.linalg.lstsq(design, targets)[0], dtype=np.float64)
+        return solution, float(0.5 * np.mean((design @ solution - targets) ** 2))
+
+
+def _half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (outputs - targets) ** 2
+
+
+@dataclass(frozen=True)
+class TwoGaussians(NamedWorkload, name="toy"):
+    """Two Gaussians in R^10 around 1 and 9, told apart by a hidden layer of 500.
+
+    At the default noise the best possible accuracy is 0.98; at 1 the classes do not touch and there is little to
+    learn.
+    """
+
+    summary = "two Gaussians in ten dimensions, one hidden layer of 500"
+    paper = "the toy problem that anytime mini-batch studies test their code with"
+
+    layers = "10-500-10"
+
+    noise: float = option(6.0, "standard deviation of each coordinate; the means are 8 apart")
+    examples: int = option(4096, "how many training examples")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "noise", "examples")
+
+    def build(self) -> Workload:
+        return Workload(
+            model=lambda: nn.Sequential(nn.Linear(10, 500), nn.ReLU(), nn.Linear(500, 10)),
+            loss=functools.partial(F.cross_entropy, reduction="none"),
+            train=self._data("toy train", self.examples),
+            test=self._data("toy test", 2000),
+            split=self.split,
+            target=Target("accuracy", 0.95),
+            until=Samples(60_000),
+            label=self.name,
+        )
+
+    def _data(self, purpose: str, count: int) -> Examples:
+        rng = stream(_DATA_SEED, purpose)
+        labels = np.arange(count) % 2
+        return Examples.of((1.0 + 8.0 * labels[:, None] + rng.normal(0.0, self.noise, (count, 10)), labels))

@@ -1,0 +1,339 @@
+"""The ranks that a process holds, made and connected.
+
+Alone, a process holds every rank that the strategy needs for one worker, joined by loopback. Otherwise it holds one,
+joined to the others by gloo or MPI. A node that goes on from a checkpoint, its records and the clock go back together.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.cluster import Cluster
+from offbeat.core.actions import Budget
+from offbeat.core.configuration import to_plain
+from offbeat.core.flat import FlatModule
+from offbeat.core.randomness import stream
+from offbeat.core.splits import Shared, Split
+from offbeat.core.strategy import Cadence, Node, NodeContext, Strategy
+from offbeat.core.validation import require
+from offbeat.core.workload import Target
+from offbeat.launch import RankInfo
+from offbeat.live.checkpoint_file import Checkpoint, checkpoint_path
+from offbeat.live.checkpoint_writer import Checkpointing, read_checkpoint
+from offbeat.live.clock import Clock
+from offbeat.live.evaluator import Measure
+from offbeat.live.injected_delay import InjectedDelay
+from offbeat.live.node_runner import NodeRunner
+from offbeat.live.rank_allocator import RankAllocator
+from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
+from offbeat.records.schema import RECORD_DECODER, RunHeader
+from offbeat.strategies.compressed_node import node_of
+from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.journal import Journal, JournalWriter
+from offbeat.transports.loopback import Loopback
+from offbeat.transports.rendezvous import Listener
+from offbeat.transports.transport import Transport
+from offbeat.version import __version__
+
+LIVE_SECONDS_PER_SAMPLE = 2.5e-4
+"""What a small model takes on one core; a strategy that was not told its times in seconds takes them from this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a session takes part, besides what is trained: what `join` and `offbeat train` have in common."""
+
+    until: Budget
+    seed: int = 0
+    cluster: Cluster = Cluster()
+    bytes_per_second: float | None = None
+    """The budget: what each direction of each link may carry."""
+    every: Cadence | None = None
+    target: Target | None = None
+    header: RunHeader | None = None
+    """Given where it has been written already; otherwise rank 0 writes it."""
+    checkpoint_seconds: float | None = 30.0
+    checksum: bool = False
+    shared_memory: bool = True
+    """Whether processes of one machine may hand each other large tensors in memory that both of them see."""
+    reserved: frozenset[int] = frozenset()
+    """Ranks that a supervisor fills; whoever comes from elsewhere gets another."""
+    experiment: bytes | None = None
+    """What a worker that joins from elsewhere is told."""
+    split: Split = Shared()
+    journal: bool = False
+    """Whether records travel to rank 0, because no directory is shared with it."""
+
+
+class LocalRanks:
+    """The participants of this process. `mine` is the one whose compute is the thread that made it."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        flat: FlatModule,
+        options: SessionOptions,
+        place: RankInfo,
+        measure: Measure | None,
+        label: str,
+    ) -> None:
+        self.strategy, self.options, self.place = strategy, options, place
+        self._flat, self._measure, self._label = flat, measure, label
+        self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
+        alone = place.alone
+        self.processes = strategy.processes(1) if alone else place.processes
+        computing = [rank for rank in range(self.processes) if strategy.computes(rank)]
+        least = strategy.processes(1)
+        require(
+            bool(computing),
+            f"with {self.processes} process{'es' if self.processes > 1 else ''} nobody would compute; start {least} or "
+            f"more, for example: offbeat launch -n {least} script.py",
+        )
+        if not alone and place.rank >= self.processes:  # one more than were expected
+            computing += range(self.processes, place.rank + 1)
+        self.rank = computing[0] if alone else place.rank
+        self.workers = {rank: worker for worker, rank in enumerate(computing)}
+        """rank → which worker it is, from 0"""
+        self.saved = self._checkpoint()
+        self.memory = MemoryWriter()
+        self._files: list[RankWriter] = []
+        self.checkpointing: Checkpointing | None = None
+        held = range(self.processes) if alone else [self.rank]
+        self._nodes = {rank: self._node(rank) for rank in held}  # takes seconds where an optimizer is the first one
+        self.clock = Clock(self._elapsed())
+        if alone:
+            loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
+            links = {rank: loopback.transport(rank) for rank in range(self.processes)}
+            self.participants = {rank: self._participant(rank, link) for rank, link in links.items()}
+        else:
+            rank_allocator = self._desk()
+            self.participants = {self.rank: self._participant(self.rank, self._connected(rank_allocator))}
+            rank_allocator.linked = self.participants[self.rank].linked
+        self.mine = self.participants[self.rank]
+        for participant in self.participants.values():
+            participant.on_failure = self._failed
+
+    def start(self) -> None:
+        for participant in self.participants.values():
+            participant.start()
+        if self.checkpointing is not None:
+            self.checkpointing.start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is here or, among equals, nobody below this rank was left when it finished."""
+        if 0 in self.participants:
+            return True
+        if self.mine.finish is None or not self._among_equals():
+            return False
+        if self.place.transport == "mpi":  # who was silent for a while is not heard any more, but may be there
+            from offbeat.transports.mpi import dead_ranks
+
+            return dead_ranks() >= set(range(self.rank))
+        return not any(rank < self.rank for rank in self.mine.linked_at_end)
+
+    def _among_equals(self) -> bool:
+        return self.strategy.is_decentralized
+
+    def close_files(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def header(self) -> RunHeader:
+        target = self.options.target
+        return self.options.header or RunHeader(
+            engine="live",
+            label=self.strategy.name or type(self.strategy).__name__,
+            workload=self._label,
+            workers=len(self.workers),
+            seed=self.options.seed,
+            parameters=self._flat.layout.numel,
+            target=None if target is None else to_plain(target),
+            experiment=None,
+            offbeat=__version__,
+            torch=str(torch.__version__),
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        """Ranks of one process fail together: the others would wait for this one."""
+        for participant in self.participants.values():
+            if not participant.ended:  # in another thread: who calls may hold a lock that it waits for
+                threading.Thread(target=participant.fail, args=(error,), daemon=True).start()
+
+    # Transports
+
+    def _desk(self) -> RankAllocator:
+        return RankAllocator(
+            processes=self.processes,
+            computing=tuple(self.workers),
+            reserved=self.options.reserved,
+            clock=self.clock,
+            experiment=self.options.experiment,
+            is_elastic=isinstance(self.options.split, Shared) and self.strategy.is_elastic,
+            full=self._full(),
+        )
+
+    def _full(self) -> str:
+        """Why nobody else may come, where nobody may."""
+        among = len(self.workers)
+        if self.strategy.is_elastic:
+            return (
+                f"the data is split among {among} workers and all of them are there; start the run with more --workers"
+            )
+        return f"this run has {among} peers and all of them are there; start it with more --workers"
+
+    def _connected(self, rank_allocator: RankAllocator) -> Transport:
+        place, options = self.place, self.options
+        common: dict[str, Any] = {
+            "rank": self.rank,
+            "processes": self.processes,
+            "peers": self._peers(self.rank),
+            "fingerprint": f"{self._flat.layout.fingerprint()} {described(self.strategy)}",
+            "silence_seconds": options.cluster.silence_seconds,
+            "checksum": options.checksum,
+        }
+        if place.transport == "mpi":
+            from offbeat.transports.mpi import MpiTransport
+
+            return MpiTransport(elapsed=self.clock.now, **common)
+        assert place.address is not None
+        first = place.life if self.saved is None else self.saved.resumes + 1
+        common |= {"token": place.token, "shared_memory": options.shared_memory, "first_incarnation": first}
+        if self.rank != 0:
+            return GlooTransport(rendezvous=place.address, member=place.member or uuid.uuid4().hex, **common)
+        listener = Listener(place.address, place.token, place.listener)
+        return GlooTransport(
+            rendezvous=listener,
+            assign=rank_allocator,
+            is_peer=lambda rank: self.rank in self._peers(rank),
+            **common,
+        )
+
+    def _peers(self, rank: int) -> list[int]:
+        return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
+
+    # Participants
+
+    def _measures(self, rank: int) -> bool:
+        return self._measure is not None and (rank == 0 or self.strategy.computes(0))
+
+    def _node(self, rank: int) -> Node:
+        return node_of(
+            self.strategy,
+            NodeContext(
+                rank=rank,
+                members=self._members(),
+                layout=self._flat.layout,
+                parameters=self._initial[0],
+                buffers=self._initial[1],
+                random=stream(self.options.seed, "node", rank, 0),
+                until=self.options.until,
+                evaluate=self.options.every if self._measures(rank) else None,
+            ),
+        )
+
+    def _elapsed(self) -> float:
+        """How long the run has lasted: where rank 0 is started anew, or again, and has nobody to ask."""
+        if self.saved is not None:
+            return self.saved.elapsed_seconds
+        return 0.0 if self.place.began is None else time.monotonic() - self.place.began
+
+    def _irreplaceable(self, rank: int) -> Iterable[int]:
+        """Without whom a rank cannot go on, as nobody comes back under MPI. A peer among equals goes on alone."""
+        if self.place.transport != "mpi" or self._among_equals():
+            return ()
+        return self._peers(rank)
+
+    def _members(self) -> tuple[int, ...]:
+        """Who can take part: under MPI not those who were lost in an earlier run of the same processes."""
+        if self.place.transport != "mpi":
+            return tuple(range(self.processes))
+        from offbeat.transports.mpi import lost_ranks
+
+        return tuple(rank for rank in range(self.processes) if rank == self.rank or rank not in lost_ranks())
+
+    def _participant(self, rank: int, transport: Transport) -> NodeRunner:
+        options, node = self.options, self._nodes[rank]
+        writer = self._writer(rank, node)
+        participant = NodeRunner(
+            node,
+            transport,
+            rank=rank,
+            clock=self.clock,
+            writer=writer,
+            load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
+            evaluate=self._measure if self._measures(rank) else None,
+            induced=InjectedDelay.of(options.cluster, self.workers, rank, self._peers(rank), options.seed),
+            on_journal=self._journalled if rank == 0 or self._among_equals() else None,
+            irreplaceable=self._irreplaceable(rank),
+            returned=self.place.life > 0 and self._among_equals(),
+            device=self._flat.parameters.device,
+            bytes_per_second=options.bytes_per_second,
+        )
+        if rank == 0 and isinstance(writer, RankWriter) and options.checkpoint_seconds is not None:
+            self.checkpointing = Checkpointing(
+                checkpoint_path(writer.directory),
+                participant,
+                writer,
+                seconds=options.checkpoint_seconds,
+                fingerprint=self._flat.layout.fingerprint(),
+                strategy=described(self.strategy),
+                before=self.saved,
+            )
+        return participant
+
+    def _writer(self, rank: int, node: Node) -> Writer:
+        """Where the records of a rank go."""
+        directory = self.place.directory
+        if self.options.journal or (self.place.member and directory is None):
+            return JournalWriter(self.memory, whole=not self.place.member)
+        if directory is None:
+            return self.memory
+        begins = rank == 0 and self.options.header is None and self.saved is None and self.place.life == 0
+        require(
+            not begins or not (directory / HEADER).exists(),
+            f"{directory} holds a run already; name another directory, or go on with that one: resume=True",
+        )
+        writer = RankWriter(directory, rank)
+        self._files.append(writer)
+        if begins:
+            write_header(directory, self.header())
+        if rank == 0 and self.saved is not None:
+            writer.truncate(self.saved.records_position)
+            node.restore(self.saved.node)
+        return writer
+
+    def _journalled(self, rank: int, journal: Journal) -> None:
+        if self.place.directory is not None:
+            with RankWriter(self.place.directory, rank) as writer:
+                for line in journal.lines:
+                    writer.write(RECORD_DECODER.decode(line))
+        elif self.rank:  # rank 0 is lost, and this one has to say how the run went
+            for line in journal.lines:
+                self.memory.write(RECORD_DECODER.decode(line))
+
+    def _checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""
+        holds_rank_0 = self.place.alone or self.place.rank == 0
+        if not self.place.resume or self.place.directory is None or not holds_rank_0:
+            return None
+        saved = read_checkpoint(self.place.directory)
+        saved.check_fits(self._flat.layout.fingerprint(), described(self.strategy))
+        return saved
+
+
+def described(strategy: Strategy) -> str:
+    """A strategy as text that is the same in every process; a function's place in memory is not.
+
+    Without a compression it says nothing of that, as it did before there was any.
+    """
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))
+    return text.replace("compression=None, ", "").replace("(compression=None)", "()")

@@ -1,0 +1,439 @@
+"""From the records of one run to its numbers: the summary, and when the target was reached.
+
+Everything here is computed from records alone, so a run that ended years ago answers as one that ended now.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from offbeat.errors import ConfigurationError
+from offbeat.records.exchanges import exchanges, exchanging
+from offbeat.records.files import RunRecords
+from offbeat.records.schema import (
+    AnyRecord,
+    Dropped,
+    Ended,
+    Evaluation,
+    Flow,
+    LinkUse,
+    Membership,
+    RunHeader,
+    Undone,
+    Update,
+)
+from offbeat.records.schema import Round as RoundRecord
+from offbeat.records.traffic import BytesSent, bytes_received, sent_by_kind
+
+Metric = Literal["accuracy", "loss"]
+Kind = TypeVar("Kind", bound=AnyRecord)
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What a run is timed against: an accuracy to rise to, or a loss to fall to."""
+
+    metric: Metric
+    value: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in numbers; what does not apply to it is None.
+
+    `updates` and `samples` are those that count in the end; `undone` are samples that were applied and taken back, as
+    often as that happened. `staleness_*` count each message once. `compute_seconds` is the time inside rounds and holds
+    `induced_seconds`, since a delayed machine stands for a slow one, not for an idle one; `idle_share` is
+    idle ÷ (idle + compute) over all rounds of all ranks. `bytes_sent` is what was counted by processes that came
+    to their end: what one that was killed had sent is not in it.
+
+    `traffic` is what was sent by kind of message, and `bytes_received` what arrived; of a process that was killed they
+    hold what it had counted a second before. `bytes_to_target` is what all ranks had sent for the sake of training when
+    the target was reached. Runs that were recorded before traffic was have None there, and an empty `traffic`.
+
+    `exchanges` are those of two peers that were averaged, and `exchanges_lost` those without an answer. An exchange is
+    an averaging for both peers, so `exchanges_per_gradient` is twice their number ÷ the updates. `consensus_distance`
+    is the mean of ‖x_i − mean of x‖² over peers and the second half of the run; `records/exchanges.py` tells how it is
+    estimated where nobody has measured it.
+
+    `budget_used` is what was sent ÷ what the bandwidth budget would have allowed over the whole run, on the link and
+    direction that carried the most, and `budget_used_mean` the mean over all of them; None where there was no budget.
+    """
+
+    strategy: str
+    workload: str
+    workers: int
+    seed: int
+    seconds: float
+    updates: int
+    samples: int
+    loss: float | None
+    accuracy: float | None
+    seconds_to_target: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    idle_share: float | None
+    dropped: int
+    lost_peers: int
+    rejoined_peers: int
+    bytes_sent: int | None
+    directory: str | None
+    samples_per_second: float | None
+    bytes_per_second: float | None
+    samples_per_update: float | None
+    messages_per_update: float | None
+    compute_seconds: float
+    idle_seconds: float
+    induced_seconds: float
+    dropped_by_reason: dict[str, int]
+    samples_to_target: float | None
+    bytes_to_target: int | None
+    bytes_received: int | None
+    traffic: dict[str, Flow]
+    failure: str | None
+    exchanges: int
+    exchanges_per_gradient: float | None
+    exchanges_lost: int
+    round_trip_seconds: float | None
+    consensus_distance: float | None
+    consensus_estimated: bool | None
+    budget_used: float | None
+    budget_used_mean: float | None
+    undone: int
+    accuracy_top5: float | None
+
+    def __str__(self) -> str:
+        """A few lines to read."""
+        rate = "" if self.samples_per_second is None else f", {self.samples_per_second:,.0f} samples a second"
+        lines = [
+            f"{self.strategy} on {self.workload}, {self.workers} worker{'' if self.workers == 1 else 's'}: "
+            f"{self.samples:,} samples in {self.updates:,} updates and {self.seconds:.1f} s{rate}"
+        ]
+        measured = [
+            f"{name} {value:.4g}" for name in ("accuracy", "loss") if (value := getattr(self, name)) is not None
+        ]
+        if self.seconds_to_target is not None:
+            measured.append(f"target reached after {self.seconds_to_target:.1f} s")
+        if self.staleness_mean is not None:
+            measured.append(f"staleness {self.staleness_mean:.1f} on average, at most {self.staleness_max}")
+        if self.idle_share is not None:
+            measured.append(f"idle {self.idle_share:.0%}")
+        counts = {
+            "dropped": "dropped samples",
+            "undone": "undone samples",
+            "lost_peers": "lost peers",
+            "rejoined_peers": "rejoined peers",
+        }
+        measured += [f"{value:,} {text}" for name, text in counts.items() if (value := getattr(self, name))]
+        if measured:
+            lines.append("  " + ", ".join(measured))
+        if self.exchanges:
+            lines.append("  " + ", ".join(self._exchanged()))
+        if self.budget_used is not None:
+            lines.append(
+                f"  {self.budget_used:.0%} of the budget used on the busiest link and direction, "
+                f"{self.budget_used_mean:.0%} on average"
+            )
+        if self.failure is not None:
+            lines.append(f"  failed: {self.failure}")
+        return "\n".join(lines)
+
+    def _exchanged(self) -> list[str]:
+        said = [f"{self.exchanges:,} exchanges"]
+        if self.exchanges_per_gradient is not None:
+            said.append(f"{self.exchanges_per_gradient:.3g} for each gradient of a peer")
+        if self.exchanges_lost:
+            said.append(f"{self.exchanges_lost:,} lost")
+        if self.round_trip_seconds is not None:
+            said.append(f"a round trip of {self.round_trip_seconds:.3g} s")
+        if self.consensus_distance is not None:
+            how = ", estimated from exchanges" if self.consensus_estimated else ""
+            said.append(f"consensus distance {self.consensus_distance:.3g}{how}")
+        return said
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did, over all its lives. `samples` are those it computed, whether or not they were applied.
+
+    `samples_per_second` counts over its own compute and idle time, so that a rank which came late, or was away for
+    a while, shows the pace that it had while it was there. `send_seconds` may go by while it computes. `exchanges` are
+    the averaged ones that it had a part in, `exchanges_begun` those of them that it began.
+    """
+
+    rank: int
+    rounds: int
+    samples: int
+    compute_seconds: float
+    idle_seconds: float
+    send_seconds: float
+    induced_seconds: float
+    samples_per_second: float | None
+    staleness_mean: float | None
+    exchanges: int
+    exchanges_begun: int
+
+
+def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
+    """The records of one kind, in the order in which they were written."""
+    return (record for record in run.records if isinstance(record, kind))
+
+
+def evaluations(run: RunRecords) -> list[Evaluation]:
+    """The evaluations in the order of the versions' times; an evaluation may be written after a later one."""
+    return sorted(of_kind(run, Evaluation), key=lambda evaluation: evaluation.at)
+
+
+def target_of(header: RunHeader) -> Target | None:
+    """The target that a run was given."""
+    if header.target is None:
+        return None
+    try:
+        return msgspec.convert(header.target, Target)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"the target of the run {header.label!r} cannot be read ({error}); "
+            'expected {"metric": "accuracy" or "loss", "value": a number}'
+        ) from None
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None where it is missing, infinite or not a number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def seconds_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: float) -> float | None:
+    """When the smoothed curve first crossed `value`: upwards for accuracy, downwards for loss.
+
+    Smoothed by a centred median of three, which leaves a monotone curve where it is (a trailing mean delays it)
+    and passes over a single lucky evaluation. The time is interpolated linearly between the two evaluations
+    around the crossing. See `_smoothed` for the first and the last evaluation, which lack a neighbour.
+    """
+    return _crossing(evaluations, Target(metric, value), lambda evaluation: evaluation.at)
+
+
+def samples_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: float) -> float | None:
+    """How many samples had been applied when the smoothed curve first crossed `value`."""
+    return _crossing(evaluations, Target(metric, value), lambda evaluation: float(evaluation.samples_total))
+
+
+def bytes_to_target(run: RunRecords, seconds: float | None) -> int | None:
+    """How many bytes all ranks had sent after so many seconds, which the target took; None where either is unknown."""
+    sent = None if seconds is None else BytesSent(run).by(seconds)
+    return None if sent is None else round(sent)
+
+
+def _crossing(
+    evaluations: Sequence[Evaluation], target: Target, position: Callable[[Evaluation], float]
+) -> float | None:
+    upwards = 1.0 if target.metric == "accuracy" else -1.0
+    goal = upwards * target.value
+    points = []
+    for evaluation in sorted(evaluations, key=lambda evaluation: evaluation.at):
+        value = evaluation.accuracy if target.metric == "accuracy" else evaluation.loss
+        if value is not None:
+            points.append((position(evaluation), upwards * value if math.isfinite(value) else -math.inf))
+    heights = _smoothed([height for _, height in points])
+    for index, height in enumerate(heights):
+        if height < goal:
+            continue
+        here = points[index][0]
+        if index == 0 or heights[index - 1] == -math.inf:
+            return here
+        before, below = points[index - 1][0], heights[index - 1]
+        return before + (here - before) * (goal - below) / (height - below)
+    return None
+
+
+def _smoothed(heights: Sequence[float]) -> list[float]:
+    """The centred median of three, higher being better.
+
+    At the ends a lone lucky value must not count either. The first is taken no higher than its smoothed
+    neighbour. The last may be the goal reached at last, or luck: it is believed as far as twice the progress of
+    the step before, so a curve that was rising keeps its last point and a spike at the end of a plateau does not.
+    """
+    if len(heights) < 3:
+        return list(heights)
+    smooth = [sorted(heights[index - 1 : index + 2])[1] for index in range(1, len(heights) - 1)]
+    smooth.insert(0, min(heights[0], smooth[0]))
+    previous, last = smooth[-2], smooth[-1]
+    step = max(0.0, last - previous) if previous > -math.inf else 0.0
+    smooth.append(min(heights[-1], last + 2 * step))
+    return smooth
+
+
+def summarize(run: RunRecords, target: Target | None = None) -> Summary:
+    """The run in numbers, timed against `target`, or else against the one in its header."""
+    header = run.header
+    target = target or target_of(header)
+    curve = evaluations(run)
+    reached = seconds_to_target(curve, target.metric, target.value) if target else None
+    updates = list(of_kind(run, Update))
+    stalenesses = [contribution.staleness for update in updates for contribution in update.contributions]
+    dropped = _dropped(run)
+    ends = list(of_kind(run, Ended))
+    ended = end_of(run)
+    bytes_sent = sum(end.bytes_sent for end in ends) if ended else None
+    seconds = ended.at if ended else max((record.at for record in run.records), default=0.0)
+    undone = list(of_kind(run, Undone))
+    samples = _samples(updates) if not undone else _samples_left(run)
+    rounds = list(of_kind(run, RoundRecord))
+    compute_seconds = math.fsum(record.seconds for record in rounds)
+    idle_seconds = math.fsum(record.idle_seconds for record in rounds)
+    memberships = list(of_kind(run, Membership))
+    exchanged = exchanging(run, seconds)
+    return Summary(
+        strategy=header.label,
+        workload=header.workload,
+        workers=header.workers,
+        seed=header.seed,
+        seconds=seconds,
+        updates=len(updates) - sum(record.version - 1 - record.to_version for record in undone),
+        samples=samples,
+        **_measured_last(curve),
+        seconds_to_target=reached,
+        staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
+        staleness_max=max(stalenesses, default=None),
+        idle_share=_ratio(idle_seconds, idle_seconds + compute_seconds),
+        dropped=dropped.total(),
+        undone=sum(record.samples for record in undone),
+        lost_peers=_lost(memberships),
+        rejoined_peers=_rejoined(memberships),
+        bytes_sent=bytes_sent,
+        directory=str(run.directory) if run.directory is not None else None,
+        samples_per_second=_ratio(samples, seconds),
+        bytes_per_second=_ratio(bytes_sent, seconds) if bytes_sent is not None else None,
+        samples_per_update=_ratio(sum(update.samples for update in updates), len(updates)),
+        messages_per_update=_ratio(sum(update.messages for update in updates), len(updates)),
+        compute_seconds=compute_seconds,
+        idle_seconds=idle_seconds,
+        induced_seconds=math.fsum(record.induced_seconds for record in rounds),
+        dropped_by_reason=dict(sorted(dropped.items())),
+        samples_to_target=samples_to_target(curve, target.metric, target.value) if target else None,
+        bytes_to_target=bytes_to_target(run, reached),
+        bytes_received=bytes_received(run),
+        traffic=sent_by_kind(run),
+        failure=ended.failure if ended else "the records stop before the run's end: it was killed, or it still runs",
+        exchanges=exchanged.averaged,
+        exchanges_per_gradient=_ratio(2 * exchanged.averaged, len(updates)) if exchanged.averaged else None,
+        exchanges_lost=exchanged.lost,
+        round_trip_seconds=exchanged.round_trip_seconds,
+        consensus_distance=exchanged.consensus_distance,
+        consensus_estimated=exchanged.estimated,
+        **_budget_used(run, seconds),
+    )
+
+
+def _measured_last(curve: Sequence[Evaluation]) -> dict[str, float | None]:
+    """What the last evaluation found."""
+    names = ("loss", "accuracy", "accuracy_top5")
+    return {name: finite(getattr(curve[-1], name)) if curve else None for name in names}
+
+
+def _budget_used(run: RunRecords, seconds: float) -> dict[str, float | None]:
+    """What was sent over what the budget would have allowed in this time: at the most, and on average."""
+    allowed = 0.0
+    sent: Counter[tuple[int, str]] = Counter()
+    for record in of_kind(run, LinkUse):
+        allowed = record.bytes_per_second * seconds
+        for peer, nbytes in record.used.items():
+            sent[record.rank, peer] += nbytes
+    used = [nbytes / allowed for nbytes in sent.values()] if allowed > 0 else []
+    return {"budget_used": max(used, default=None), "budget_used_mean": statistics.fmean(used) if used else None}
+
+
+def per_rank(run: RunRecords) -> list[RankSummary]:
+    """What each rank did that computed anything, in the order of ranks."""
+    rounds: dict[int, list[RoundRecord]] = {}
+    for record in of_kind(run, RoundRecord):
+        rounds.setdefault(record.rank, []).append(record)
+    stalenesses: dict[int, list[int]] = {}
+    for update in of_kind(run, Update):
+        for contribution in update.contributions:
+            stalenesses.setdefault(contribution.rank, []).append(contribution.staleness)
+    averaged = exchanges(run)
+    begun = Counter(exchange.rank for exchange in averaged)
+    joined = begun + Counter(exchange.peer for exchange in averaged)
+    return [
+        _rank_summary(rank, rounds[rank], stalenesses.get(rank, []), (joined[rank], begun[rank]))
+        for rank in sorted(rounds)
+    ]
+
+
+def _rank_summary(
+    rank: int, rounds: Sequence[RoundRecord], stalenesses: Sequence[int], exchanged: tuple[int, int]
+) -> RankSummary:
+    samples = sum(record.samples for record in rounds)
+    compute_seconds = math.fsum(record.seconds for record in rounds)
+    idle_seconds = math.fsum(record.idle_seconds for record in rounds)
+    return RankSummary(
+        rank=rank,
+        rounds=len(rounds),
+        samples=samples,
+        compute_seconds=compute_seconds,
+        idle_seconds=idle_seconds,
+        send_seconds=math.fsum(record.send_seconds for record in rounds),
+        induced_seconds=math.fsum(record.induced_seconds for record in rounds),
+        samples_per_second=_ratio(samples, compute_seconds + idle_seconds),
+        staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
+        exchanges=exchanged[0],
+        exchanges_begun=exchanged[1],
+    )
+
+
+def end_of(run: RunRecords) -> Ended | None:
+    """How the run ended: as rank 0 did, in its last life. Any other rank may be killed without the run failing.
+
+    Among equals, where others than rank 0 make updates, too, it ended as the lowest did of those that ended well.
+    """
+    last = {end.rank: end for end in of_kind(run, Ended)}
+    if not any(update.rank for update in of_kind(run, Update)):
+        return last.get(0)
+    return min(last.values(), key=lambda end: (end.failure is not None, end.rank), default=None)
+
+
+def _dropped(run: RunRecords) -> Counter[str]:
+    """Samples by the reason why they were not applied."""
+    dropped: Counter[str] = Counter()
+    for record in of_kind(run, Dropped):
+        dropped[record.reason] += record.stop - record.first
+    return dropped
+
+
+def _samples(updates: Sequence[Update]) -> int:
+    """How many were applied. A hub counts all; peers count what they know of, and what they applied themselves."""
+    known = max((update.samples_total for update in updates), default=0)
+    return max(known, sum(update.samples for update in updates)) if any(update.rank for update in updates) else known
+
+
+def _samples_left(run: RunRecords) -> int:
+    """How many were applied and not undone, as the hub counted them last."""
+    return [record.samples_total for record in run.records if isinstance(record, Update | Undone)][-1]
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _lost(memberships: Iterable[Membership]) -> int:
+    """A hub sees every loss. Without one, several peers see the same loss, and who was cut off loses all the others."""
+    return sum(_agreed(memberships, lambda before, record: not record.joined))
+
+
+def _rejoined(memberships: Sequence[Membership]) -> int:
+    """Who was started again itself meets everybody anew, and none of them has come back."""
+    return sum(_agreed(memberships, lambda before, record: record.joined and before is False))
+
+
+def _agreed(memberships: Iterable[Membership], counts: Callable[[bool | None, Membership], bool]) -> Iterator[int]:
+    """For each rank how often that was seen of it, as most saw it who had to do with it."""
+    seen: dict[int, Counter[int]] = {}
+    there: dict[tuple[int, int], bool] = {}
+    for record in memberships:
+        before = there.get((record.rank, record.peer))
+        seen.setdefault(record.peer, Counter())[record.rank] += counts(before, record)
+        there[record.rank, record.peer] = record.joined
+    return (statistics.median_high(times.values()) for times in seen.values())

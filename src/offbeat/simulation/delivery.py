@@ -1,0 +1,254 @@
+"""Which tensors have been sent, and are immutable from then on by contract.
+
+So the simulator can share them between a thousand ranks without a copy, and notice when somebody changes one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from offbeat.core.actions import Send
+from offbeat.core.events import Event, GradientReady, MessageArrived, Sent, StepReady
+from offbeat.core.messages import Message
+from offbeat.errors import ContractViolation
+from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
+from offbeat.simulation.network import LinkState, Outbox
+
+if TYPE_CHECKING:
+    from offbeat.simulation.simulator import Simulation
+
+
+class SentTensors:
+    """Tensors by identity, forgotten when they are gone; a tensor's `==` compares elements and cannot serve."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        key = id(tensor)
+        if key not in self._versions:
+            forget = self._versions.pop
+            self._versions[key] = weakref.ref(tensor, lambda _: forget(key, None)), tensor._version
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._versions
+
+    def changed(self, tensor: Tensor) -> bool:
+        """Whether it was changed in place after it had been sent; torch counts such changes."""
+        entry = self._versions.get(id(tensor))
+        return entry is not None and entry[1] != tensor._version
+
+
+# Messages in virtual time: they leave one after the other, travel, and arrive unless their link is gone.
+#
+# `network.py` says what they wait for; this makes it happen.
+
+
+class Delivery:
+    """Carries out `Send`."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self.sent = SentTensors()
+        self.traffic = TrafficCount()
+
+    def send(self, rank: int, send: Send) -> None:
+        link = self._sim.network.link(rank, send.to)
+        if link is None:
+            raise ContractViolation(f"rank {rank} sent to {send.to}, which its strategy does not name as a peer")
+        for tensor in send.message.tensors():
+            self.sent.add(tensor)
+        if link.up and self._sim.processes[rank].known.get(send.to) == link.incarnation:
+            link.outboxes[rank].put(send)
+            self._transmit(rank, link)
+
+    def _transmit(self, rank: int, link: LinkState) -> None:
+        """Let leave what can, of what a rank has for one of its peers."""
+        outbox = link.outboxes[rank]
+        while outbox.leaving is None and outbox.queue and self._has_its_turn(rank, link, outbox):
+            leaving = self._begin(rank, link, outbox)
+            if outbox.out is not None:
+                self._sim.at(self._sim.now + leaving.seconds, rank, functools.partial(self._left, leaving))
+            else:
+                self._leave(leaving)
+
+    def _has_its_turn(self, rank: int, link: LinkState, outbox: Outbox) -> bool:
+        """Whether the first in the queue is paid for, and the card is free; otherwise its turn will come."""
+        to = outbox.queue[0].to
+        if outbox.budget is not None:
+            due = outbox.budget.due(outbox.queue[0].message.nbytes, self._sim.now)
+            if due > self._sim.now:
+                if due != outbox.alarm:
+                    outbox.alarm = due
+                    self._sim.at(due, rank, functools.partial(self._paid, rank, link, due))
+                return False
+        if outbox.out is not None and outbox.out.sending is not None:
+            outbox.out.waiting[to] = None
+            return False
+        return True
+
+    def _paid(self, rank: int, link: LinkState, due: float) -> None:
+        outbox = link.outboxes[rank]
+        if outbox.alarm == due:
+            outbox.alarm = None
+            self._transmit(rank, link)
+
+    def _begin(self, rank: int, link: LinkState, outbox: Outbox) -> Leaving:
+        send = outbox.leaving = outbox.queue.popleft()
+        weight = weigh(send.message)
+        self.traffic.sent(weight)
+        if outbox.budget is not None:
+            outbox.budget.pay(weight.nbytes)
+            outbox.paid_bytes += weight.nbytes
+        seconds = 0.0
+        if outbox.out is not None:
+            outbox.out.sending = send
+            seconds = weight.nbytes / outbox.out.bytes_per_second
+        return Leaving(rank, send, link, link.incarnation, weight, self._sim.now, seconds)
+
+    def _left(self, leaving: Leaving) -> None:
+        """The last byte has left: the card goes on with the next whose turn it is."""
+        rank, card = leaving.rank, leaving.link.outboxes[leaving.rank].out
+        if leaving.counts:
+            self._leave(leaving)
+            self._transmit(rank, leaving.link)
+        if card is None or card.sending is not leaving.send:
+            return
+        card.sending = None
+        while card.sending is None and (peer := card.next()) is not None:
+            self._transmit(rank, self._sim.fault_injector.link(rank, peer))
+
+    def _leave(self, leaving: Leaving) -> None:
+        rank, send = leaving.rank, leaving.send
+        self._sim.processes[rank].send_seconds = leaving.seconds
+        self._sim.deliver(self._sim.now, rank, lambda at: Sent(at, send.to, send.supersedes))
+        free_at = self._travel(leaving)
+        if free_at > self._sim.now:
+            self._sim.at(free_at, rank, functools.partial(self._free, leaving))
+        else:
+            self._end(leaving)
+
+    def _free(self, leaving: Leaving) -> None:
+        """The receiver's card has had time for a message, so the next of its link may begin to leave."""
+        if leaving.counts:
+            self._end(leaving)
+            self._transmit(leaving.rank, leaving.link)
+
+    def _end(self, leaving: Leaving) -> None:
+        leaving.link.outboxes[leaving.rank].leaving = None
+        if self._sim.processes[leaving.rank].finish is not None:
+            self.close(leaving.rank, leaving.send.to)
+
+    def _travel(self, leaving: Leaving) -> float:
+        """Let a message that has left arrive; returns when its link is free for the next."""
+        send, now, outbox = leaving.send, self._sim.now, leaving.link.outboxes[leaving.rank]
+        delay = outbox.config.latency_seconds
+        last = now + delay
+        if outbox.config.delay_std_seconds > 0:
+            delay += outbox.config.draw_delay(self._sim.processes[send.to].delay_random)
+        arrives = now + delay
+        free_at = now
+        if outbox.into is not None:
+            latency = outbox.config.latency_seconds
+            received = outbox.into.receive(leaving.began + latency, last, leaving.weight.nbytes)
+            if received > last:
+                arrives, free_at = received + delay - latency, received - latency
+        arrival = Arrival(self, leaving.rank, send, leaving.link, leaving.incarnation, leaving.weight)
+        outbox.last_arrival = max(outbox.last_arrival, arrives)
+        self._sim.deliver(arrives, send.to, arrival)
+        return free_at
+
+    def hold(self, until: float, rank: int, arrival: Arrival) -> None:
+        """Let a message arrive later."""
+        self._sim.deliver(until, rank, arrival)
+
+    def arrived(self, at: float, source: int, message: Message, weight: Weight) -> MessageArrived:
+        self.traffic.received(weight)
+        for tensor in message.tensors():
+            if self.sent.changed(tensor):
+                raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
+        if self._sim.strict:
+            lease = Lease(message.copy())
+            return MessageArrived(at, source, lease.message, lease)
+        return MessageArrived(at, source, message, lambda: message)
+
+    def close(self, rank: int, peer: int) -> None:
+        """A process that has finished is gone once its last message has arrived; who is left gets to know."""
+        link = self._sim.fault_injector.link(rank, peer)
+        outbox = link.outboxes[rank]
+        if not link.up or outbox.leaving is not None or outbox.queue or not self._sim.processes[peer].active:
+            return
+        gone = max(
+            self._sim.now + self._sim.scenario.cluster.crash_seen_seconds,
+            outbox.last_arrival,
+            link.held_until,
+        )
+        self._sim.at(gone, peer, lambda: self._sim.fault_injector.cut(rank, peer, link, f"end of {rank}", told=(peer,)))
+
+    def take_back(self, event: Event) -> None:
+        """Overwrite what was lent with an event, unless it was kept or sent."""
+        lent: list[Tensor] = []
+        if isinstance(event, GradientReady):
+            lent = [event.gradient, *event.buffers]
+        elif isinstance(event, StepReady):
+            lent = [event.delta, *event.buffers]
+        elif isinstance(event, MessageArrived) and isinstance(event.keep, Lease) and not event.keep.kept:
+            lent = list(event.message.tensors())
+        for tensor in lent:
+            if tensor not in self.sent:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
+class Lease:
+    """`keep` of a message whose buffers will be taken back."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self.kept = False
+
+    def __call__(self) -> Message:
+        self.kept = True
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A message that has begun to leave, and keeps its card busy for so many seconds."""
+
+    rank: int
+    send: Send
+    link: LinkState
+    incarnation: int
+    weight: Weight
+    began: float
+    seconds: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the link is still the one that it leaves by, and busy with it."""
+        return self.link.incarnation == self.incarnation and self.link.outboxes[self.rank].leaving is self.send
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message under way. It arrives unless the link it left by is gone; a partition may hold it up."""
+
+    delivery: Delivery
+    source: int
+    send: Send
+    link: LinkState
+    incarnation: int
+    weight: Weight
+
+    def __call__(self, at: float) -> Event | None:
+        if not self.link.up or self.link.incarnation != self.incarnation:
+            return None
+        if self.link.held_until > at:
+            self.delivery.hold(self.link.held_until, self.send.to, self)
+            return None
+        return self.delivery.arrived(at, self.source, self.send.message, self.weight)

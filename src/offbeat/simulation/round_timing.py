@@ -1,0 +1,74 @@
+"""How a round spends virtual time: a delay, then micro-batches one after the other, then what a round costs on top.
+
+The clock of a time limit starts with the round, before any delay; it is looked at between micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from offbeat.cluster.stragglers import RoundDelay, Speed
+from offbeat.core.actions import Budget, Samples, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """One round's round_delay at one worker's speed."""
+
+    speed: Speed
+    round_delay: RoundDelay
+    microbatch: int
+    position: int = 0
+    """How many samples the worker has computed before: where it is in the recorded spread of its speed."""
+
+    def seconds(self, samples: int) -> float:
+        """Seconds from the start of the round until so many samples are done."""
+        whole, rest = divmod(samples, self.microbatch)
+        if self.speed.spread is None:
+            elapsed = self.round_delay.delay_seconds + whole * self._call(self.microbatch)
+        else:
+            elapsed = self.round_delay.delay_seconds + sum(map(self._whole_call, range(whole)))
+        elapsed += self.speed.seconds_per_round * self.round_delay.factor
+        return elapsed + self._call(rest, samples - rest) if rest else elapsed
+
+    def samples(self, budget: Budget) -> int:
+        """How many samples this budget allows."""
+        if isinstance(budget, Samples):
+            return budget.count
+        assert isinstance(budget, Seconds)
+        samples = max(1, self._calls_until(budget.seconds)) * self.microbatch
+        return samples if budget.samples_max is None else min(samples, budget.samples_max)
+
+    def samples_when_cancelled(self, elapsed: float, planned: int) -> int:
+        """How many are done at the first boundary after so many seconds; none while it is still held up."""
+        if elapsed < self.round_delay.delay_seconds:
+            return 0
+        return min(planned, self._calls_until(elapsed) * self.microbatch)
+
+    def _calls_until(self, elapsed: float) -> int:
+        """The smallest number of micro-batches that takes at least so many seconds."""
+        left = elapsed - self.round_delay.delay_seconds
+        each = self._call(self.microbatch)
+        if left <= 0:
+            return 0
+        if self.speed.spread is not None and each > 0:
+            return self._varying_calls_until(left)
+        return math.ceil(left / each - 1e-9) if each > 0 else 1
+
+    def _varying_calls_until(self, left: float) -> int:
+        calls = 0
+        while left > 1e-9:
+            left -= self._whole_call(calls)
+            calls += 1
+        return calls
+
+    def _whole_call(self, index: int) -> float:
+        return self._call(self.microbatch, index * self.microbatch)
+
+    def _call(self, samples: int, done: int = 0) -> float:
+        """How long a micro-batch takes that comes after so many samples of the round."""
+        factor = self.round_delay.factor
+        if self.speed.spread is not None:
+            factor *= self.speed.spread.factor_at(self.position + done)
+        return self.speed.microbatch_seconds(samples, factor)

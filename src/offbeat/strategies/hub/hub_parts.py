@@ -1,0 +1,117 @@
+"""The axes of the hub family: what a worker computes, and when the hub updates.
+
+Compute: `Samples(n)` and `Seconds(t, samples_max)` are what a worker is told; `Share(n)` and `TargetBatch(n)`
+tell the hub how to choose them. Collect: `AllWorkers`, `Messages`, `Every`, `Distinct`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from offbeat.core.validation import require_positive
+
+
+@dataclass(frozen=True)
+class Share:
+    """So many samples per update over all workers, split among them as evenly as it goes."""
+
+    samples: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "samples")
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """A time limit, steered so that all workers together compute so many samples per update.
+
+    The first round is a fixed one of `first` samples each, which shows how fast the workers are.
+    """
+
+    samples: int
+    first: int
+    samples_max: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "samples", "first", "samples_max")
+
+
+@dataclass(frozen=True)
+class Census:
+    """What the hub knows when it asks whether to update."""
+
+    live: int
+    """Workers that are there."""
+    reported: int
+    """Live workers that have reported since the last update."""
+    messages: int
+    """Messages since the last update, whoever sent them."""
+
+
+class Collect(ABC):
+    """When the hub updates."""
+
+    in_rank_order = False
+    """Whether an update sums in the order of ranks, so that it does not depend on who was first."""
+    current_only = False
+    """Whether gradients of older versions are dropped as late."""
+    synchronous = False
+    """Whether workers that wait never have a gradient of an older version applied."""
+
+    @abstractmethod
+    def ready(self, census: Census) -> bool: ...
+
+
+@dataclass(frozen=True)
+class AllWorkers(Collect):
+    """When every live worker has reported."""
+
+    in_rank_order = True
+    synchronous = True
+
+    def ready(self, census: Census) -> bool:
+        return 0 < census.live <= census.reported
+
+
+@dataclass(frozen=True)
+class Messages(Collect):
+    """When so many messages have arrived, several of one worker allowed; None: as many as there are workers."""
+
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "count")
+
+    def ready(self, census: Census) -> bool:
+        return census.messages >= (self.count or max(1, census.live))
+
+
+@dataclass(frozen=True)
+class Distinct(Collect):
+    """When so many different workers have reported on this version; whoever comes later is dropped."""
+
+    count: int
+
+    in_rank_order = True
+    current_only = True
+    synchronous = True
+
+    def __post_init__(self) -> None:
+        require_positive(self, "count")
+
+    def ready(self, census: Census) -> bool:
+        return census.live > 0 and census.reported >= min(self.count, census.live)
+
+
+@dataclass(frozen=True)
+class Every(Collect):
+    """Every so many seconds, if at least one message is there. A timer: nothing stretches the period."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require_positive(self, "seconds")
+
+    def ready(self, census: Census) -> bool:
+        return False

@@ -1,0 +1,281 @@
+"""One hub and its workers, composed: what a worker computes × when the hub updates × whether the worker waits
+× optimizer. Every algorithm of the family is a choice along these axes; `named.py` has the choices with a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from offbeat.core.actions import Budget, Samples, Seconds
+from offbeat.core.configuration import option
+from offbeat.core.optimizers import AMSGrad, Optimizer
+from offbeat.core.strategy import Node, NodeContext
+from offbeat.core.validation import check_types, require, require_not_negative, require_positive
+from offbeat.strategies.hub.hub_parts import AllWorkers, Collect, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.strategies.hub.hub_server import HubServer
+from offbeat.strategies.hub.hub_worker import HubWorker
+from offbeat.strategies.hub.restart_server import RestartServer
+from offbeat.strategies.server_node import HUB, ServerStrategy
+
+
+@dataclass(frozen=True)
+class Hub(ServerStrategy):
+    """Rank 0 is the hub, all other ranks compute."""
+
+    summary: ClassVar[str] = "one hub and its workers, composed from parts"
+
+    compute: Budget | Share | TargetBatch = Samples(256)
+    collect: Collect = AllWorkers()
+    waits: bool = True
+    """Whether a worker waits for an answer before it computes again."""
+    optimizer: Optimizer | None = None
+    microbatch: int = 16
+    staleness_max: int | None = None
+    damping: float = 0.0
+    in_flight_max: int = 2
+    nonfinite_max: int = 5
+    patience_seconds: float = 60.0
+    checkpoint_interval_seconds: float | None = None
+    """Where given, a lost worker sends everybody back to the last checkpoint; None: the others go on without it."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
+        require_positive(self, "checkpoint_interval_seconds")
+        require_not_negative(self, "staleness_max", "damping")
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return 0 if self.waits and self.collect.synchronous else self.staleness_max
+
+    def node(self, context: NodeContext) -> Node:
+        if context.rank != HUB:
+            return HubWorker(
+                context,
+                microbatch=self.microbatch,
+                waits=self.waits,
+                in_flight_max=self.in_flight_max,
+                patience_seconds=self.patience_seconds,
+            )
+        require(
+            self.optimizer is not None,
+            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
+        )
+        return HubServer(self, context) if self.checkpoint_interval_seconds is None else RestartServer(self, context)
+
+
+# The hub algorithms by name: thin frozen dataclasses with flat fields, each a choice of `Hub` parts.
+#
+# name           worker computes                 hub updates                          worker afterwards
+# fmb            `batch` samples                 when all live workers reported       waits
+# amb            until a time limit              when all live workers reported       waits
+# async-fmb      `batch` samples                 when `messages` have arrived         goes on
+# async-timed    until a time limit              every `hub_seconds`                  goes on
+# apam           `batch` samples                 on each gradient, by AMSGrad         waits for its own answer
+# sync-amsgrad   its share of `batch`            when all reported, by AMSGrad        waits
+# k-of-n         `batch` samples                 when the first k have reported       waits
+# restart        `batch` samples                 when all have reported; if one is    waits
+#                                                lost, all go back to a checkpoint
+
+
+USUAL_PERIOD_SECONDS = 2.0
+USUAL_SAMPLES = 512 / 5.65
+"""What a worker computes in that period at the speed that published studies of stragglers measured."""
+
+
+@dataclass(frozen=True)
+class HubStrategy(ServerStrategy):
+    """What all of them share. `hub` builds the composition for a number of workers."""
+
+    microbatch: int = option(16, "samples per forward and backward call")
+    optimizer: Optimizer | None = option(None, "how the hub updates; none: the one that suits the workload")
+    nonfinite_max: int = option(
+        5, "gradients in a row from one worker that may be NaN or infinite before the run fails"
+    )
+    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+
+    @abstractmethod
+    def hub(self, workers: int) -> Hub: ...
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if hasattr(self, "batch"):  # named here, since the parts call it by another name
+            require_positive(self, "batch")
+        self.hub(workers=1)  # whatever its parts refuse is refused here
+
+    def composed(self, **parts: object) -> Hub:
+        """A composition of these parts and of the fields that all share."""
+        shared = {item.name: getattr(self, item.name) for item in dataclasses.fields(HubStrategy)}
+        return Hub(**shared, **parts)  # type: ignore[arg-type]
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return self.hub(workers=1).staleness_bound
+
+    def node(self, context: NodeContext) -> Node:
+        return self.hub(workers=len(context.members) - 1).node(context)
+
+
+@dataclass(frozen=True)
+class AsynchronousHubStrategy(HubStrategy):
+    """What those share whose gradients can be stale."""
+
+    staleness_max: int | None = option(None, "updates; gradients staler than this are dropped and counted")
+    damping: float = option(0.0, "exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none")
+    in_flight_max: int = option(2, "messages a worker may have on the way before it waits for its link")
+
+    def composed(self, **parts: object) -> Hub:
+        return super().composed(
+            staleness_max=self.staleness_max, damping=self.damping, in_flight_max=self.in_flight_max, **parts
+        )
+
+
+@dataclass(frozen=True)
+class FixedMinibatch(HubStrategy, name="fmb"):
+    """Fixed mini-batch: everybody computes the same number of samples, and waits for the slowest."""
+
+    summary: ClassVar[str] = "synchronous, a fixed batch per worker; the slowest sets the pace (the baseline)"
+    paper: ClassVar[str] = "Dekel et al., JMLR 2012 (distributed mini-batches)"
+
+    batch: int = option(256, "samples each worker computes per update")
+
+    def hub(self, workers: int) -> Hub:
+        return self.composed(compute=Samples(self.batch), collect=AllWorkers(), waits=True)
+
+
+@dataclass(frozen=True)
+class AnytimeMinibatch(HubStrategy, name="amb"):
+    """Anytime mini-batch: everybody computes for the same time, and reports as much as it got done."""
+
+    summary: ClassVar[str] = "synchronous, a time limit per worker; slow ones contribute less, nobody waits long"
+    paper: ClassVar[str] = "Ferdinand et al., ICLR 2019"
+
+    batch: int = option(256, "samples per update and worker that the time limit is steered to, where seconds is none")
+    seconds: float | None = option(None, "seconds each worker computes per update; none: steered towards the batch")
+    samples_max: int | None = option(None, "samples a worker computes at the most per update; none: 4 × batch")
+
+    def hub(self, workers: int) -> Hub:
+        require_positive(self, "batch", "seconds", "samples_max")
+        cap = self.samples_max or 4 * self.batch
+        if self.seconds is not None:
+            return self.composed(compute=Seconds(self.seconds, samples_max=cap), collect=AllWorkers(), waits=True)
+        target = TargetBatch(samples=workers * self.batch, first=min(self.batch, cap), samples_max=cap)
+        return self.composed(compute=target, collect=AllWorkers(), waits=True)
+
+
+@dataclass(frozen=True)
+class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
+    """K-batch asynchronous: nobody waits; the hub updates whenever so many messages have arrived."""
+
+    summary: ClassVar[str] = "asynchronous, a fixed batch per message; the hub updates on every K-th message"
+    paper: ClassVar[str] = "Dutta et al., AISTATS 2018 (K-batch async SGD)"
+
+    batch: int = option(64, "samples per message")
+    messages: int | None = option(None, "messages per update; none: as many as there are workers")
+
+    def hub(self, workers: int) -> Hub:
+        return self.composed(compute=Samples(self.batch), collect=Messages(self.messages), waits=False)
+
+
+@dataclass(frozen=True)
+class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
+    """AMB with delayed gradients: workers report by the clock, the hub updates by the clock, nobody waits."""
+
+    summary: ClassVar[str] = "asynchronous, workers and hub each run by a clock of their own"
+    paper: ClassVar[str] = "Al-Lawati, Adikari, Draper, IEEE JSAIT 2021 (AMB-DG)"
+
+    worker_seconds: float | None = option(
+        None, "seconds a worker computes per message; none: as long as 90 samples usually take"
+    )
+    hub_seconds: float | None = option(None, "seconds between updates; none: as long as 90 samples usually take")
+    samples_max: int | None = option(1024, "samples a worker computes at the most per message; none: no limit")
+
+    def hub(self, workers: int) -> Hub:
+        require_positive(self, "worker_seconds", "hub_seconds", "samples_max")
+        compute = Seconds(self.worker_seconds or USUAL_PERIOD_SECONDS, samples_max=self.samples_max)
+        return self.composed(compute=compute, collect=Every(self.hub_seconds or USUAL_PERIOD_SECONDS), waits=False)
+
+    def with_default_timing(self, seconds_per_sample: float) -> Self:
+        period = USUAL_SAMPLES * seconds_per_sample
+        return dataclasses.replace(
+            self, worker_seconds=self.worker_seconds or period, hub_seconds=self.hub_seconds or period
+        )
+
+
+@dataclass(frozen=True)
+class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
+    """APAM: the hub applies each gradient as it arrives, by AMSGrad, and answers its sender alone."""
+
+    summary: ClassVar[str] = "asynchronous AMSGrad; an update per gradient, each worker waits for its own answer only"
+    paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM)"
+
+    batch: int = option(64, "samples per message")
+
+    def hub(self, workers: int) -> Hub:
+        return self.composed(compute=Samples(self.batch), collect=Messages(1), waits=True)
+
+    def with_default_optimizer(self, optimizer: Optimizer) -> Self:
+        return super().with_default_optimizer(AMSGrad.like(optimizer))
+
+
+@dataclass(frozen=True)
+class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
+    """Synchronous AMSGrad: one batch, split among the workers."""
+
+    summary: ClassVar[str] = "synchronous AMSGrad; one batch split among all workers (APAM's baseline)"
+    paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (baseline)"
+
+    batch: int = option(640, "samples per update over all workers")
+
+    def hub(self, workers: int) -> Hub:
+        return self.composed(compute=Share(self.batch), collect=AllWorkers(), waits=True)
+
+    def with_default_optimizer(self, optimizer: Optimizer) -> Self:
+        return super().with_default_optimizer(AMSGrad.like(optimizer))
+
+
+@dataclass(frozen=True)
+class BackupWorkers(HubStrategy, name="k-of-n"):
+    """Backup workers: the hub takes the first k reports on a version, and drops those that come later."""
+
+    summary: ClassVar[str] = "synchronous, but only the first k of n workers count; late gradients are dropped"
+    paper: ClassVar[str] = "Chen et al., 2016, arXiv:1604.00981 (backup workers)"
+
+    batch: int = option(256, "samples each worker computes per update")
+    k: int | None = option(None, "workers whose reports make an update; none: 0.8 of them")
+
+    def hub(self, workers: int) -> Hub:
+        require_positive(self, "k")
+        first = self.k or max(1, math.ceil(0.8 * workers))
+        return self.composed(compute=Samples(self.batch), collect=Distinct(first), waits=True)
+
+    def processes(self, workers: int) -> int:
+        require(
+            self.k is None or self.k <= workers,
+            f"k-of-n cannot wait for the first k = {self.k} of {workers} workers; give a smaller k or more workers",
+        )
+        return super().processes(workers)
+
+
+@dataclass(frozen=True)
+class RestartFromCheckpoint(HubStrategy, name="restart"):
+    """Plain synchronous training: a lost worker stops everybody, until it is back and all begin at a checkpoint.
+
+    It waits `patience_seconds` for those who are missing, and goes on without them after that. The checkpoints meant
+    here are copies in the memory of the hub, apart from those that a live run writes to disk.
+    """
+
+    summary: ClassVar[str] = "synchronous, and a lost worker stops all: they wait for it and restart at a checkpoint"
+    paper: ClassVar[str] = "common practice; the baseline under failures"
+
+    batch: int = option(256, "samples each worker computes per update")
+    checkpoint_interval_seconds: float = option(60.0, "seconds of training between two checkpoints in memory")
+
+    def hub(self, workers: int) -> Hub:
+        every = self.checkpoint_interval_seconds
+        return self.composed(
+            compute=Samples(self.batch), collect=AllWorkers(), waits=True, checkpoint_interval_seconds=every
+        )

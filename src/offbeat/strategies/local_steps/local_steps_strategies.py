@@ -1,0 +1,246 @@
+"""Learners and their hub, composed: what is sent × how often × in how many fragments × when it is merged and applied.
+
+Every algorithm of the family is a choice along these axes; `named.py` has the choices with a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from offbeat.core.configuration import option
+from offbeat.core.optimizers import SGD, AdamW, Optimizer
+from offbeat.core.strategy import Node, NodeContext
+from offbeat.core.validation import check_types, require, require_not_negative, require_positive
+from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
+from offbeat.strategies.local_steps.local_steps_server import LocalStepsServer
+from offbeat.strategies.local_training import Content, Differences, Gradients, LocalStepsWorker, Plan, Values, soonest
+from offbeat.strategies.server_node import HUB, ServerStrategy
+
+
+@dataclass(frozen=True)
+class LocalSteps(ServerStrategy):
+    """Rank 0 is the hub, all other ranks train replicas of their own."""
+
+    summary: ClassVar[str] = "learners that exchange now and then through a hub, composed from parts"
+
+    every: int = 10
+    """Steps between two exchanges of a fragment."""
+    delay: int | None = 0
+    """Steps after an exchange at which its result is applied; None: when it arrives, and nobody waits."""
+    content: Content = Differences()
+    fragments: int = 1
+    merge: Merge = Everyone()
+    optimizer: Optimizer | None = None
+    """Of the learners."""
+    outer: Optimizer = SGD(lr=1.0)
+    """Of the hub, on the mean difference; with gradients it is the learners' optimizer that steps there."""
+    batch: int = 64
+    microbatch: int = 16
+    in_flight_max: int = 2
+    nonfinite_max: int = 5
+    patience_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "every", "fragments", "batch", "microbatch", "in_flight_max", "nonfinite_max")
+        require_positive(self, "patience_seconds")
+        require_not_negative(self, "delay")
+        require(
+            self.fragments <= self.every,
+            f"{self.fragments} fragments cannot all be sent in {self.every} steps, one a step at the most; "
+            "raise every, or lower fragments",
+        )
+        require(
+            not isinstance(self.content, Values),
+            "learners send gradients or differences; models of their own are for a population: offbeat.Population()",
+        )
+        require(
+            self.fragments == 1 or not isinstance(self.content, Gradients),
+            "gradients are sent in one piece, since the optimizer steps all parameters at once; set fragments to 1",
+        )
+
+    @property
+    def outer_optimizer(self) -> Optimizer:
+        """What steps on the hub."""
+        if isinstance(self.content, Gradients):
+            assert self.optimizer is not None
+            return self.optimizer
+        return self.outer
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return 0 if self.delay == 0 and self.fragments == 1 and isinstance(self.merge, Everyone) else None
+
+    def node(self, context: NodeContext) -> Node:
+        require(
+            self.optimizer is not None,
+            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
+        )
+        assert self.optimizer is not None
+        require(
+            self.fragments <= context.layout.numel,
+            f"a model of {context.layout.numel} parameters cannot be sent in {self.fragments} fragments; "
+            "lower fragments",
+        )
+        if context.rank == HUB:
+            return LocalStepsServer(self, context)
+        plan = Plan(
+            optimizer=self.optimizer,
+            batch=self.batch,
+            microbatch=self.microbatch,
+            every=max(self.fragments, soonest(self.every, self.batch, context)),
+            delay=self.delay,
+            content=self.content,
+            fragments=self.fragments,
+            in_flight_max=self.in_flight_max,
+            nonfinite_max=self.nonfinite_max,
+            patience_seconds=self.patience_seconds,
+        )
+        return LocalStepsWorker(context, plan)
+
+
+# Local steps by name: thin frozen dataclasses with flat fields, each a choice of `LocalSteps` parts.
+#
+# name               sends, every k steps     merged                                     applied
+# local-sgd          differences              when all have sent: their mean             at once; everybody waits
+# diloco             differences              when all have sent: outer Nesterov SGD     at once; everybody waits
+# delayed-exchange   gradients, or            when all have sent: a step with the mean   d steps later; nobody waits
+#                    differences              gradient, or their mean                    where that is long enough
+# decoupled-diloco   differences of one       when a quorum has sent it, and a grace     when it arrives; nobody waits
+#                    fragment at a time       window is over: outer Nesterov SGD
+
+
+OUTER = SGD(lr=0.7, momentum=0.5, nesterov=True)
+"""Published is momentum 0.9, for hundreds of rounds; below 50 rounds 0.5 is better."""
+
+ADAMW_LR_MAX = 1e-2
+"""A learning rate above this was meant for another optimizer."""
+
+
+@dataclass(frozen=True)
+class LocalStepsStrategy(ServerStrategy):
+    """What all of them share. `composition` builds the parts."""
+
+    batch: int = option(64, "samples per local step")
+    microbatch: int = option(16, "samples per forward and backward call")
+    nonfinite_max: int = option(
+        5, "gradients in a row from one worker that may be NaN or infinite before the run fails"
+    )
+    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+
+    @abstractmethod
+    def composition(self) -> LocalSteps: ...
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        positive = ("every", "fragments", "quorum", "batch", "microbatch", "nonfinite_max", "patience_seconds")
+        require_positive(self, *(name for name in positive if hasattr(self, name)))
+        self.composition()  # whatever its parts refuse is refused here
+
+    def composed(self, **parts: object) -> LocalSteps:
+        """A composition of these parts and of the fields that all share."""
+        names = ("batch", "microbatch", "nonfinite_max", "patience_seconds")
+        return LocalSteps(**{name: getattr(self, name) for name in names}, **parts)  # type: ignore[arg-type]
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return self.composition().staleness_bound
+
+    def node(self, context: NodeContext) -> Node:
+        return self.composition().node(context)
+
+
+@dataclass(frozen=True)
+class LocalSGD(LocalStepsStrategy, name="local-sgd"):
+    """Everybody trains for k steps, then all take the mean of their parameters."""
+
+    summary: ClassVar[str] = "synchronous, but only every k steps: workers train alone, then take the mean"
+    paper: ClassVar[str] = "Stich, ICLR 2019 (local SGD)"
+
+    every: int = option(10, "steps between two averages")
+    optimizer: Optimizer | None = option(None, "how every worker updates; none: the one that suits the workload")
+
+    def composition(self) -> LocalSteps:
+        return self.composed(every=self.every, optimizer=self.optimizer)
+
+
+@dataclass(frozen=True)
+class DiLoCo(LocalStepsStrategy, name="diloco"):
+    """Local steps by AdamW; the hub takes the mean difference for a gradient and steps by Nesterov momentum."""
+
+    summary: ClassVar[str] = "synchronous every k steps: AdamW on workers, Nesterov momentum on their mean difference"
+    paper: ClassVar[str] = "Douillard et al., 2023, arXiv:2311.08105 (DiLoCo)"
+
+    every: int = option(50, "steps between two exchanges")
+    inner: Optimizer | None = option(None, "how every worker updates; none: AdamW at the rate that suits the workload")
+    outer: Optimizer = option(OUTER, "how the hub updates, with the mean difference as its gradient")
+
+    def composition(self) -> LocalSteps:
+        return self.composed(every=self.every, optimizer=self.inner, outer=self.outer)
+
+    def with_default_optimizer(self, optimizer: Optimizer) -> Self:
+        return self if self.inner is not None else dataclasses.replace(self, inner=adamw(optimizer))
+
+
+@dataclass(frozen=True)
+class DelayedExchange(LocalStepsStrategy, name="delayed-exchange"):
+    """Everybody trains on while what it has sent is under way; the answer is applied d steps later."""
+
+    summary: ClassVar[str] = "workers send every k steps and apply the answer d steps later: the wire stalls nobody"
+    paper: ClassVar[str] = "a proof of concept for PC clusters; as DaSGD, Zhou et al., 2020, arXiv:2006.00441"
+
+    every: int = option(4, "steps between two exchanges")
+    delay: int = option(2, "steps after which the answer is applied; 0: everybody waits for it")
+    send: Content = option(Gradients(), "what is sent: gradients, or differences (of parameters)")
+    optimizer: Optimizer | None = option(None, "how workers and hub update; none: the one that suits the workload")
+
+    def composition(self) -> LocalSteps:
+        return self.composed(every=self.every, delay=self.delay, content=self.send, optimizer=self.optimizer)
+
+
+@dataclass(frozen=True)
+class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
+    """DiLoCo where nobody waits: fragments in turn, merged as soon as a quorum has reported and grace is over."""
+
+    summary: ClassVar[str] = "DiLoCo where nobody waits: fragments in turn, a quorum and a grace window at the hub"
+    paper: ClassVar[str] = "Decoupled DiLoCo, 2026, arXiv:2604.21428"
+
+    every: int = option(48, "steps in which every fragment is sent once")
+    fragments: int = option(4, "fragments that the parameters are sent in, one after the other")
+    quorum: int | None = option(None, "workers whose reports make a merge; none: half of those that are there")
+    grace: float = option(0.5, "time for the others after the quorum, as a share of the fastest worker's cycle")
+    inner: Optimizer | None = option(None, "how every worker updates; none: AdamW at the rate that suits the workload")
+    outer: Optimizer = option(OUTER, "how the hub updates, with the mean difference as its gradient")
+    in_flight_max: int = option(2, "messages a worker may have on the way before it passes a turn")
+
+    def processes(self, workers: int) -> int:
+        require(
+            self.quorum is None or self.quorum <= workers,
+            f"decoupled-diloco cannot wait for a quorum of {self.quorum} among {workers} workers; give a smaller one "
+            "or more workers",
+        )
+        return super().processes(workers)
+
+    def composition(self) -> LocalSteps:
+        return self.composed(
+            every=self.every,
+            fragments=self.fragments,
+            delay=None,
+            merge=Quorum(self.quorum, self.grace),
+            optimizer=self.inner,
+            outer=self.outer,
+            in_flight_max=self.in_flight_max,
+        )
+
+    def with_default_optimizer(self, optimizer: Optimizer) -> Self:
+        return self if self.inner is not None else dataclasses.replace(self, inner=adamw(optimizer))
+
+
+def adamw(optimizer: Optimizer) -> AdamW:
+    """AdamW with the rate and clipping of the workload's optimizer, but no more than `ADAMW_LR_MAX`."""
+    given = {"lr": optimizer.lr, "clip_norm": optimizer.clip_norm}
+    if isinstance(optimizer.lr, int | float):
+        given["lr"] = min(optimizer.lr, ADAMW_LR_MAX)
+    return AdamW(weight_decay=0.0, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""A population by name: members with parameters of their own, who learn from those that do better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.core.configuration import option
+from offbeat.core.optimizers import Optimizer
+from offbeat.core.schedules import Schedule
+from offbeat.core.strategy import Node, NodeContext
+from offbeat.core.validation import check_types, require, require_positive
+from offbeat.strategies.local_training import Plan, Values, soonest
+from offbeat.strategies.population.population_member import PopulationMember
+from offbeat.strategies.population.population_parts import Better, Initial, Shuffled, Sources
+from offbeat.strategies.population.population_server import PopulationServer
+from offbeat.strategies.server_node import HUB, ServerStrategy
+
+
+@dataclass(frozen=True)
+class Population(ServerStrategy, name="population"):
+    """Rank 0 is the switch, all other ranks train parameters of their own; the best of them is the result."""
+
+    summary: ClassVar[str] = "a model of its own on every worker, averaged with those that do better; the best is kept"
+    paper: ClassVar[str] = "a proof of concept for PC clusters; preemption as in population-based training"
+
+    every: int = option(20, "steps between two reports of a worker")
+    sources: Sources = option(Better(), "whom a worker averages with: all, best, or better (strictly better scores)")
+    preempt_above: float | None = option(
+        1.25, "score, in multiples of the best, above which a worker takes the best one's place; none: never"
+    )
+    initial: Initial = option(Shuffled(), "what workers begin with: shuffled (each its own), or same")
+    optimizer: Optimizer | None = option(None, "how every worker updates; none: the one that suits the workload")
+    rates: tuple[float, ...] = option((), "factors on the learning rate of worker 0, 1, ...; the rest have 1")
+    batch: int = option(64, "samples per step")
+    microbatch: int = option(16, "samples per forward and backward call")
+    in_flight_max: int = option(2, "messages a worker may have on the way before it passes a turn")
+    nonfinite_max: int = option(5, "reports in a row without anything finite, from every worker, before the run fails")
+    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require_positive(self, "every", "batch", "microbatch", "in_flight_max", "nonfinite_max")
+        require_positive(self, "patience_seconds")
+        require(
+            self.preempt_above is None or self.preempt_above >= 1,
+            f"Population.preempt_above is in multiples of the best score, so 1 or more, but is {self.preempt_above!r}",
+        )
+        require(
+            all(rate > 0 for rate in self.rates),
+            f"Population.rates must all be greater than 0, but are {list(self.rates)}",
+        )
+
+    def processes(self, workers: int) -> int:
+        require(
+            len(self.rates) <= workers,
+            f"the population has {len(self.rates)} rates for {workers} workers; give one for each at the most",
+        )
+        return super().processes(workers)
+
+    def rate_of(self, rank: int) -> float:
+        """The factor on the learning rate of a rank; worker 0 is rank 1."""
+        return self.rates[rank - 1] if 1 <= rank <= len(self.rates) else 1.0
+
+    @property
+    def learning_rate(self) -> float | Schedule:
+        """What is known of the learning rate, for the records."""
+        return 0.0 if self.optimizer is None or self.optimizer.lr is None else self.optimizer.lr
+
+    def plan(self, context: NodeContext) -> Plan:
+        """How every member works."""
+        assert self.optimizer is not None, "Strategy.suited fills it in"
+        return Plan(
+            optimizer=self.optimizer,
+            batch=self.batch,
+            microbatch=self.microbatch,
+            every=soonest(self.every, self.batch, context),
+            delay=None,
+            content=Values(),
+            in_flight_max=self.in_flight_max,
+            nonfinite_max=self.nonfinite_max,
+            patience_seconds=self.patience_seconds,
+        )
+
+    def node(self, context: NodeContext) -> Node:
+        require(
+            self.optimizer is not None,
+            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
+        )
+        return PopulationServer(self, context) if context.rank == HUB else PopulationMember(self, context)
