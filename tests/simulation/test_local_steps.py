@@ -145,7 +145,7 @@ def test_fragments_are_sent_in_turn_and_a_draw_counts_when_all_have_carried_it()
     whole = play(decoupled(fragments=1, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
     parts = play(decoupled(fragments=4, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
     assert len(parts.of(Update)) > 3 * len(whole.of(Update))
-    sizes = [scene.of(Traffic)[-1].sent["Progress"] for scene in (whole, parts)]
+    sizes = [scene.of(Traffic)[-1].sent["LocalDelta"] for scene in (whole, parts)]
     per_message = [flow.bytes / flow.messages for flow in sizes]
     assert per_message[0] > 3.5 * per_message[1]
     assert [update.samples for update in parts.of(Update)[:3]] == [0, 0, 0]

@@ -20,8 +20,15 @@ from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
 from offbeat.records.schema import Evaluation, Notice, Update
 from offbeat.simulation.gradients import Computing
-from offbeat.strategies.local_training import Begin, Merged, Snapshot
-from offbeat.strategies.population.population_member import Lend, Lent, PopulationMember, Takeover, flattened, nested
+from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters
+from offbeat.strategies.population.population_member import (
+    PopulationMember,
+    Replace,
+    Snapshot,
+    SnapshotRequest,
+    flattened,
+    nested,
+)
 
 HOPELESS = 3000.0
 SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5, math.inf, math.nan]), max_size=9)
@@ -156,10 +163,10 @@ def setup_of(rank: int, evaluate: ob.EveryUpdates | None = None) -> ob.nodes.Nod
     return ob.nodes.NodeContext(rank, (0, 1, 2), layout, torch.zeros(2), (), random, ob.Samples(10**9), evaluate)
 
 
-def report(exchange: int, value: float, takeovers: int = 0, first: int = 0, score: float = 1.0) -> Snapshot:
+def report(exchange: int, value: float, takeovers: int = 0, first: int = 0, score: float = 1.0) -> LocalParameters:
     parameters = torch.full((2,), value)
     stretch = ((first, first + 5, 0),)
-    return Snapshot(parameters, (), exchange, 0, 5, stretch, (), 0, score, takeovers, ())
+    return LocalParameters(parameters, (), exchange, 0, 5, stretch, (), 0, score, takeovers, ())
 
 
 def hear(node: Node, source: int, message: Message) -> list[Action]:
@@ -183,9 +190,9 @@ def test_what_a_member_was_before_it_took_over_is_not_answered_when_its_score_co
     list(node.handle(Evaluated(1.0, good.version, 0.1, None)))
     (bad,) = [action for action in hear(node, 2, report(0, 9.0)) if isinstance(action, Evaluate)]
     asked = list(node.handle(Evaluated(1.0, bad.version, 5.0, None)))
-    assert [send.to for send in sends(asked, Lend)] == [1]
+    assert [send.to for send in sends(asked, SnapshotRequest)] == [1]
     (late,) = [action for action in hear(node, 2, report(1, 9.5, first=5)) if isinstance(action, Evaluate)]
-    (given,) = sends(hear(node, 1, Lent(torch.ones(2), (), (), "", 1)), Takeover)
+    (given,) = sends(hear(node, 1, Snapshot(torch.ones(2), (), (), "", 1)), Replace)
     assert (given.to, given.message.takeovers) == (2, 1)  # type: ignore[attr-defined]
     assert list(node.handle(Evaluated(1.0, late.version, 0.01, None))) == []
 
@@ -193,9 +200,9 @@ def test_what_a_member_was_before_it_took_over_is_not_answered_when_its_score_co
 def test_parameters_that_are_not_finite_are_not_handed_on() -> None:
     node = switch()
     hear(node, 1, report(0, 1.0, score=0.1))
-    assert sends(hear(node, 2, report(0, 9.0, score=5.0)), Lend)
-    assert hear(node, 1, Lent(torch.full((2,), math.nan), (), (), "", 1)) == []
-    assert sends(hear(node, 2, report(1, 9.0, first=5, score=5.0)), Lend), "it is asked again"
+    assert sends(hear(node, 2, report(0, 9.0, score=5.0)), SnapshotRequest)
+    assert hear(node, 1, Snapshot(torch.full((2,), math.nan), (), (), "", 1)) == []
+    assert sends(hear(node, 2, report(1, 9.0, first=5, score=5.0)), SnapshotRequest), "it is asked again"
 
 
 def member() -> PopulationMember:
@@ -210,10 +217,10 @@ def test_a_member_ignores_answers_to_what_it_was_and_takeovers_that_were_overtak
     node = member()
     for exchange in range(2):
         gradient = GradientReady(1.0, torch.ones(2), 5, 1.0, (), 0, (5 * exchange, 5 * exchange + 5), 0.1, 0.0, True)
-        assert sends(list(node.handle(gradient)), Snapshot)
-    hear(node, 0, Takeover(torch.full((2,), 7.0), (), (), "", 2, 2, 9))
-    hear(node, 0, Takeover(torch.full((2,), 3.0), (), (), "", 2, 1, 8))
-    hear(node, 0, Merged(torch.zeros(2), (), 10, 0, 1, 0, 2))
+        assert sends(list(node.handle(gradient)), LocalParameters)
+    hear(node, 0, Replace(torch.full((2,), 7.0), (), (), "", 2, 2, 9))
+    hear(node, 0, Replace(torch.full((2,), 3.0), (), (), "", 2, 1, 8))
+    hear(node, 0, GlobalUpdate(torch.zeros(2), (), 10, 0, 1, 0, 2))
     assert torch.equal(node._parameters, torch.full((2,), 7.0))
     assert (node._takeovers, node._settings) == (2, 2)
 
@@ -223,7 +230,7 @@ def test_a_member_that_has_just_blown_up_lends_what_it_last_reported() -> None:
     list(node.handle(GradientReady(1.0, torch.ones(2), 5, 1.0, (), 0, (0, 5), 0.1, 0.0, True)))
     reported = node._parameters.clone()
     node._parameters.fill_(math.inf)
-    (lent,) = sends(hear(node, 0, Lend()), Lent)
+    (lent,) = sends(hear(node, 0, SnapshotRequest()), Snapshot)
     assert torch.equal(lent.message.tensors()[0], reported)
 
 

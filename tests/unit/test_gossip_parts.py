@@ -15,7 +15,7 @@ from offbeat.core.messages import packed, unpacked
 from offbeat.core.randomness import restore, state_of, stream
 from offbeat.records.files import read_run
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
-from offbeat.strategies.gossip.gossip_messages import Average, Gather, Part
+from offbeat.strategies.gossip.gossip_messages import Average, PartialSum, ReduceStart
 from offbeat.strategies.gossip.gossip_view import Members, linked_to
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children, parents
@@ -182,19 +182,19 @@ def test_every_part_comes_to_the_root_over_links_that_are_there(size: int, direc
 
 
 def test_an_assembly_is_the_mean_of_its_parts_unless_a_result_was_agreed_upon() -> None:
-    tree_reduce = TreeReduce(0, 0, Gather(1, True, (0, 1, 2), False))
+    tree_reduce = TreeReduce(0, 0, ReduceStart(1, True, (0, 1, 2), False))
     tree_reduce.contribute((torch.tensor([1.0]), (FLOATS, COUNTER)), version=4)
     assert not tree_reduce.complete
-    two = Part(torch.tensor([8.0]), (2 * FLOATS, COUNTER + 2), 0, 1, 2, 7, (0, 0, 0), False)
+    two = PartialSum(torch.tensor([8.0]), (2 * FLOATS, COUNTER + 2), 0, 1, 2, 7, (0, 0, 0), False)
     tree_reduce.add(1, two)
-    tree_reduce.add(2, Part(torch.empty(0), (), 0, 1, 0, 0, (0, 0, 0), False))
+    tree_reduce.add(2, PartialSum(torch.empty(0), (), 0, 1, 0, 0, (0, 0, 0), False))
     mean = tree_reduce.mean()
     assert tree_reduce.complete
     assert mean is not None
     assert mean[0].tolist() == [3.0]
     assert [buffer.tolist() for buffer in mean[1]] == [[1.0, 3.0], [7]]
     assert tree_reduce.version == 7
-    held = Part(torch.tensor([9.0]), (FLOATS, COUNTER), 0, 1, 1, 5, (0, 0, 0), True)
+    held = PartialSum(torch.tensor([9.0]), (FLOATS, COUNTER), 0, 1, 1, 5, (0, 0, 0), True)
     tree_reduce.add(2, held)
     again = TreeReduce.restored(0, tree_reduce.state()).mean()
     assert again is not None

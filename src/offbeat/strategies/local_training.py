@@ -56,7 +56,7 @@ class Begin(Message):
 
 
 @dataclass(frozen=True)
-class Progress(Message):
+class LocalDelta(Message):
     """What was learned in `samples` samples since the fragment was last sent; `change` is empty where that is nothing.
 
     `complete` are the draws all of whose fragments have been sent with this message, `broken` those whose gradients
@@ -78,8 +78,8 @@ class Progress(Message):
 
 
 @dataclass(frozen=True)
-class Snapshot(Progress):
-    """As `Progress`, but `change` holds the parameters themselves."""
+class LocalParameters(LocalDelta):
+    """As `LocalDelta`, but `change` holds the parameters themselves."""
 
     increments: ClassVar[tuple[str, ...]] = ()
     values: ClassVar[tuple[str, ...]] = ("change",)
@@ -91,7 +91,7 @@ class Snapshot(Progress):
 
 
 @dataclass(frozen=True)
-class Merged(Message):
+class GlobalUpdate(Message):
     """New values of a fragment. Of the learner's own exchanges of it, those up to number `included` are in them.
 
     Where they are empty there is nothing new: go on, what you sent has arrived.
@@ -188,7 +188,7 @@ class _Fragment:
     samples: int = 0
     """Learned since it was last sent."""
     sent_at_step: int = 0
-    held: list[Merged] = field(default_factory=list)
+    held: list[GlobalUpdate] = field(default_factory=list)
     """What has arrived before its step, the newest last."""
 
     @property
@@ -249,7 +249,7 @@ class LocalStepsWorker(WorkerNode):
 
     def _received(self, event: MessageArrived) -> Iterable[Action]:
         message = event.keep()
-        return self._begin(message) if isinstance(message, Begin) else self._merged(cast(Merged, message))
+        return self._begin(message) if isinstance(message, Begin) else self._merged(cast(GlobalUpdate, message))
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
         told = begin.parameters.numel() > 0
@@ -268,11 +268,11 @@ class LocalStepsWorker(WorkerNode):
         yield from self._go_on_at(begin.draw, begin.done)
         yield from self._compute()
 
-    def _told_of(self, message: Begin | Merged) -> None:
+    def _told_of(self, message: Begin | GlobalUpdate) -> None:
         self._samples_total, self._learners = message.samples_total, message.learners
         self._samples_since = 0
 
-    def _merged(self, merged: Merged) -> Iterator[Action]:
+    def _merged(self, merged: GlobalUpdate) -> Iterator[Action]:
         fragment = self._fragments[merged.fragment]
         if not self._begun or (merged.version, merged.included) <= fragment.newest:
             return  # overtaken on the way
@@ -288,7 +288,7 @@ class LocalStepsWorker(WorkerNode):
                 fragment.held = [held for held in fragment.held if (held.version, held.included) > applied]
                 self._apply(merged)
 
-    def _due(self, fragment: _Fragment) -> Merged | None:
+    def _due(self, fragment: _Fragment) -> GlobalUpdate | None:
         """What is to be applied now: without a delay the newest; else the first that has all that is due in it."""
         delay = self._plan.delay
         if delay is None or not fragment.marks:
@@ -298,7 +298,7 @@ class LocalStepsWorker(WorkerNode):
             return None
         return next((held for held in fragment.held if held.included >= due), None)
 
-    def _apply(self, merged: Merged) -> None:
+    def _apply(self, merged: GlobalUpdate) -> None:
         """Lay the merged values under what was learned since the newest exchange that is in them."""
         fragment = self._fragments[merged.fragment]
         under = fragment.anchor
@@ -385,7 +385,7 @@ class LocalStepsWorker(WorkerNode):
         self._in_flight += 1
         yield Send(HUB, self._progress())
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> LocalDelta:
         index = self._exchange % self._plan.fragments
         fragment = self._fragments[index]
         change = self._change(fragment)
@@ -393,7 +393,7 @@ class LocalStepsWorker(WorkerNode):
         in_a_row = max(self._broken_in_a_row, self._blown_up_in_a_row)
         fragment.samples, fragment.sent_at_step = 0, self._steps
         fragment.marks.append((self._exchange, self._steps, self._copies.copy(self._parameters[fragment.place])))
-        message = Progress(
+        message = LocalDelta(
             change=change,
             buffers=self._buffers if index == 0 and samples else (),
             exchange=self._exchange,
@@ -489,7 +489,7 @@ class LocalStepsWorker(WorkerNode):
             fragment.version, fragment.included = saved["version"], saved["included"]
             fragment.marks = [(number, step, values) for number, step, values in saved["marks"]]
             fragment.samples, fragment.sent_at_step = saved["samples"], saved["sent_at_step"]
-            fragment.held = [unpacked(Merged, held) for held in saved["held"]]
+            fragment.held = [unpacked(GlobalUpdate, held) for held in saved["held"]]
         self._begun = state["begun"]
         self._version = state["version"]
         self._steps = state["steps"]

@@ -77,7 +77,7 @@ class Paired(Message):
 
 
 @dataclass(frozen=True)
-class Gather(Message):
+class ReduceStart(Message):
     """A global average over `members` begins; `direct`: send your part to me, not up the tree."""
 
     round: int
@@ -87,7 +87,7 @@ class Gather(Message):
 
 
 @dataclass(frozen=True)
-class Part(Message):
+class PartialSum(Message):
     """The sum over `peers` peers. Where `result`, it is the final average that was agreed upon before."""
 
     parameters: Tensor
@@ -116,14 +116,14 @@ class Average(Message):
 
 
 @dataclass(frozen=True)
-class Have(Message):
+class AverageReceived(Message):
     """The sender holds the final average."""
 
     version: int
 
 
 @dataclass(frozen=True)
-class Retry(Message):
+class ReduceRetry(Message):
     """The sender has lost its neighbour in the tree of this round."""
 
     round: int
@@ -137,12 +137,12 @@ class Status(Message):
 
 
 @dataclass(frozen=True)
-class AskCopy(Message):
+class CopyRequest(Message):
     """The sender comes late, or again, and would like to go on from your parameters."""
 
 
 @dataclass(frozen=True)
-class Copied(Message):
+class CopyReply(Message):
     """Go on from these; the run has lasted for `elapsed_seconds`."""
 
     parameters: Tensor
@@ -152,7 +152,7 @@ class Copied(Message):
 
 
 @dataclass(frozen=True)
-class Enough(Message):
+class GoalReached(Message):
     """As the sender counts, training is over; it is linked to `members`."""
 
     counts: Counts
@@ -160,21 +160,21 @@ class Enough(Message):
 
 
 @dataclass(frozen=True)
-class Tally(Message):
+class SampleCounts(Message):
     """What the sender knows of everybody's samples."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
-class Through(Message):
+class LoopEnded(Message):
     """The sender's own loop is over; it stays for the others."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
-class Roster(Message):
+class MemberList(Message):
     """Who is there, as the sender, who is linked to everybody, sees it."""
 
     ranks: tuple[int, ...]

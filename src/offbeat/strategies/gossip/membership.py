@@ -16,17 +16,17 @@ from offbeat.core.messages import Stop, Stopped
 from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Membership, Notice
 from offbeat.strategies.gossip.gossip_messages import (
-    AskCopy,
     Average,
-    Copied,
-    Enough,
-    Gather,
-    Have,
-    Part,
-    Retry,
-    Roster,
+    AverageReceived,
+    CopyReply,
+    CopyRequest,
+    GoalReached,
+    LoopEnded,
+    MemberList,
+    PartialSum,
+    ReduceRetry,
+    ReduceStart,
     Status,
-    Through,
 )
 from offbeat.strategies.gossip.gossip_view import COORDINATORS
 from offbeat.strategies.gossip.termination import ENDING, GATHERING, HOLDING, TRAINING, TerminationNode
@@ -53,27 +53,27 @@ class MembershipNode(TerminationNode):
         """What concerns the start, the end, and who is there."""
         message, at, source = event.message, event.at, event.source
         match message:
-            case Gather():
+            case ReduceStart():
                 return self._gather(at, source, message)
-            case Part():
-                return self._part(at, source, cast(Part, event.keep()))
+            case PartialSum():
+                return self._part(at, source, cast(PartialSum, event.keep()))
             case Average():
                 return self._average(at, cast(Average, event.keep()))
-            case Have(version=version):
+            case AverageReceived(version=version):
                 return self._have(at, source, version)
-            case Retry(round=number):
+            case ReduceRetry(round=number):
                 return self._retry(at, source, number)
             case Status(training=training):
                 return self._status(source, training)
-            case AskCopy():
+            case CopyRequest():
                 return self._copy(at, source)
-            case Copied():
+            case CopyReply():
                 return self._copied(at, message)
-            case Enough(members=members):
+            case GoalReached(members=members):
                 return self._told_enough(at, source, members)
-            case Through():
+            case LoopEnded():
                 return self._told_through(at, source)
-            case Roster(ranks=ranks):
+            case MemberList(ranks=ranks):
                 if source == self._root:
                     self._members.told(ranks)
                 return ()
@@ -160,7 +160,7 @@ class MembershipNode(TerminationNode):
         tree_reduce = self._assembly
         if not self._members.leads:
             if tree_reduce is not None and tree_reduce.concerns(rank):
-                yield Send(self._root, Retry(tree_reduce.gather.round))
+                yield Send(self._root, ReduceRetry(tree_reduce.gather.round))
         elif self._phase == HOLDING:
             for missing in sorted(self._awaiting):  # whoever was to hand it on may be the one that is gone
                 yield self._directly(missing)
@@ -208,7 +208,7 @@ class MembershipNode(TerminationNode):
         """Where not everybody is linked to everybody, the root, which is, says who is there."""
         if self._members.size > COORDINATORS > self._rank:
             for rank in sorted(self._members.live):
-                yield Send(rank, Roster(self._members.all()), supersedes="roster")
+                yield Send(rank, MemberList(self._members.all()), supersedes="roster")
 
     def _warn_if_cut_off(self, at: float) -> Iterator[Action]:
         """The root says it, for all."""
@@ -269,7 +269,7 @@ class MembershipNode(TerminationNode):
         if self._phase == GATHERING and self._source is None and self._sources:
             near = self._sources & set(self._members.neighbours)
             self._source = min(near or self._sources)
-            yield Send(self._source, AskCopy())
+            yield Send(self._source, CopyRequest())
 
     def _source_lost(self, rank: int) -> Iterator[Action]:
         self._sources.discard(rank)
@@ -281,9 +281,9 @@ class MembershipNode(TerminationNode):
         if self._phase == TRAINING and self._replica.finite:
             self._averaging.mix(at)
             values = self._replica.mean_point()
-            yield Send(source, Copied(*values, self._members.told_counts, at - self._began_at))
+            yield Send(source, CopyReply(*values, self._members.told_counts, at - self._began_at))
 
-    def _copied(self, at: float, message: Copied) -> Iterator[Action]:
+    def _copied(self, at: float, message: CopyReply) -> Iterator[Action]:
         if self._phase == GATHERING:
             self._replica.reset(message.parameters, message.buffers)
             self._draw = self._members.counts[self._rank]  # what the others know of; the rest is repeated

@@ -34,7 +34,16 @@ from offbeat.core.strategy import NodeContext, State
 from offbeat.errors import ConfigurationError
 from offbeat.records.schema import Contribution, Dropped, Reason, Update
 from offbeat.strategies.gossip.averaging import TIMER
-from offbeat.strategies.gossip.gossip_messages import Answer, Average, Declined, Offer, Paired, Part, Ready, Tally
+from offbeat.strategies.gossip.gossip_messages import (
+    Answer,
+    Average,
+    Declined,
+    Offer,
+    Paired,
+    PartialSum,
+    Ready,
+    SampleCounts,
+)
 from offbeat.strategies.gossip.membership import MembershipNode
 from offbeat.strategies.gossip.termination import ENDING, HOLDING, TRAINING
 from offbeat.strategies.gossip.tree_reduce import TreeReduce
@@ -188,7 +197,7 @@ class Peer(MembershipNode):
         until, mine = self._setup.until, self._members.counts[self._rank]
         if isinstance(until, Samples) and mine - self._tallied >= until.count / (TALLIES * self._members.size):
             self._tallied = mine
-            yield Send(self._root, Tally(self._members.told_counts), supersedes="tally")
+            yield Send(self._root, SampleCounts(self._members.told_counts), supersedes="tally")
 
     def _drop(self, event: GradientReady | StepReady, reason: Reason) -> Iterator[Action]:
         first, stop = event.draws
@@ -270,7 +279,7 @@ class Peer(MembershipNode):
         self._members.counts = list(state["counts"])
         if state["tree_reduce"] is not None:
             self._assembly = TreeReduce.restored(self._rank, state["tree_reduce"])
-        self._early = [(source, unpacked(Part, part)) for source, part in state["early"]]
+        self._early = [(source, unpacked(PartialSum, part)) for source, part in state["early"]]
         self._result = None if state["result"] is None else unpacked(Average, state["result"])
         root, incarnation, number = state["heard"]
         self._heard = (root, incarnation, number)

@@ -20,7 +20,16 @@ from offbeat.core.strategy import Node, NodeContext
 from offbeat.records.schema import Notice
 from offbeat.strategies.evaluations import Evaluations
 from offbeat.strategies.gossip.averaging import TIMER, Averaging
-from offbeat.strategies.gossip.gossip_messages import Average, Enough, Gather, Have, Part, Retry, Status, Through
+from offbeat.strategies.gossip.gossip_messages import (
+    Average,
+    AverageReceived,
+    GoalReached,
+    LoopEnded,
+    PartialSum,
+    ReduceRetry,
+    ReduceStart,
+    Status,
+)
 from offbeat.strategies.gossip.gossip_view import COORDINATORS, Members
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children
@@ -62,7 +71,7 @@ class TerminationNode(Node):
         self._heard: tuple[int, int, int] = (-1, -1, -1)
         """root, its incarnation, and the last round that it called for"""
         self._assembly: TreeReduce | None = None
-        self._early: list[tuple[int, Part]] = []
+        self._early: list[tuple[int, PartialSum]] = []
         """Parts of a round that this peer has not been called to yet."""
         self._fresh = False
         """It has nothing to contribute: it came when all was over."""
@@ -95,7 +104,7 @@ class TerminationNode(Node):
                 f"peer {self._rank} goes on by itself: none of the {COORDINATORS} lowest ranks is left to call for all"
             )
             yield Report(Notice(at=at, rank=self._rank, text=text))
-        gather = Gather(self._round, final, members, direct=self._assembly is not None)
+        gather = ReduceStart(self._round, final, members, direct=self._assembly is not None)
         self._assembly = TreeReduce(self._rank, self._rank, gather)
         if final and self._phase == GATHERING:
             self._come_too_late()
@@ -111,7 +120,7 @@ class TerminationNode(Node):
     def _come_too_late(self) -> None:
         self._phase, self._fresh = ENDING, True
 
-    def _gather(self, at: float, root: int, gather: Gather) -> Iterator[Action]:
+    def _gather(self, at: float, root: int, gather: ReduceStart) -> Iterator[Action]:
         call = (root, self._members.live.get(root, -1), gather.round)
         if root != self._root or (call[:2] == self._heard[:2] and gather.round <= self._heard[2]):
             return
@@ -158,9 +167,9 @@ class TerminationNode(Node):
         elif tree_reduce.parent in self._members.live:
             yield Send(tree_reduce.parent, tree_reduce.part(self._replica.parameters, self._members.told_counts))
         else:
-            yield Send(self._root, Retry(tree_reduce.gather.round))
+            yield Send(self._root, ReduceRetry(tree_reduce.gather.round))
 
-    def _part(self, at: float, source: int, part: Part) -> Iterator[Action]:
+    def _part(self, at: float, source: int, part: PartialSum) -> Iterator[Action]:
         if self._assembly is not None and self._assembly.is_of(part):
             if source in self._assembly.awaited:
                 self._assembly.add(source, part)
@@ -261,8 +270,8 @@ class TerminationNode(Node):
         if self._computing:
             yield Cancel()
 
-    def _enough(self) -> Enough:
-        return Enough(self._members.told_counts, self._members.all())
+    def _enough(self) -> GoalReached:
+        return GoalReached(self._members.told_counts, self._members.all())
 
     def _told_enough(self, at: float, source: int, members: tuple[int, ...]) -> Iterator[Action]:
         if self._phase == TRAINING:
@@ -290,7 +299,7 @@ class TerminationNode(Node):
         if self._members.leads:
             yield from self._told_through(at, self._rank)
         else:
-            yield Send(self._root, Through(self._members.told_counts))
+            yield Send(self._root, LoopEnded(self._members.told_counts))
 
     def _told_through(self, at: float, rank: int) -> Iterator[Action]:
         self._throughs.add(rank)
@@ -312,7 +321,7 @@ class TerminationNode(Node):
         if self._phase == HOLDING and self._owes_have and not self._members.leads:
             assert self._result is not None
             self._owes_have = False
-            yield Send(self._root, Have(self._result.version))
+            yield Send(self._root, AverageReceived(self._result.version))
 
     def _have(self, at: float, source: int, version: int) -> Iterator[Action]:
         if self._result is None or self._result.version != version or not self._members.leads:

@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.core.flat import is_averaged
 from offbeat.core.messages import Buffers
 from offbeat.core.strategy import State
-from offbeat.strategies.gossip.gossip_messages import Counts, Gather, Part
+from offbeat.strategies.gossip.gossip_messages import Counts, PartialSum, ReduceStart
 from offbeat.strategies.gossip.gossip_view import COORDINATORS
 
 
@@ -33,7 +33,7 @@ def children(rank: int, members: tuple[int, ...], direct: bool) -> list[int]:
 
 
 class TreeReduce:
-    def __init__(self, rank: int, root: int, gather: Gather) -> None:
+    def __init__(self, rank: int, root: int, gather: ReduceStart) -> None:
         self.root = root
         self.gather = gather
         self.parent = parents(gather.members, gather.direct).get(rank)
@@ -55,7 +55,7 @@ class TreeReduce:
         """Whether anybody's values are in it."""
         return self._total is not None
 
-    def is_of(self, part: Part) -> bool:
+    def is_of(self, part: PartialSum) -> bool:
         return (part.root, part.round) == (self.root, self.gather.round)
 
     def concerns(self, rank: int) -> bool:
@@ -68,7 +68,7 @@ class TreeReduce:
         if values is not None:
             self._add(*values, peers=1, version=version, result=result)
 
-    def add(self, source: int, part: Part) -> None:
+    def add(self, source: int, part: PartialSum) -> None:
         """Add what comes from below."""
         self.awaited.discard(source)
         if part.peers:
@@ -91,10 +91,10 @@ class TreeReduce:
             else:
                 torch.maximum(mine, other, out=mine)
 
-    def part(self, like: Tensor, counts: Counts) -> Part:
+    def part(self, like: Tensor, counts: Counts) -> PartialSum:
         """What goes up; the vector is empty where nobody has anything to say."""
         total = like.new_empty(0) if self._total is None else self._total
-        return Part(
+        return PartialSum(
             parameters=total,
             buffers=tuple(self._buffers),
             root=self.root,
@@ -131,7 +131,7 @@ class TreeReduce:
     @classmethod
     def restored(cls, rank: int, state: State) -> TreeReduce:
         number, final, members, direct = state["gather"]
-        tree_reduce = cls(rank, state["root"], Gather(number, final, tuple(members), direct))
+        tree_reduce = cls(rank, state["root"], ReduceStart(number, final, tuple(members), direct))
         tree_reduce.awaited = set(state["awaited"])
         tree_reduce.contributed = state["contributed"]
         tree_reduce.version = state["version"]

@@ -22,7 +22,7 @@ from offbeat.core.optimizers import Stepper
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Update
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Quorum
-from offbeat.strategies.local_training import Begin, Gradients, Merged, Progress, pieces
+from offbeat.strategies.local_training import Begin, GlobalUpdate, Gradients, LocalDelta, pieces
 from offbeat.strategies.server_node import HUB, ServerNode
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Collected:
         """(rank, incarnation) → what it sent"""
         self.contributions: list[Contribution] = []
 
-    def add(self, rank: int, incarnation: int, message: Progress, version: int) -> None:
+    def add(self, rank: int, incarnation: int, message: LocalDelta, version: int) -> None:
         """Collect a message that may be held on to."""
         self.contributions += [Contribution(rank, first, stop, version - at) for first, stop, at in message.complete]
         learner = (rank, incarnation)
@@ -159,7 +159,7 @@ class LocalStepsServer(ServerNode):
         """Where all are waited for: the exchange that is merged next."""
         self._next: dict[int, int] = {}
         """rank → the number of its next exchange"""
-        self._early: dict[int, dict[int, Progress]] = {}
+        self._early: dict[int, dict[int, LocalDelta]] = {}
         """rank → exchanges that have overtaken others"""
         self._included: dict[int, dict[int, int]] = {}
         """rank → fragment → its last exchange that is merged"""
@@ -215,7 +215,7 @@ class LocalStepsServer(ServerNode):
     # Collect
 
     def _received(self, event: MessageArrived) -> Iterator[Action]:
-        rank, message = event.source, cast(Progress, event.keep())
+        rank, message = event.source, cast(LocalDelta, event.keep())
         if self._awaited is not None:
             for first, stop, _ in message.complete:
                 yield from self._too_late(event.at, rank, (first, stop))
@@ -229,7 +229,7 @@ class LocalStepsServer(ServerNode):
             self._next[rank] += 1
             yield from self._collect(event.at, rank, message)
 
-    def _collect(self, at: float, rank: int, message: Progress) -> Iterator[Action]:
+    def _collect(self, at: float, rank: int, message: LocalDelta) -> Iterator[Action]:
         if message.samples and not is_finite(message.change):  # no learner of ours sends that
             lost = tuple((first, stop) for first, stop, _ in message.complete)
             nothing = message.change.new_empty(0)
@@ -351,7 +351,7 @@ class LocalStepsServer(ServerNode):
         for rank in sorted(self._live):
             included = self._included[rank].get(index, -1)
             learners = len(self._live)
-            merged = Merged(values, buffers, self._version, index, included, self._samples, learners)
+            merged = GlobalUpdate(values, buffers, self._version, index, included, self._samples, learners)
             yield Send(rank, merged, supersedes="parameters" if len(self._places) == 1 else f"fragment {index}")
 
     # State
@@ -389,7 +389,7 @@ class LocalStepsServer(ServerNode):
         self._exchange = state["exchange"]
         self._next = {int(rank): number for rank, number in state["next"].items()}
         self._early = {
-            int(rank): {message.exchange: message for message in (unpacked(Progress, early) for early in held)}
+            int(rank): {message.exchange: message for message in (unpacked(LocalDelta, early) for early in held)}
             for rank, held in state["early"].items()
         }
         self._included = {

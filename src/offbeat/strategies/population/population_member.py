@@ -22,7 +22,7 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Stepper
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
-from offbeat.strategies.local_training import Begin, LocalStepsWorker, Merged, Progress, Snapshot
+from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalDelta, LocalParameters, LocalStepsWorker
 from offbeat.strategies.worker_node import HUB
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Lend(Message):
+class SnapshotRequest(Message):
     """Asked of the best. It goes on as it was."""
 
 
 @dataclass(frozen=True)
-class Lent(Message):
+class Snapshot(Message):
     """`state` are the tensors of the optimizer's state, and `shape` all else of it, as JSON with places for them."""
 
     parameters: Tensor
@@ -46,8 +46,8 @@ class Lent(Message):
 
 
 @dataclass(frozen=True)
-class Takeover(Message):
-    """As `Lent`. What the receiver sends from now on says that it has taken over so many times."""
+class Replace(Message):
+    """As `Snapshot`. What the receiver sends from now on says that it has taken over so many times."""
 
     parameters: Tensor
     buffers: Buffers
@@ -118,25 +118,25 @@ class PopulationMember(LocalStepsWorker):
         return stepper
 
     def _received(self, event: MessageArrived) -> Iterable[Action]:
-        if isinstance(event.message, Lend):
+        if isinstance(event.message, SnapshotRequest):
             return [self._lent()] if self._begun else ()
-        if isinstance(event.message, Takeover):
-            return self._take_over(cast(Takeover, event.keep()))
+        if isinstance(event.message, Replace):
+            return self._take_over(cast(Replace, event.keep()))
         return super()._received(event)
 
     def _lent(self) -> Send:
         """What it is now; if that has just blown up, what it was when it last reported, and a new optimizer."""
         self._in_flight += 1
         if not is_finite(self._parameters):
-            return Send(HUB, Lent(self._fragments[0].sent.clone(), self._buffers, (), "", self._settings))
+            return Send(HUB, Snapshot(self._fragments[0].sent.clone(), self._buffers, (), "", self._settings))
         state, shape = flattened(self._stepper.state())
-        return Send(HUB, Lent(self._parameters.clone(), self._buffers, state, shape, self._settings))
+        return Send(HUB, Snapshot(self._parameters.clone(), self._buffers, state, shape, self._settings))
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
         self._takeovers, self._taken_at, self._in_vain, self._abandoned = 0, 0, False, []
         yield from super()._begin(begin)
 
-    def _take_over(self, given: Takeover) -> Iterator[Action]:
+    def _take_over(self, given: Replace) -> Iterator[Action]:
         """Go on as another. A gradient that is under way was taken elsewhere and is of no use any more."""
         if not self._begun or given.takeovers <= self._takeovers:
             return
@@ -157,7 +157,7 @@ class PopulationMember(LocalStepsWorker):
             yield Cancel()
         yield from self._compute()
 
-    def _merged(self, merged: Merged) -> Iterator[Action]:
+    def _merged(self, merged: GlobalUpdate) -> Iterator[Action]:
         if merged.included >= self._taken_at:  # else it is an answer to what it was before
             yield from super()._merged(merged)
 
@@ -170,11 +170,11 @@ class PopulationMember(LocalStepsWorker):
         else:
             yield from super()._computed(event)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> LocalDelta:
         progress = super()._progress()
         fields = {item.name: getattr(progress, item.name) for item in dataclasses.fields(progress)}
         abandoned, self._abandoned = tuple(self._abandoned), []
-        return Snapshot(**{**fields, "takeovers": self._takeovers, "abandoned": abandoned})
+        return LocalParameters(**{**fields, "takeovers": self._takeovers, "abandoned": abandoned})
 
     def state(self) -> State:
         return {

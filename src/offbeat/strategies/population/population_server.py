@@ -26,8 +26,8 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.schedules import rate_at
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Notice, Update
-from offbeat.strategies.local_training import Begin, Merged, Snapshot
-from offbeat.strategies.population.population_member import Lend, Lent, Takeover
+from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters
+from offbeat.strategies.population.population_member import Replace, Snapshot, SnapshotRequest
 from offbeat.strategies.server_node import HUB, ServerNode
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class PopulationServer(ServerNode):
     # Reports
 
     def _received(self, event: MessageArrived) -> Iterator[Action]:
-        if isinstance(event.message, Lent):
-            yield from self._lent(event.source, cast(Lent, event.keep()))
+        if isinstance(event.message, Snapshot):
+            yield from self._lent(event.source, cast(Snapshot, event.keep()))
             return
-        rank, message = event.source, cast(Snapshot, event.keep())
+        rank, message = event.source, cast(LocalParameters, event.keep())
         if self._awaited is not None:
             complete = ((first, stop) for first, stop, _ in message.complete)
             for draws in (*complete, *message.broken, *message.abandoned):
@@ -133,7 +133,7 @@ class PopulationServer(ServerNode):
         elif message.takeovers == self._takeovers[rank]:
             yield from self._reported(event.at, rank, message)
 
-    def _update(self, at: float, rank: int, message: Snapshot) -> Iterator[Action]:
+    def _update(self, at: float, rank: int, message: LocalParameters) -> Iterator[Action]:
         parts = tuple(Contribution(rank, first, stop, self._version - old) for first, stop, old in message.complete)
         if not parts:
             return
@@ -158,7 +158,7 @@ class PopulationServer(ServerNode):
         if self._evaluations.due(at, self._version):
             yield from self._evaluate(at)
 
-    def _reported(self, at: float, rank: int, message: Snapshot) -> Iterator[Action]:
+    def _reported(self, at: float, rank: int, message: LocalParameters) -> Iterator[Action]:
         if not message.samples or not is_finite(message.change):
             yield from self._nothing_finite(at, rank, message)
             return
@@ -178,7 +178,7 @@ class PopulationServer(ServerNode):
         else:
             yield from self._measure(rank, standing)
 
-    def _nothing_finite(self, at: float, rank: int, message: Snapshot) -> Iterator[Action]:
+    def _nothing_finite(self, at: float, rank: int, message: LocalParameters) -> Iterator[Action]:
         """A member has blown up, and has no parameters to look at. Where all have, nobody is left to rescue them."""
         if message.broken_in_a_row:
             self._blown_up[rank] += 1
@@ -232,7 +232,7 @@ class PopulationServer(ServerNode):
             asked_before = best in self._failing.values()
             self._failing[rank] = best
             if not asked_before:
-                yield Send(best, Lend())
+                yield Send(best, SnapshotRequest())
 
     def _has_reported(self, rank: int, life: int) -> bool:
         return rank in self._standings and self._standings[rank].incarnation == life
@@ -240,7 +240,7 @@ class PopulationServer(ServerNode):
     def _acknowledge(self, rank: int, exchange: int) -> Send:
         """Nothing new; without an answer a member would think that the hub does not keep up."""
         nothing = self._initial.new_empty(0)
-        return Send(rank, Merged(nothing, (), self._version, 0, exchange, self._samples, len(self._live)))
+        return Send(rank, GlobalUpdate(nothing, (), self._version, 0, exchange, self._samples, len(self._live)))
 
     def _answer(self, rank: int, standing: Standing) -> Send:
         scores = {other: self._standings[other].score for other in self._live if other in self._standings}
@@ -252,10 +252,10 @@ class PopulationServer(ServerNode):
         for each in everyone:
             mean.add_(each.parameters, alpha=1.0 / len(everyone))
         buffers = merge_buffers([(each.buffers, 1) for each in everyone])
-        merged = Merged(mean, buffers, self._version, 0, standing.exchange, self._samples, len(self._live))
+        merged = GlobalUpdate(mean, buffers, self._version, 0, standing.exchange, self._samples, len(self._live))
         return Send(rank, merged, supersedes="parameters")
 
-    def _lent(self, lender: int, lent: Lent) -> Iterator[Action]:
+    def _lent(self, lender: int, lent: Snapshot) -> Iterator[Action]:
         failing = sorted(rank for rank, asked in self._failing.items() if asked == lender)
         self._failing = {rank: asked for rank, asked in self._failing.items() if asked != lender}
         if self._awaited is not None or not is_finite(lent.parameters):
@@ -269,7 +269,7 @@ class PopulationServer(ServerNode):
                 incarnation=self._live[rank],
                 takeovers=self._takeovers[rank],
             )
-            takeover = Takeover(
+            takeover = Replace(
                 lent.parameters,
                 lent.buffers,
                 lent.state,
