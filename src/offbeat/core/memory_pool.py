@@ -1,16 +1,21 @@
-"""Memory for messages and copies, used again as soon as nobody looks at it any more.
+"""Memory for messages and copies, reused as soon as no tensor refers to it any more.
 
 Fresh memory costs many times what filling it again does, and a run receives messages of the same few sizes over and
-over. Nobody has to give anything back: what is lent is a numpy view of a slab, seen as a tensor. Torch's storage holds
-on to the view for as long as any tensor shares the storage, and when the view goes, a weak reference to it puts the
-slab back.
+over. Nothing has to be returned explicitly: a loan is a numpy view of a slab, wrapped as a tensor. The tensor's storage
+refers to the view for as long as any tensor shares the storage, and when the view is freed, the callback of a weak
+reference to it puts the slab back.
+
+Any thread may call any method, without a lock. Each step on shared state is a single operation of a built-in container
+that Python makes atomic (`dict.get`, `setdefault`, `pop`, item assignment, `list(dict)`, `deque.append`, `deque.pop`;
+the keys are integers, so none of them runs Python code in between). A slab is in one place at a time, a deque of free
+slabs or a loan: `deque.pop` gives it to one thread alone, and it returns by one `append`. What two threads can do to
+each other between two steps is to allocate one slab too many, or to drop one that could have been kept.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
-from threading import Lock
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -21,20 +26,20 @@ from torch import Tensor
 _Slab = npt.NDArray[np.uint8]
 
 KEEP = 8
-"""Free slabs that are kept of each size. A hub that waits for everybody wants one per worker and one to spare."""
+"""Free slabs kept of each size. A hub that waits for all workers uses one per worker and one more."""
 
 SIZES_MAX = 16
-"""Sizes of which free slabs are kept; those that were asked for last."""
+"""How many sizes have free slabs kept: those that were requested last."""
 
 COPY_BYTES_MIN = 128 << 10
-"""Below this, fresh memory comes from a heap that is used again anyway."""
+"""Below this size, the C heap reuses memory by itself."""
 
 _SMALL_BYTES_MAX = 64 << 10
 _PAGE_BYTES = 4 << 10
 
 
 class _Loan(weakref.ref[Any]):
-    """A view that is out, the slab it shows, and where that goes afterwards."""
+    """A view in use, the slab it is part of, and the deque to which the slab returns."""
 
     __slots__ = ("home", "slab")
 
@@ -43,56 +48,60 @@ class _Loan(weakref.ref[Any]):
 
 
 class Pool:
-    """`take` memory, from any thread. It holds at most `keep` free slabs of each of the last SIZES_MAX sizes."""
+    """Lends memory, to any thread. It keeps at most `keep` free slabs of each of the last SIZES_MAX sizes."""
 
     def __init__(self, keep: int = KEEP) -> None:
         self.allocated = 0
-        """Slabs made so far; it stands still once there are enough."""
+        """Slabs allocated so far; constant once there are enough. Calls at the same moment may count as one."""
         self._keep = keep
-        self._free: OrderedDict[int, deque[_Slab]] = OrderedDict()
+        self._free: dict[int, deque[_Slab]] = {}
+        """size → free slabs; the size requested last is the last key"""
         self._loans: dict[int, _Loan] = {}
-        self._lock = Lock()
 
     @property
     def lent(self) -> int:
-        """How many slabs are out."""
+        """How many slabs are in use."""
         return len(self._loans)
 
     def take(self, nbytes: int) -> Tensor:
-        """A tensor of `nbytes` bytes that hold anything. It may be kept for ever; so may views of it."""
+        """A tensor of `nbytes` uninitialized bytes. It, and views of it, may be kept for any time."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         size = _size_class(nbytes)
-        with self._lock:
-            home = self._free.get(size)
-            if home is None:
-                home = self._free[size] = deque(maxlen=self._keep)
-                if len(self._free) > SIZES_MAX:
-                    self._free.popitem(last=False)
-            self._free.move_to_end(size)
-            slab = home.pop() if home else None  # only `take` pops, and it holds the lock
-            if slab is None:
-                self.allocated += 1
-        if slab is None:
+        home = self._slabs_of(size)
+        try:
+            slab = home.pop()
+        except IndexError:
             slab = np.empty(size, dtype=np.uint8)
+            self.allocated += 1
         view = slab[:nbytes]
-        loan = _Loan(view, self._come_back)
+        loan = _Loan(view, self._return)
         loan.slab, loan.home = slab, home
         self._loans[id(loan)] = loan
         return torch.from_numpy(view)
 
+    def _slabs_of(self, size: int) -> deque[_Slab]:
+        home = self._free.get(size)
+        if home is None:
+            home = self._free.setdefault(size, deque(maxlen=self._keep))
+        self._free[size] = self._free.pop(size, home)
+        if len(self._free) > SIZES_MAX:
+            for unused in list(self._free)[:-SIZES_MAX]:
+                self._free.pop(unused, None)
+        return home
+
     def copy(self, vector: Tensor) -> Tensor:
-        """A copy of a contiguous vector. A small one is not worth the trouble, and a GPU keeps memory of its own."""
+        """A copy of a contiguous vector, in memory of the pool unless it is small or on a GPU."""
         return self.like(vector).copy_(vector)
 
     def like(self, vector: Tensor) -> Tensor:
-        """Memory for a vector like this one; it holds anything."""
+        """Uninitialized memory for a vector of this size, dtype and device."""
         if vector.nbytes < COPY_BYTES_MIN or vector.device.type != "cpu":
             return torch.empty_like(vector)
         return self.take(vector.nbytes).view(vector.dtype)
 
-    def _come_back(self, loan: weakref.ref[Any]) -> None:
-        """Runs in whichever thread let go, even in the middle of `take`: no lock, only steps that are atomic."""
+    def _return(self, loan: weakref.ref[Any]) -> None:
+        """Called when a view is freed: in any thread, and even in the middle of `take`."""
         ended = self._loans.pop(id(loan))
         ended.home.append(ended.slab)
 

@@ -90,12 +90,12 @@ def require_positive(config: Any, *names: str) -> None:
         )
 
 
-def require_budget(bytes_per_second: Any) -> None:
+def require_bandwidth_limit(bytes_per_second: Any) -> None:
     """What each direction of a link may carry is enough for something to leave some day, or None."""
     number = isinstance(bytes_per_second, numbers.Real) and not isinstance(bytes_per_second, bool)
     require(
         bytes_per_second is None or (number and 1 <= float(bytes_per_second) < float("inf")),
-        f"the budget of a link, bytes_per_second, must be a number of 1 or more, such as 1e6, but is "
+        f"the bandwidth limit of a link, bytes_per_second, must be a number of 1 or more, such as 1e6, but is "
         f"{bytes_per_second!r}",
     )
 

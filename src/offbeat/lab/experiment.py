@@ -34,7 +34,7 @@ from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.configuration import build, from_plain, option, read_toml, to_plain
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
-from offbeat.core.validation import check_instance, check_types, require, require_budget
+from offbeat.core.validation import check_instance, check_types, require, require_bandwidth_limit
 from offbeat.core.workload import NamedWorkload, Target, Workload
 from offbeat.errors import ConfigurationError, unknown
 
@@ -70,7 +70,7 @@ class Experiment:
         object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))
         _require_whole("workers", self.workers, 1)
         _require_whole("seed", self.seed, 0)
-        require_budget(self.bytes_per_second)
+        require_bandwidth_limit(self.bytes_per_second)
 
     @property
     def name(self) -> str:
@@ -154,7 +154,7 @@ class Plan(Settings):
         object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))
         check_types(self)
         _require_whole("workers", self.workers, 1)
-        require_budget(self.bytes_per_second)
+        require_bandwidth_limit(self.bytes_per_second)
         require(bool(self.strategies), "there is no strategy to run; name at least one, for example fmb")
         require(bool(self.seeds), "there is no seed to run; give at least one")
         if not self.labels:

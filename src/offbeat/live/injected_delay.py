@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 from offbeat.cluster import Cluster, Link, NoStragglers, StragglerModel, WorkerOverride
 from offbeat.cluster.stragglers import RoundDelay
+from offbeat.core.bandwidth import NetworkCard
 from offbeat.core.randomness import stream
-from offbeat.simulation.network import NetworkCard
 
 _UNLIMITED = Link()
 

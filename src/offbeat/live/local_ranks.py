@@ -55,7 +55,7 @@ class SessionOptions:
     seed: int = 0
     cluster: Cluster = Cluster()
     bytes_per_second: float | None = None
-    """The budget: what each direction of each link may carry."""
+    """The bandwidth limit of each direction of each link; None: no limit."""
     every: Cadence | None = None
     target: Target | None = None
     header: RunHeader | None = None

@@ -27,7 +27,7 @@ from offbeat.core.actions import (
     Send,
     SetTimer,
 )
-from offbeat.core.bandwidth import PacedOutbox
+from offbeat.core.bandwidth import RateLimitedOutbox
 from offbeat.core.events import (
     Event,
     GradientReady,
@@ -197,7 +197,7 @@ class NodeRunner:
         """A heap of what becomes due when: timers, messages held up, losses behind them, turns of those that wait."""
         self._timers: dict[str, int] = {}
         """name → the number of the entry that counts"""
-        self._paced = None if bytes_per_second is None else PacedOutbox(bytes_per_second, transport.weight)
+        self._limited = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.weight)
         self._turns: dict[int, int] = {}
         """peer → the number of the entry at which what waits for it may leave"""
         self._used: dict[int, int] = {}
@@ -287,7 +287,7 @@ class NodeRunner:
         """Ask the node to end in order. `give_up` completes a computation that is outstanding, and has no samples then.
 
         With `stay` the node goes on serving its peers until they have come to their ends, however long that takes.
-        Without, what waits for the budget leaves at once: whoever leaves does not want to wait for it.
+        Without, what waits for the rate limit leaves at once: whoever leaves does not want to wait for it.
         """
         with self._monitor:
             self._leaving = True
@@ -316,7 +316,7 @@ class NodeRunner:
     def close(self, linger_seconds: float = 5.0) -> None:
         """End the threads and say goodbye to the peers.
 
-        What waits for the budget leaves before: all of it where the node has come to its end in order, however long
+        What waits for the rate limit leaves before: all of it where the node has come to its end in order, however long
         that takes, and otherwise as much as can in these seconds.
         """
         try:
@@ -430,8 +430,8 @@ class NodeRunner:
                     self._handle(PeerLost(self.clock.now(), peer, before))
                 self._known[peer] = incarnation
                 self._met.add(peer)
-                if self._paced is not None:
-                    self._paced.open(peer, time.monotonic())
+                if self._limited is not None:
+                    self._limited.open(peer, time.monotonic())
                 for send in self._unmet.pop(peer, []):
                     self._send(send)
                 self._handle(PeerJoined(self.clock.now(), peer, incarnation))
@@ -558,8 +558,8 @@ class NodeRunner:
         if isinstance(send.message, Stopped):
             self._end_journal()
         incarnation = self._known.get(send.to)
-        if incarnation is not None and self._paced is not None:
-            self._paced.put(send)
+        if incarnation is not None and self._limited is not None:
+            self._limited.put(send)
             self._pace(send.to)
         elif incarnation is not None:
             self._transport.send(send.to, incarnation, send.message, send.supersedes)
@@ -590,15 +590,15 @@ class NodeRunner:
         if threading.current_thread() is not self._thread:
             self._transport.wake()
 
-    # The budget: what it has not paid for waits
+    # The rate limit
 
     def _pace(self, peer: int) -> None:
         """Let leave what is paid for, and come back when the next will be."""
-        assert self._paced is not None
+        assert self._limited is not None
         now = time.monotonic()
-        while (send := self._paced.take(peer, now)) is not None:
+        while (send := self._limited.take(peer, now)) is not None:
             self._transport.send(peer, self._known[peer], send.message, send.supersedes)
-        due = self._paced.due(peer, now)
+        due = self._limited.ready_at(peer, now)
         if due is not None:
             number = self._turns[peer] = next(self._numbers)
             heapq.heappush(self._due, (self.clock.now() + due - now, number, Turn(peer)))
@@ -610,32 +610,32 @@ class NodeRunner:
     def _give_up(self, peer: int) -> None:
         """What waits for a peer that is gone has nowhere to go."""
         self._turns.pop(peer, None)
-        if self._paced is not None:
-            self._paced.lose(peer)
+        if self._limited is not None:
+            self._limited.lose(peer)
             self._monitor.notify_all()
 
     def _hurry(self) -> None:
-        if self._paced is not None:
-            self._paced.in_a_hurry = True
+        if self._limited is not None:
+            self._limited.is_lifted = True
             for peer in list(self._known):
                 self._pace(peer)
 
     def _let_leave(self, linger_seconds: float) -> None:
-        paced, me = self._paced, threading.current_thread()
-        if paced is None or not self._thread.is_alive() or self._thread is me:
+        limited, me = self._limited, threading.current_thread()
+        if limited is None or not self._thread.is_alive() or self._thread is me:
             return
         now = time.monotonic()
         in_order = self.finish is not None and self.finish.failure is None
-        rest = paced.last_due(now) - now if in_order else 0.0
+        rest = limited.empty_at(now) - now if in_order else 0.0
         until = now + linger_seconds + rest
-        while len(paced) and time.monotonic() < until:
+        while len(limited) and time.monotonic() < until:
             self._monitor.wait(min(WAIT_SECONDS_MAX, until - time.monotonic()))
 
     def _record_link_use(self, at: float) -> None:
-        if self._paced is not None and not self._use_recorded:
+        if self._limited is not None and not self._use_recorded:
             self._use_recorded = True
             used = {str(peer): nbytes for peer, nbytes in sorted(self._used.items())}
-            rate = self._paced.bytes_per_second
+            rate = self._limited.bytes_per_second
             self._writer.write(LinkUse(at=at, rank=self.rank, bytes_per_second=rate, used=used))
 
     # What was sent and received

@@ -24,7 +24,7 @@ from offbeat.cluster import Cluster
 from offbeat.core.actions import Budget
 from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
-from offbeat.core.validation import check_instance, require, require_budget
+from offbeat.core.validation import check_instance, require, require_bandwidth_limit
 from offbeat.core.workload import Target
 from offbeat.launch import RankInfo
 from offbeat.live.batch_sources import source_of
@@ -61,7 +61,7 @@ def join(
     until = goal(until)
     check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
     check_instance(cluster, (Cluster, type(None)), "the cluster", "cluster=offbeat.Cluster()")
-    require_budget(bytes_per_second)
+    require_bandwidth_limit(bytes_per_second)
     place = place_for(out)
     has_directory = place.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")

@@ -78,21 +78,21 @@ class Delivery:
                 self._leave(leaving)
 
     def _has_its_turn(self, rank: int, link: LinkState, outbox: Outbox) -> bool:
-        """Whether the first in the queue is paid for, and the card is free; otherwise its turn will come."""
+        """Whether the first in the queue may leave, and the card is free; otherwise its turn will come."""
         to = outbox.queue[0].to
-        if outbox.budget is not None:
-            due = outbox.budget.due(outbox.queue[0].message.nbytes, self._sim.now)
+        if outbox.rate_limit is not None:
+            due = outbox.rate_limit.ready_at(outbox.queue[0].message.nbytes, self._sim.now)
             if due > self._sim.now:
                 if due != outbox.alarm:
                     outbox.alarm = due
-                    self._sim.at(due, rank, functools.partial(self._paid, rank, link, due))
+                    self._sim.at(due, rank, functools.partial(self._ready, rank, link, due))
                 return False
         if outbox.out is not None and outbox.out.sending is not None:
             outbox.out.waiting[to] = None
             return False
         return True
 
-    def _paid(self, rank: int, link: LinkState, due: float) -> None:
+    def _ready(self, rank: int, link: LinkState, due: float) -> None:
         outbox = link.outboxes[rank]
         if outbox.alarm == due:
             outbox.alarm = None
@@ -102,9 +102,9 @@ class Delivery:
         send = outbox.leaving = outbox.queue.popleft()
         weight = weigh(send.message)
         self.traffic.sent(weight)
-        if outbox.budget is not None:
-            outbox.budget.pay(weight.nbytes)
-            outbox.paid_bytes += weight.nbytes
+        if outbox.rate_limit is not None:
+            outbox.rate_limit.consume(weight.nbytes)
+            outbox.limited_bytes += weight.nbytes
         seconds = 0.0
         if outbox.out is not None:
             outbox.out.sending = send

@@ -1,6 +1,6 @@
 """The simulated network: one outbox per direction of a link, first in first out, and one network card per rank.
 
-A message leaves when the budget of its link has paid for it and the card of its rank is free, for as long as the
+A message leaves when the rate limit of its link allows it and the card of its rank is free, for as long as the
 card's bandwidth says; then it travels for the latency and a random delay. While it waits, a newer one that supersedes
 it takes its place. Cards are full duplex: all that a rank sends leaves one after the other, links taking turns, and
 all that it receives comes in one after the other. Switches forward a message while it is still being sent, and hold
@@ -17,36 +17,7 @@ from dataclasses import dataclass, field
 
 from offbeat.cluster.cluster import Link
 from offbeat.core.actions import Send
-from offbeat.core.bandwidth import TokenBucket, enqueue
-
-
-@dataclass
-class NetworkCard:
-    """What connects one rank to the others, where its bandwidth is limited. Both directions have all of it."""
-
-    bytes_per_second: float
-    sending: Send | None = None
-    waiting: dict[int, None] = field(default_factory=dict)
-    """The peers whose turn comes, in the order in which something for them came up."""
-    free_at: float = 0.0
-    """When all that is on its way here will have come in."""
-
-    def receive(self, first: float, last: float, nbytes: int) -> float:
-        """When a message is in whose first and last byte could be here at these times, after all that came before."""
-        self.free_at = max(self.free_at, first) + nbytes / self.bytes_per_second
-        return max(self.free_at, last)
-
-    def next(self) -> int | None:
-        """The peer whose turn it is."""
-        peer = next(iter(self.waiting), None)
-        if peer is not None:
-            del self.waiting[peer]
-        return peer
-
-    def reset(self) -> None:
-        """Its rank has died, or begins anew: nothing leaves any more, and nothing comes in."""
-        self.sending, self.free_at = None, 0.0
-        self.waiting.clear()
+from offbeat.core.bandwidth import NetworkCard, TokenBucket, enqueue
 
 
 @dataclass
@@ -58,14 +29,14 @@ class Outbox:
     """The sender's card; none: unlimited."""
     into: NetworkCard | None = None
     """The receiver's card; none: unlimited."""
-    budget: TokenBucket | None = None
+    rate_limit: TokenBucket | None = None
     queue: deque[Send] = field(default_factory=deque)
     leaving: Send | None = None
     """The message that the link is busy with."""
     alarm: float | None = None
-    """When the first in the queue will have been paid for, if it is not yet."""
-    paid_bytes: int = 0
-    """What has left on a budget."""
+    """When the rate limit lets the first in the queue leave, if it does not yet."""
+    limited_bytes: int = 0
+    """Bytes that have left under a rate limit."""
     last_arrival: float = 0.0
     """When the last message that has left will have arrived."""
 
@@ -76,8 +47,8 @@ class Outbox:
     def clear(self) -> None:
         self.queue.clear()
         self.leaving, self.alarm = None, None
-        if self.budget is not None:
-            self.budget.forget()
+        if self.rate_limit is not None:
+            self.rate_limit.cancel()
 
 
 @dataclass
@@ -103,12 +74,12 @@ class LinkState:
 
 
 class Network:
-    """All links of a run, with the cards at their ends; `budget` is what each direction of each link may carry."""
+    """All links of a run, with the cards at their ends; `bytes_per_second` limits each direction of each link."""
 
-    def __init__(self, cards: dict[int, NetworkCard] | None = None, budget: float | None = None) -> None:
+    def __init__(self, cards: dict[int, NetworkCard] | None = None, bytes_per_second: float | None = None) -> None:
         self.cards = cards or {}
         """rank → its card; a rank without one is not limited."""
-        self._budget = budget
+        self._bytes_per_second = bytes_per_second
         self._links: dict[tuple[int, int], LinkState] = {}
         self._of: dict[int, list[int]] = {}
 
@@ -121,11 +92,11 @@ class Network:
             self._of.setdefault(b, []).append(a)
 
     def _outbox(self, source: int, to: int, config: Link, shared: bool) -> Outbox:
-        budget = None if self._budget is None else TokenBucket(self._budget)
+        rate_limit = None if self._bytes_per_second is None else TokenBucket(self._bytes_per_second)
         if shared:
-            return Outbox(config, self.cards.get(source), self.cards.get(to), budget)
+            return Outbox(config, self.cards.get(source), self.cards.get(to), rate_limit)
         own = None if config.bytes_per_second is None else NetworkCard(config.bytes_per_second)
-        return Outbox(config, own, None, budget)
+        return Outbox(config, own, None, rate_limit)
 
     def link(self, a: int, b: int) -> LinkState | None:
         return self._links.get((min(a, b), max(a, b)))
@@ -140,10 +111,10 @@ class Network:
             if card is not None:
                 card.reset()
 
-    def paid_bytes(self, rank: int) -> dict[int, int]:
-        """peer → what a rank has sent to it on a budget."""
+    def limited_bytes(self, rank: int) -> dict[int, int]:
+        """peer → bytes that a rank has sent to it under a rate limit."""
         links = {peer: self._links[min(rank, peer), max(rank, peer)] for peer in self.peers(rank)}
-        return {peer: link.outboxes[rank].paid_bytes for peer, link in links.items()}
+        return {peer: link.outboxes[rank].limited_bytes for peer, link in links.items()}
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int], LinkState]]:
         return iter(self._links.items())

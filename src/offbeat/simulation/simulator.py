@@ -17,6 +17,7 @@ from numpy.random import Generator
 
 from offbeat.cluster import Cluster, Speed
 from offbeat.core.actions import Action, Budget, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
+from offbeat.core.bandwidth import NetworkCard
 from offbeat.core.events import Event, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.randomness import stream
@@ -28,7 +29,7 @@ from offbeat.records.schema import Ended, LinkUse, Update
 from offbeat.simulation.delivery import Delivery
 from offbeat.simulation.fault_injector import FaultInjector
 from offbeat.simulation.gradients import Computing
-from offbeat.simulation.network import Network, NetworkCard
+from offbeat.simulation.network import Network
 from offbeat.simulation.process import PendingEvent, Process, ScheduledEvent
 from offbeat.simulation.rounds import Rounds
 from offbeat.strategies.compressed_node import node_of
@@ -57,7 +58,7 @@ class Scenario:
     notice_seconds: float = 0.0
     """So much later, at the most, some notice that a peer is lost than others do."""
     bytes_per_second: float | None = None
-    """The budget: what each direction of each link may carry."""
+    """The bandwidth limit of each direction of each link; None: no limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,12 +204,12 @@ class Simulation:
         return Outcome(seconds, self.events, finishes, failure)
 
     def _record_link_use(self, at: float) -> None:
-        """Write down what each rank has sent on its budget, where there is one."""
-        budget = self.scenario.bytes_per_second
-        if budget is not None:
+        """Write down the bytes that each rank has sent under a bandwidth limit, where there is one."""
+        limit = self.scenario.bytes_per_second
+        if limit is not None:
             for rank in range(self.size):
-                used = {str(peer): nbytes for peer, nbytes in self.network.paid_bytes(rank).items()}
-                self.writer.write(LinkUse(at=at, rank=rank, bytes_per_second=budget, used=used))
+                used = {str(peer): nbytes for peer, nbytes in self.network.limited_bytes(rank).items()}
+                self.writer.write(LinkUse(at=at, rank=rank, bytes_per_second=limit, used=used))
 
     def record_traffic(self, at: float) -> None:
         """Write down what all ranks together have sent and received."""

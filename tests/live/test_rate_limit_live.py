@@ -23,12 +23,12 @@ from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Ended, LinkUse, Round, Traffic
 from offbeat.transports.loopback import Loopback
 
-BUDGET = 1e6
+LIMIT = 1e6
 JOIN_SECONDS = 60.0
 
 
 def wide() -> ob.Workload:
-    """A model whose gradients are 40 kB and take next to no time: far more than the budget, if it were not there."""
+    """A model whose gradients are 40 kB and take next to no time: far more than the limit, if it were not there."""
     random = torch.Generator().manual_seed(5)
     inputs = torch.randn(256, 10_000, generator=random)
     return ob.Workload(
@@ -42,39 +42,39 @@ def wide() -> ob.Workload:
 QUICK = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
 
 
-def check_within_budget(run: RunRecords) -> None:
+def check_within_limit(run: RunRecords) -> None:
     """By the counters and the clock of the run itself: on every link, in both directions."""
     uses = list(of_kind(run, LinkUse))
     assert uses
     for use in uses:
-        assert use.bytes_per_second == BUDGET
+        assert use.bytes_per_second == LIMIT
         for nbytes in use.used.values():
-            assert nbytes <= BUDGET * use.at * 1.05
+            assert nbytes <= LIMIT * use.at * 1.05
     ends = {end.rank: end for end in of_kind(run, Ended)}
     for use in uses:
         assert sum(use.used.values()) == ends[use.rank].bytes_sent
 
 
 def shares(run: RunRecords) -> dict[tuple[int, str], float]:
-    """What each rank used of its budgets since it began to compute; the hub, since the first did."""
+    """What each rank used of its rate limits since it began to compute; the hub, since the first did."""
     began: dict[int, float] = {}
     for record in of_kind(run, Round):
         began.setdefault(record.rank, record.start)
     return {
-        (use.rank, peer): nbytes / (BUDGET * (use.at - began.get(use.rank, min(began.values()))))
+        (use.rank, peer): nbytes / (LIMIT * (use.at - began.get(use.rank, min(began.values()))))
         for use in of_kind(run, LinkUse)
         for peer, nbytes in use.used.items()
     }
 
 
-def test_processes_on_a_budget_keep_to_it_and_use_it() -> None:
+def test_processes_keep_to_a_rate_limit_and_use_it() -> None:
     free = ob.train(wide(), QUICK, ob.Seconds(1.0), workers=2, evaluate=None)
     assert free.summary.bytes_per_second is not None
-    assert free.summary.bytes_per_second > 4 * 1.2 * BUDGET, "two links with two directions, far above the budget"
+    assert free.summary.bytes_per_second > 4 * 1.2 * LIMIT, "two links with two directions, far above the limit"
     assert free.summary.budget_used is None
-    run = ob.train(wide(), QUICK, ob.Seconds(4.0), workers=2, evaluate=None, bytes_per_second=BUDGET)
+    run = ob.train(wide(), QUICK, ob.Seconds(4.0), workers=2, evaluate=None, bytes_per_second=LIMIT)
     assert run.summary.failure is None
-    check_within_budget(run.records)
+    check_within_limit(run.records)
     check_traffic(run.records)
     used = shares(run.records)
     assert used[1, "0"] >= 0.8
@@ -85,30 +85,30 @@ def test_processes_on_a_budget_keep_to_it_and_use_it() -> None:
 
 def test_it_holds_from_the_beginning_to_any_moment() -> None:
     """What was counted every second, against the clock at that moment."""
-    run = ob.train(wide(), QUICK, ob.Seconds(3.0), workers=1, evaluate=None, bytes_per_second=BUDGET)
+    run = ob.train(wide(), QUICK, ob.Seconds(3.0), workers=1, evaluate=None, bytes_per_second=LIMIT)
     counted = [record for record in of_kind(run.records, Traffic) if record.rank == 1]
     assert len(counted) >= 2
     for record in counted:
-        assert sum(flow.bytes for flow in record.sent.values()) <= BUDGET * record.at * 1.05
+        assert sum(flow.bytes for flow in record.sent.values()) <= LIMIT * record.at * 1.05
 
 
-def test_a_loop_of_ones_own_on_a_budget(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_keeps_to_a_rate_limit(tmp_path: Path) -> None:
     workload = wide()
     model = workload.initial_model(0)
     strategy = QUICK.with_default_optimizer(workload.optimizer)
-    with ob.join(model, strategy, ob.Seconds(2.0), bytes_per_second=BUDGET, out=tmp_path / "run") as run:
+    with ob.join(model, strategy, ob.Seconds(2.0), bytes_per_second=LIMIT, out=tmp_path / "run") as run:
         for x, y in run.batches((workload.train.inputs, workload.train.targets)):
             run.backward((model(x) - y).square().sum(1))
     assert run.summary.failure is None
-    check_within_budget(run.records)
+    check_within_limit(run.records)
     assert shares(run.records)[1, "0"] >= 0.8
 
 
-def test_peers_on_a_budget_come_to_their_ends() -> None:
+def test_peers_with_a_rate_limit_come_to_their_ends() -> None:
     gossip = ob.Gossip(batch=4, rate=2.0)
-    run = ob.train(wide(), gossip, ob.Seconds(3.0), workers=3, evaluate=None, bytes_per_second=BUDGET)
+    run = ob.train(wide(), gossip, ob.Seconds(3.0), workers=3, evaluate=None, bytes_per_second=LIMIT)
     assert run.summary.failure is None
-    check_within_budget(run.records)
+    check_within_limit(run.records)
     assert len(list(of_kind(run.records, Ended))) == 3
 
 
@@ -163,8 +163,8 @@ def test_what_was_sent_right_before_the_end_leaves_before_the_process_does() -> 
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
     reader, record = Reader(), MemoryWriter()
-    budget = 16_000.0  # four letters a second
-    writing = NodeRunner(Writer(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=budget)
+    limit = 16_000.0  # four letters a second
+    writing = NodeRunner(Writer(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=limit)
     reading = NodeRunner(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
     reading.start()
     writing.start()
@@ -175,7 +175,7 @@ def test_what_was_sent_right_before_the_end_leaves_before_the_process_does() -> 
         assert reader.read == [0, 1, 2, 3]
         writing.write_last(writing.ended_record())
         (use,) = [each for each in record.records if isinstance(each, LinkUse)]
-        assert 0 < use.used["1"] <= budget * use.at
+        assert 0 < use.used["1"] <= limit * use.at
     finally:
         writing.close()
         reading.close()
@@ -189,7 +189,7 @@ def test_what_waits_for_a_peer_that_is_gone_holds_nobody_up() -> None:
     try:
         assert writing.wait(JOIN_SECONDS)
         second.close()
-        writing.close()  # hours, if it waited for the budget
+        writing.close()  # hours, if it waited for the rate limit
         assert writing.failure is None
     finally:
         writing.close()
