@@ -16,9 +16,8 @@ from offbeat.core.events import Event, MessageArrived
 from offbeat.core.messages import Stop
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.schema import Update
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.hub_server import HubServer
-from offbeat.strategies.hub.hub_worker import HubWorker
+from offbeat.strategies.hub.hub_worker import Gradient, HubWorker, Parameters, Welcome
 from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
 
 NAMES = (

@@ -19,7 +19,7 @@ from offbeat.records.files import RunRecords
 from offbeat.records.metrics import of_kind
 from offbeat.records.schema import Round, Update
 from offbeat.strategies.hub.hub_server import HubServer
-from offbeat.strategies.hub.work_sizing import Pacing
+from offbeat.strategies.hub.work_sizing import WorkSizing
 
 WORKERS = 3
 
@@ -58,7 +58,7 @@ def contributions(run: RunRecords) -> list[list[tuple[int, int, int, int]]]:
     return [[(c.rank, c.first, c.stop, c.staleness) for c in update.contributions] for update in of_kind(run, Update)]
 
 
-class Replayed(Pacing):
+class Replayed(WorkSizing):
     """Tells every worker to compute as many samples as it did in a recorded run."""
 
     def __init__(self, counts: dict[int, list[int]]) -> None:
@@ -78,7 +78,7 @@ class ReplayedAnytime(ob.AnytimeMinibatch):
     def node(self, context: NodeContext) -> Node:
         node = super().node(context)
         if isinstance(node, HubServer):
-            node._pacing = Replayed({rank: list(of_rank) for rank, of_rank in self.counts})
+            node._sizing = Replayed({rank: list(of_rank) for rank, of_rank in self.counts})
         return node
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offbeat.core.actions import Samples, Seconds
 from offbeat.core.messages import Message, Stop, Stopped
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 
 DTYPES = [

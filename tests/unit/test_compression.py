@@ -16,7 +16,7 @@ from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import HEADER_BYTES, Stop
 from offbeat.errors import ContractViolation
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters
+from offbeat.strategies.hub.hub_worker import Gradient, Parameters
 
 ALL = [
     ob.compression.BFloat16(),

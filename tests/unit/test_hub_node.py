@@ -27,9 +27,9 @@ from offbeat.core.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
 from offbeat.strategies.evaluations import EVALUATIONS_MAX
 from offbeat.strategies.hub import Distinct, Every, Messages
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.hub_parts import AllWorkers, Census, Share, TargetBatch
-from offbeat.strategies.hub.work_sizing import Effort, SharePacing, TargetPacing
+from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing
 
 
 def setup_for(rank: int, workers: int, until: int = 1000) -> ob.nodes.NodeContext:
@@ -195,13 +195,13 @@ def test_when_the_hub_updates(collect: ob.Hub, census: Census, ready: bool) -> N
 
 
 def test_a_share_is_split_as_evenly_as_it_goes_and_never_to_nothing() -> None:
-    pacing = SharePacing(Share(7))
+    pacing = ShareSizing(Share(7))
     assert [pacing.budget(rank, {1, 2, 3}).count for rank in (1, 2, 3)] == [3, 2, 2]
-    assert SharePacing(Share(2)).budget(9, range(1, 10)) == ob.Samples(1)
+    assert ShareSizing(Share(2)).budget(9, range(1, 10)) == ob.Samples(1)
 
 
 def test_the_controller_follows_its_formula() -> None:
-    pacing = TargetPacing(TargetBatch(samples=100, first=50, samples_max=400), microbatch=1)
+    pacing = TargetBatchSizing(TargetBatch(samples=100, first=50, samples_max=400), microbatch=1)
     pacing.members_changed({1, 2})
     assert pacing.budget(1, {1, 2}) == ob.Samples(50)
     pacing.observe({1: Effort(50, 5.0), 2: Effort(50, 10.0)}, {1, 2})  # 10 and 5 samples a second
@@ -215,7 +215,7 @@ def test_the_controller_follows_its_formula() -> None:
 
 
 def test_the_controller_does_not_wind_up_where_everyone_is_at_the_cap() -> None:
-    pacing = TargetPacing(TargetBatch(samples=100, first=10, samples_max=10), microbatch=1)
+    pacing = TargetBatchSizing(TargetBatch(samples=100, first=10, samples_max=10), microbatch=1)
     for _ in range(50):
         pacing.observe({1: Effort(10, 1.0)}, {1})
     assert pacing.limit_seconds == pytest.approx(10.0)

@@ -25,7 +25,7 @@ from offbeat.records.metrics import summarize
 from offbeat.records.schema import RECORD_DECODER, RECORDS_ON_THE_WAY, Ended, Flow, Traffic
 from offbeat.records.traffic import BytesSent
 from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
-from offbeat.strategies.hub.hub_messages import Gradient
+from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.transports import wire
 from offbeat.transports.journal import Journal
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.messages import Buffers, Message, Stop, Stopped
 from offbeat.errors import ContractViolation
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 from offbeat.transports.transport import MESSAGE_BYTES_MAX
 from offbeat.transports.wire import (

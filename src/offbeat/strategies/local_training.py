@@ -29,7 +29,8 @@ from offbeat.core.optimizers import Optimizer, Stepper
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
 from offbeat.errors import ConfigurationError
-from offbeat.strategies.worker_node import HUB, WorkerNode
+from offbeat.strategies.server_node import HUB
+from offbeat.strategies.worker_node import WorkerNode
 
 DrawRange = tuple[int, int, int]
 """Draws from first to stop, and the oldest version at which one of their gradients was taken."""
@@ -144,7 +145,7 @@ class Values(Content, name="values"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LocalTraining:
     """How a learner works."""
 
     optimizer: Optimizer
@@ -204,14 +205,14 @@ class _Fragment:
 
 
 class LocalStepsWorker(WorkerNode):
-    def __init__(self, context: NodeContext, plan: Plan) -> None:
-        super().__init__(context, plan.patience_seconds)
-        self._plan = plan
+    def __init__(self, context: NodeContext, training: LocalTraining) -> None:
+        super().__init__(context, training.patience_seconds)
+        self._training = training
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
         self._stepper = self._fresh_stepper()
         self._mean = torch.empty_like(self._parameters)
-        self._accumulated = torch.zeros_like(self._parameters) if isinstance(plan.content, Gradients) else None
+        self._accumulated = torch.zeros_like(self._parameters) if isinstance(training.content, Gradients) else None
         self._copies = Pool()
         self._fragments = self._fresh_fragments()
         self._begun = False
@@ -233,11 +234,11 @@ class LocalStepsWorker(WorkerNode):
         self._scored = 0
 
     def _fresh_fragments(self) -> list[_Fragment]:
-        places = pieces(self._parameters.numel(), self._plan.fragments)
+        places = pieces(self._parameters.numel(), self._training.fragments)
         return [_Fragment(place, self._parameters[place].clone()) for place in places]
 
     def _fresh_stepper(self) -> Stepper:
-        return self._plan.optimizer.build(self._parameters, self._setup.layout)
+        return self._training.optimizer.build(self._parameters, self._setup.layout)
 
     def replica(self) -> Tensor | None:
         return self._parameters if self._begun else None
@@ -290,7 +291,7 @@ class LocalStepsWorker(WorkerNode):
 
     def _due(self, fragment: _Fragment) -> GlobalUpdate | None:
         """What is to be applied now: without a delay the newest; else the first that has all that is due in it."""
-        delay = self._plan.delay
+        delay = self._training.delay
         if delay is None or not fragment.marks:
             return fragment.held[-1] if fragment.held else None
         due = max((number for number, step, _ in fragment.marks if self._steps >= step + delay), default=None)
@@ -324,12 +325,12 @@ class LocalStepsWorker(WorkerNode):
         if self._computing or not self._begun or self._ending or self._waits():
             return
         self._computing = True
-        budget = self._room_for(Samples(self._plan.batch))
-        yield Compute(self._parameters, self._buffers, self._version, self._draw, budget, self._plan.microbatch)
+        budget = self._room_for(Samples(self._training.batch))
+        yield Compute(self._parameters, self._buffers, self._version, self._draw, budget, self._training.microbatch)
 
     def _waits(self) -> bool:
         """Whether it has come to the step at which something should have been merged that is not."""
-        delay = self._plan.delay
+        delay = self._training.delay
         if delay is None:
             return False
         return any(self._steps >= step + delay for fragment in self._fragments for _, step, _ in fragment.marks)
@@ -374,19 +375,23 @@ class LocalStepsWorker(WorkerNode):
 
     def _exchange_if_due(self) -> Iterator[Action]:
         """Send the fragment whose turn it is. Where link or hub do not keep up and nobody waits, the turn is passed."""
-        gives_up = self._broken_in_a_row == self._plan.nonfinite_max
-        due = -(-(self._turns + 1) * self._plan.every // self._plan.fragments)
+        gives_up = self._broken_in_a_row == self._training.nonfinite_max
+        due = -(-(self._turns + 1) * self._training.every // self._training.fragments)
         if self._steps < due and not gives_up:
             return
         self._turns += self._steps >= due
-        unanswered = len(self._fragments[self._exchange % self._plan.fragments].marks)
-        if self._plan.delay is None and not gives_up and max(self._in_flight, unanswered) >= self._plan.in_flight_max:
+        unanswered = len(self._fragments[self._exchange % self._training.fragments].marks)
+        if (
+            self._training.delay is None
+            and not gives_up
+            and max(self._in_flight, unanswered) >= self._training.in_flight_max
+        ):
             return
         self._in_flight += 1
         yield Send(HUB, self._progress())
 
     def _progress(self) -> LocalDelta:
-        index = self._exchange % self._plan.fragments
+        index = self._exchange % self._training.fragments
         fragment = self._fragments[index]
         change = self._change(fragment)
         samples = fragment.samples if change.numel() else 0
@@ -417,7 +422,7 @@ class LocalStepsWorker(WorkerNode):
         if self._accumulated is not None:
             change.copy_(self._accumulated[fragment.place])
             self._accumulated[fragment.place].zero_()
-        elif isinstance(self._plan.content, Values):
+        elif isinstance(self._training.content, Values):
             change.copy_(values)
         else:
             torch.sub(values, fragment.sent, out=change)

@@ -29,8 +29,7 @@ from offbeat.core.events import (
 from offbeat.core.messages import Buffers, Stop, Stopped
 from offbeat.core.sample_ledger import Range, SampleLedger
 from offbeat.core.strategy import Node, NodeContext, State
-
-HUB = 0
+from offbeat.strategies.server_node import HUB
 
 
 class WorkerNode(Node):

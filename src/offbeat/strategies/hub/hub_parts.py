@@ -9,7 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from offbeat.core.validation import require_positive
+from offbeat.core.actions import Budget, Samples
+from offbeat.core.optimizers import Optimizer
+from offbeat.core.validation import require_not_negative, require_positive
+from offbeat.strategies.server_node import ServerStrategy
 
 
 @dataclass(frozen=True)
@@ -115,3 +118,31 @@ class Every(Collect):
 
     def ready(self, census: Census) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class HubSettings(ServerStrategy):
+    """The fields of `Hub`: all that its nodes read."""
+
+    compute: Budget | Share | TargetBatch = Samples(256)
+    collect: Collect = AllWorkers()
+    waits: bool = True
+    """Whether a worker waits for an answer before it computes again."""
+    optimizer: Optimizer | None = None
+    microbatch: int = 16
+    staleness_max: int | None = None
+    damping: float = 0.0
+    in_flight_max: int = 2
+    nonfinite_max: int = 5
+    patience_seconds: float = 60.0
+    checkpoint_interval_seconds: float | None = None
+    """Where given, a lost worker sends everybody back to the last checkpoint; None: the others go on without it."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
+        require_positive(self, "checkpoint_interval_seconds")
+        require_not_negative(self, "staleness_max", "damping")
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return 0 if self.waits and self.collect.synchronous else self.staleness_max

@@ -7,7 +7,7 @@ depend on who was first. Otherwise each is added as it arrives, and nothing is h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,16 +19,13 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Reason, Update
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
-from offbeat.strategies.hub.hub_parts import Census, Every, Share, TargetBatch
-from offbeat.strategies.hub.work_sizing import Effort, Pacing, SharePacing, TargetPacing
+from offbeat.strategies.hub.hub_parts import Census, Every, HubSettings, Share, TargetBatch
+from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
+from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
 from offbeat.strategies.server_node import HUB, ServerNode, dropped
 
-if TYPE_CHECKING:
-    from offbeat.strategies.hub.hub_strategies import Hub
 
-
-class Collected:
+class PendingGradients:
     def __init__(self, in_rank_order: bool, memory: Tensor) -> None:
         """`memory` is where the sum is made; whoever lends it leaves it alone until `mean` has been used."""
         self._in_rank_order = in_rank_order
@@ -115,7 +112,7 @@ class Collected:
 class HubServer(ServerNode):
     timers: ClassVar[tuple[str, ...]] = ("update",)
 
-    def __init__(self, config: Hub, context: NodeContext) -> None:
+    def __init__(self, config: HubSettings, context: NodeContext) -> None:
         super().__init__(context, config.patience_seconds)
         self._config = config
         self._parameters = context.parameters.clone()
@@ -131,8 +128,8 @@ class HubServer(ServerNode):
         self._nonfinite_in_a_row: dict[int, int] = {}
         self._sum = torch.empty_like(self._parameters)
         """Where gradients are added up: one at a time, so one is enough."""
-        self._collected = Collected(config.collect.in_rank_order, self._sum)
-        self._pacing = _pacing(config)
+        self._collected = PendingGradients(config.collect.in_rank_order, self._sum)
+        self._sizing = _sizing(config)
         self._update_due = 0.0
 
     # Members
@@ -149,10 +146,10 @@ class HubServer(ServerNode):
         self._nonfinite_in_a_row[rank] = 0
 
     def _members_changed(self) -> None:
-        self._pacing.members_changed(self._live)
+        self._sizing.members_changed(self._live)
 
     def _welcome(self, rank: int) -> Message:
-        budget = self._pacing.budget(rank, self._live)
+        budget = self._sizing.budget(rank, self._live)
         return Welcome(self._snapshot, self._buffers, self._version, budget, *self._position(rank))
 
     def _forget(self, rank: int) -> None:
@@ -164,7 +161,7 @@ class HubServer(ServerNode):
 
     def _discard(self) -> list[Contribution]:
         unused = self._collected.contributions
-        self._collected = Collected(self._config.collect.in_rank_order, self._sum)
+        self._collected = PendingGradients(self._config.collect.in_rank_order, self._sum)
         return unused
 
     # Train
@@ -232,9 +229,9 @@ class HubServer(ServerNode):
             yield from self._update(at)
 
     def _update(self, at: float) -> Iterator[Action]:
-        collected, self._collected = self._collected, Collected(self._config.collect.in_rank_order, self._sum)
+        collected, self._collected = self._collected, PendingGradients(self._config.collect.in_rank_order, self._sum)
         self._reported.clear()
-        self._pacing.observe(collected.efforts, self._live)
+        self._sizing.observe(collected.efforts, self._live)
         if collected.samples:
             rate = self._stepper.step(collected.mean(), self._samples)
             self._buffers = collected.merged_buffers(self._buffers)
@@ -267,7 +264,7 @@ class HubServer(ServerNode):
         self._idle.clear()
 
     def _answer(self, rank: int) -> Send:
-        budget = self._pacing.budget(rank, self._live)
+        budget = self._sizing.budget(rank, self._live)
         message = Parameters(self._snapshot, self._buffers, self._version, budget)
         return Send(rank, message, supersedes="parameters")
 
@@ -283,7 +280,7 @@ class HubServer(ServerNode):
             "idle": sorted(self._idle),
             "nonfinite_in_a_row": {str(rank): count for rank, count in self._nonfinite_in_a_row.items()},
             "collected": self._collected.state(),
-            "pacing": self._pacing.state(),
+            "pacing": self._sizing.state(),
             "update_due": self._update_due,
         }
 
@@ -297,13 +294,13 @@ class HubServer(ServerNode):
         self._idle = set(state["idle"])
         self._nonfinite_in_a_row = {int(rank): count for rank, count in state["nonfinite_in_a_row"].items()}
         self._collected.restore(state["collected"])
-        self._pacing.restore(state["pacing"])
+        self._sizing.restore(state["pacing"])
         self._update_due = state["update_due"]
 
 
-def _pacing(config: Hub) -> Pacing:
+def _sizing(config: HubSettings) -> WorkSizing:
     if isinstance(config.compute, TargetBatch):
-        return TargetPacing(config.compute, config.microbatch)
+        return TargetBatchSizing(config.compute, config.microbatch)
     if isinstance(config.compute, Share):
-        return SharePacing(config.compute)
-    return Pacing(config.compute)
+        return ShareSizing(config.compute)
+    return WorkSizing(config.compute)

@@ -10,12 +10,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from offbeat.core.actions import Budget, Samples, Seconds
+from offbeat.core.actions import Samples, Seconds
 from offbeat.core.configuration import option
 from offbeat.core.optimizers import AMSGrad, Optimizer
 from offbeat.core.strategy import Node, NodeContext
-from offbeat.core.validation import check_types, require, require_not_negative, require_positive
-from offbeat.strategies.hub.hub_parts import AllWorkers, Collect, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.core.validation import check_types, require, require_positive
+from offbeat.strategies.hub.hub_parts import AllWorkers, Distinct, Every, HubSettings, Messages, Share, TargetBatch
 from offbeat.strategies.hub.hub_server import HubServer
 from offbeat.strategies.hub.hub_worker import HubWorker
 from offbeat.strategies.hub.restart_server import RestartServer
@@ -23,33 +23,10 @@ from offbeat.strategies.server_node import HUB, ServerStrategy
 
 
 @dataclass(frozen=True)
-class Hub(ServerStrategy):
+class Hub(HubSettings):
     """Rank 0 is the hub, all other ranks compute."""
 
     summary: ClassVar[str] = "one hub and its workers, composed from parts"
-
-    compute: Budget | Share | TargetBatch = Samples(256)
-    collect: Collect = AllWorkers()
-    waits: bool = True
-    """Whether a worker waits for an answer before it computes again."""
-    optimizer: Optimizer | None = None
-    microbatch: int = 16
-    staleness_max: int | None = None
-    damping: float = 0.0
-    in_flight_max: int = 2
-    nonfinite_max: int = 5
-    patience_seconds: float = 60.0
-    checkpoint_interval_seconds: float | None = None
-    """Where given, a lost worker sends everybody back to the last checkpoint; None: the others go on without it."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
-        require_positive(self, "checkpoint_interval_seconds")
-        require_not_negative(self, "staleness_max", "damping")
-
-    @property
-    def staleness_bound(self) -> int | None:
-        return 0 if self.waits and self.collect.synchronous else self.staleness_max
 
     def node(self, context: NodeContext) -> Node:
         if context.rank != HUB:

@@ -1,25 +1,74 @@
-"""A worker: computes gradients where the hub tells it to, and reports their sum.
+"""What hub and workers say to each other, besides Stop and Stopped.
 
-After a round it sends the gradient and then either waits for the answer or goes on with the newest parameters it has.
-How it joins the hub, loses it and ends stands in `follower.py`.
+hub → worker   Welcome      you have joined: the newest parameters, and where in your data to go on
+hub → worker   Parameters   newer parameters (to one that waits: compute at these)
+worker → hub   Gradient     a sum of gradients and how many samples are in it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import cast
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 from torch import Tensor
 
 from offbeat.core.actions import Action, Budget, Compute, Report, Seconds, Send
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.events import GradientReady, MessageArrived, StepReady
-from offbeat.core.messages import Buffers
+from offbeat.core.messages import Buffers, Message
+from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
 from offbeat.errors import ConfigurationError
 from offbeat.records.schema import Notice
-from offbeat.strategies.hub.hub_messages import Gradient, Parameters, Welcome
-from offbeat.strategies.worker_node import HUB, WorkerNode, pack
+from offbeat.strategies.server_node import HUB
+from offbeat.strategies.worker_node import WorkerNode, pack
+
+
+@dataclass(frozen=True)
+class Parameters(Message):
+    """`budget` is how much to compute at them: the limit travels with the parameters."""
+
+    values: ClassVar[tuple[str, ...]] = ("parameters",)
+
+    parameters: Tensor
+    buffers: Buffers
+    version: int
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """As `Parameters`, and the data position: go on at `draw`, but pass over `done`, which has arrived already."""
+
+    parameters: Tensor
+    buffers: Buffers
+    version: int
+    budget: Budget
+    draw: int
+    done: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Gradient(Message):
+    """`gradient` is the sum over `samples` samples, and empty where it was not finite."""
+
+    increments: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    gradient: Tensor
+    buffers: Buffers
+    samples: int
+    loss: float
+    version: int
+    draws: Range
+    seconds: float
+    finite: bool
+
+
+# A worker: computes gradients where the hub tells it to, and reports their sum.
+#
+# After a round it sends the gradient and then either waits for the answer or goes on with the newest parameters it has.
+# How it joins the hub, loses it and ends stands in `follower.py`.
 
 
 class HubWorker(WorkerNode):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,12 +23,10 @@ from offbeat.core.events import MessageArrived, PeerLost, TimerFired
 from offbeat.core.messages import Buffers
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Undone
-from offbeat.strategies.hub.hub_messages import Gradient
+from offbeat.strategies.hub.hub_parts import HubSettings
 from offbeat.strategies.hub.hub_server import HubServer
+from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.strategies.server_node import HUB
-
-if TYPE_CHECKING:
-    from offbeat.strategies.hub.hub_strategies import Hub
 
 ROUNDING = 1.0 - 1e-9
 """So much of an interval is one: sums of times are not exact, and an update that is due must not wait for the next."""
@@ -49,7 +47,7 @@ class _Checkpoint:
 class RestartServer(HubServer):
     timers = (*HubServer.timers, "missing")
 
-    def __init__(self, config: Hub, context: NodeContext) -> None:
+    def __init__(self, config: HubSettings, context: NodeContext) -> None:
         super().__init__(config, context)
         assert config.checkpoint_interval_seconds is not None
         self._interval_seconds = config.checkpoint_interval_seconds

@@ -30,7 +30,7 @@ class Effort:
     seconds: float
 
 
-class Pacing:
+class WorkSizing:
     """The same budget for every worker, always."""
 
     def __init__(self, budget: Budget) -> None:
@@ -52,7 +52,7 @@ class Pacing:
         pass
 
 
-class SharePacing(Pacing):
+class ShareSizing(WorkSizing):
     """A total split among the live workers as evenly as it goes, the remainder to the lowest ranks."""
 
     def __init__(self, share: Share) -> None:
@@ -64,7 +64,7 @@ class SharePacing(Pacing):
         return Samples(max(1, each + (ranks.index(rank) < rest)))
 
 
-class TargetPacing(Pacing):
+class TargetBatchSizing(WorkSizing):
     """One time limit for all, steered towards a batch size."""
 
     def __init__(self, target: TargetBatch, microbatch: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,19 +18,16 @@ from offbeat.core.events import MessageArrived, TimerFired
 from offbeat.core.flat import Layout, Slot, is_finite, renewed_buffers
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message, packed, unpacked
-from offbeat.core.optimizers import Stepper
+from offbeat.core.optimizers import Optimizer, Stepper
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Update
-from offbeat.strategies.local_steps.local_steps_parts import Everyone, Quorum
-from offbeat.strategies.local_training import Begin, GlobalUpdate, Gradients, LocalDelta, pieces
+from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
+from offbeat.strategies.local_training import Begin, GlobalUpdate, Gradients, LocalDelta, LocalTraining, pieces
 from offbeat.strategies.server_node import HUB, ServerNode
-
-if TYPE_CHECKING:
-    from offbeat.strategies.local_steps.local_steps_strategies import LocalSteps
 
 
 @dataclass
-class Entry:
+class PendingDelta:
     """All that one learner has sent since the last merge."""
 
     change: Tensor
@@ -40,9 +37,9 @@ class Entry:
     messages: int = 1
 
 
-class Collected:
+class PendingDeltas:
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, int], Entry] = {}
+        self.entries: dict[tuple[int, int], PendingDelta] = {}
         """(rank, incarnation) → what it sent"""
         self.contributions: list[Contribution] = []
 
@@ -52,7 +49,7 @@ class Collected:
         learner = (rank, incarnation)
         entry = self.entries.get(learner)
         if entry is None:
-            self.entries[learner] = Entry(message.change, message.samples, message.buffers, message.exchange)
+            self.entries[learner] = PendingDelta(message.change, message.samples, message.buffers, message.exchange)
             return
         if entry.samples and message.samples:
             entry.change = entry.change + message.change
@@ -116,12 +113,12 @@ class Collected:
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any]) -> Collected:
+    def restored(cls, state: dict[str, Any]) -> PendingDeltas:
         collected = cls()
         for saved in state["entries"]:
             rank, incarnation = saved["learner"]
             values = {name: value for name, value in saved.items() if name != "learner"}
-            collected.entries[rank, incarnation] = Entry(**{**values, "buffers": tuple(saved["buffers"])})
+            collected.entries[rank, incarnation] = PendingDelta(**{**values, "buffers": tuple(saved["buffers"])})
         collected.contributions = [Contribution(*entry) for entry in state["contributions"]]
         return collected
 
@@ -142,18 +139,21 @@ CYCLE_KEPT = 0.5
 
 
 class LocalStepsServer(ServerNode):
-    def __init__(self, config: LocalSteps, context: NodeContext) -> None:
-        super().__init__(context, config.patience_seconds)
-        self.timers = tuple(_timer(fragment) for fragment in range(config.fragments))  # type: ignore[misc]
-        self._config = config
+    def __init__(self, context: NodeContext, training: LocalTraining, merge: Merge, optimizer: Optimizer) -> None:
+        """`optimizer` steps here, with what the workers send; theirs is in `training`."""
+        super().__init__(context, training.patience_seconds)
+        self.timers = tuple(_timer(fragment) for fragment in range(training.fragments))  # type: ignore[misc]
+        self._training = training
+        self._merge = merge
+        self._optimizer = optimizer
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
         self._copies = Pool()
         self._whole: tuple[int, Tensor] = (0, self._parameters.clone())
         """The last copy of all parameters, and its version."""
-        self._places = pieces(self._parameters.numel(), config.fragments)
+        self._places = pieces(self._parameters.numel(), training.fragments)
         self._steppers = [self._stepper(context.layout, place) for place in self._places]
-        self._open: dict[int, Collected] = {}
+        self._open: dict[int, PendingDeltas] = {}
         """What waits to be merged: by the number of the exchange where all are waited for, otherwise by fragment."""
         self._exchange = 0
         """Where all are waited for: the exchange that is merged next."""
@@ -170,10 +170,10 @@ class LocalStepsServer(ServerNode):
         self._in_grace: set[int] = set()
 
     def _stepper(self, layout: Layout, place: slice) -> Stepper:
-        if self._config.fragments > 1:
+        if self._training.fragments > 1:
             numel = place.stop - place.start
             layout = Layout(layout.dtype, (Slot("fragment", (numel,), (1,), 0, numel),))
-        return self._config.outer_optimizer.build(self._parameters[place], layout)
+        return self._optimizer.build(self._parameters[place], layout)
 
     # Members
 
@@ -240,10 +240,10 @@ class LocalStepsServer(ServerNode):
             self._draws[rank].add(first, stop)
         self._time(at, rank, message.fragment)
         key = message.exchange if self._waits_for_all else message.fragment
-        self._open.setdefault(key, Collected()).add(rank, self._live[rank], message, self._version)
-        if message.broken_in_a_row >= self._config.nonfinite_max:
+        self._open.setdefault(key, PendingDeltas()).add(rank, self._live[rank], message, self._version)
+        if message.broken_in_a_row >= self._training.nonfinite_max:
             self._failure = (
-                f"worker {rank} reported {self._config.nonfinite_max} gradients in a row that were not finite; "
+                f"worker {rank} reported {self._training.nonfinite_max} gradients in a row that were not finite; "
                 "lower the learning rate, clip the gradient (clip_norm), or look at that worker's data"
             )
             yield from self._stop(at)
@@ -252,7 +252,7 @@ class LocalStepsServer(ServerNode):
 
     @property
     def _waits_for_all(self) -> bool:
-        return isinstance(self._config.merge, Everyone)
+        return isinstance(self._merge, Everyone)
 
     def _time(self, at: float, rank: int, fragment: int) -> None:
         heard_at = self._heard_at.setdefault(rank, {})
@@ -270,7 +270,7 @@ class LocalStepsServer(ServerNode):
         if self._waits_for_all:
             while self._exchange in self._open and self._live.items() <= self._open[self._exchange].entries.keys():
                 self._exchange += 1
-                yield from self._merge(at, self._exchange - 1)
+                yield from self._merge_now(at, self._exchange - 1)
                 if self._awaited is not None:
                     return
         else:
@@ -281,7 +281,7 @@ class LocalStepsServer(ServerNode):
 
         How long that is depends on the fastest cycle; before the first is over there is none.
         """
-        quorum = cast(Quorum, self._config.merge)
+        quorum = cast(Quorum, self._merge)
         entries = self._open[fragment].entries
         there = self._live.items() & entries.keys()
         if len(there) < quorum.size(len(self._live)) or not self._live:
@@ -290,7 +290,7 @@ class LocalStepsServer(ServerNode):
         cycles = [self._cycles[rank] for rank in self._live if rank in self._cycles]
         grace = quorum.grace * min(cycles, default=0.0)
         if len(there) == len(self._live) or round_again or grace == 0:
-            yield from self._merge(at, fragment)
+            yield from self._merge_now(at, fragment)
         elif fragment not in self._in_grace:
             self._in_grace.add(fragment)
             yield SetTimer(_timer(fragment), grace)
@@ -300,11 +300,11 @@ class LocalStepsServer(ServerNode):
         fragment = int(event.name.removeprefix(_GRACE))
         self._in_grace.discard(fragment)
         if self._awaited is None and fragment in self._open:
-            yield from self._merge(event.at, fragment)
+            yield from self._merge_now(event.at, fragment)
 
-    def _merge(self, at: float, key: int) -> Iterator[Action]:
+    def _merge_now(self, at: float, key: int) -> Iterator[Action]:
         collected = self._open.pop(key)
-        index = key % self._config.fragments
+        index = key % self._training.fragments
         if index in self._in_grace:
             self._in_grace.discard(index)
             yield ClearTimer(_timer(index))
@@ -318,11 +318,11 @@ class LocalStepsServer(ServerNode):
         else:
             yield from self._hand_out(index)
 
-    def _update(self, at: float, index: int, collected: Collected) -> Iterator[Action]:
+    def _update(self, at: float, index: int, collected: PendingDeltas) -> Iterator[Action]:
         mean = collected.mean()
         if not self._waits_for_all:  # the others' part of the step is left for when they come: two halves make one step
             mean.mul_(min(1.0, len(collected.learners) / len(self._live)))
-        gradient = mean if isinstance(self._config.content, Gradients) else mean.neg_()
+        gradient = mean if isinstance(self._training.content, Gradients) else mean.neg_()
         rate = self._steppers[index].step(gradient, self._samples)
         self._buffers = renewed_buffers(self._buffers, collected.buffers())
         self._version += 1
@@ -385,7 +385,7 @@ class LocalStepsServer(ServerNode):
         self._buffers = tuple(state["buffers"])
         for stepper, saved in zip(self._steppers, state["optimizers"], strict=True):
             stepper.restore(saved)
-        self._open = {int(key): Collected.restored(saved) for key, saved in state["open"].items()}
+        self._open = {int(key): PendingDeltas.restored(saved) for key, saved in state["open"].items()}
         self._exchange = state["exchange"]
         self._next = {int(rank): number for rank, number in state["next"].items()}
         self._early = {

@@ -16,7 +16,15 @@ from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_steps.local_steps_server import LocalStepsServer
-from offbeat.strategies.local_training import Content, Differences, Gradients, LocalStepsWorker, Plan, Values, soonest
+from offbeat.strategies.local_training import (
+    Content,
+    Differences,
+    Gradients,
+    LocalStepsWorker,
+    LocalTraining,
+    Values,
+    soonest,
+)
 from offbeat.strategies.server_node import HUB, ServerStrategy
 
 
@@ -62,14 +70,6 @@ class LocalSteps(ServerStrategy):
         )
 
     @property
-    def outer_optimizer(self) -> Optimizer:
-        """What steps on the hub."""
-        if isinstance(self.content, Gradients):
-            assert self.optimizer is not None
-            return self.optimizer
-        return self.outer
-
-    @property
     def staleness_bound(self) -> int | None:
         return 0 if self.delay == 0 and self.fragments == 1 and isinstance(self.merge, Everyone) else None
 
@@ -84,9 +84,7 @@ class LocalSteps(ServerStrategy):
             f"a model of {context.layout.numel} parameters cannot be sent in {self.fragments} fragments; "
             "lower fragments",
         )
-        if context.rank == HUB:
-            return LocalStepsServer(self, context)
-        plan = Plan(
+        training = LocalTraining(
             optimizer=self.optimizer,
             batch=self.batch,
             microbatch=self.microbatch,
@@ -98,7 +96,10 @@ class LocalSteps(ServerStrategy):
             nonfinite_max=self.nonfinite_max,
             patience_seconds=self.patience_seconds,
         )
-        return LocalStepsWorker(context, plan)
+        if context.rank != HUB:
+            return LocalStepsWorker(context, training)
+        outer = self.optimizer if isinstance(self.content, Gradients) else self.outer
+        return LocalStepsServer(context, training, self.merge, outer)
 
 
 # Local steps by name: thin frozen dataclasses with flat fields, each a choice of `LocalSteps` parts.

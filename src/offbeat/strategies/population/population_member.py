@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -22,11 +22,16 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Stepper
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
-from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalDelta, LocalParameters, LocalStepsWorker
-from offbeat.strategies.worker_node import HUB
-
-if TYPE_CHECKING:
-    from offbeat.strategies.population.population_strategies import Population
+from offbeat.strategies.local_training import (
+    Begin,
+    GlobalUpdate,
+    LocalDelta,
+    LocalParameters,
+    LocalStepsWorker,
+    LocalTraining,
+)
+from offbeat.strategies.population.population_parts import Rates, rate_factor
+from offbeat.strategies.server_node import HUB
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ def nested(tensors: Sequence[Tensor], shape: str) -> Any:
 
 
 class PopulationMember(LocalStepsWorker):
-    def __init__(self, config: Population, context: NodeContext) -> None:
-        self._config = config
+    def __init__(self, context: NodeContext, training: LocalTraining, rates: Rates) -> None:
+        self._rates = rates
         self._settings = context.rank
         """The rank whose settings these are: its own, until it takes another's place."""
         self._takeovers = 0
@@ -109,12 +114,11 @@ class PopulationMember(LocalStepsWorker):
         """Draws that were for what it was before, and of which the hub does not know."""
         self._in_vain = False
         """Whether the round that is under way belongs to what it was before."""
-        begins_with = config.initial.parameters(context.parameters, context.layout, context.random)
-        super().__init__(dataclasses.replace(context, parameters=begins_with), config.plan(context))
+        super().__init__(context, training)
 
     def _fresh_stepper(self) -> Stepper:
         stepper = super()._fresh_stepper()
-        stepper.rate_factor = self._config.rate_of(self._settings)
+        stepper.rate_factor = rate_factor(self._rates, self._settings)
         return stepper
 
     def _received(self, event: MessageArrived) -> Iterable[Action]:
@@ -193,4 +197,4 @@ class PopulationMember(LocalStepsWorker):
         self._taken_at = state["taken_at"]
         self._abandoned = [(first, stop) for first, stop in state["abandoned"]]
         self._in_vain = state["in_vain"]
-        self._stepper.rate_factor = self._config.rate_of(self._settings)
+        self._stepper.rate_factor = rate_factor(self._rates, self._settings)

@@ -53,6 +53,14 @@ class Better(Sources, name="better"):
         return [rank for rank, other in others.items() if other < score or not math.isfinite(score)]
 
 
+Rates = tuple[float, ...]
+
+
+def rate_factor(rates: Rates, rank: int) -> float:
+    """The factor on the learning rate of a rank; worker 0 is rank 1."""
+    return rates[rank - 1] if 1 <= rank <= len(rates) else 1.0
+
+
 class Initial(Family, ABC):
     """What the members begin with."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,16 +26,14 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.schedules import rate_at
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Notice, Update
-from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters
+from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters, LocalTraining
 from offbeat.strategies.population.population_member import Replace, Snapshot, SnapshotRequest
+from offbeat.strategies.population.population_parts import Rates, Sources, rate_factor
 from offbeat.strategies.server_node import HUB, ServerNode
-
-if TYPE_CHECKING:
-    from offbeat.strategies.population.population_strategies import Population
 
 
 @dataclass(frozen=True)
-class Standing:
+class MemberReport:
     """What a member was when it last reported."""
 
     parameters: Tensor
@@ -56,20 +54,30 @@ class Standing:
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any]) -> Standing:
+    def restored(cls, state: dict[str, Any]) -> MemberReport:
         return cls(**{**state, "buffers": tuple(state["buffers"])})
 
 
 class PopulationServer(ServerNode):
-    def __init__(self, config: Population, context: NodeContext) -> None:
-        super().__init__(context, config.patience_seconds)
-        self._config = config
+    def __init__(
+        self,
+        context: NodeContext,
+        training: LocalTraining,
+        sources: Sources,
+        preempt_above: float | None,
+        rates: Rates,
+    ) -> None:
+        super().__init__(context, training.patience_seconds)
+        self._training = training
+        self._sources = sources
+        self._preempt_above = preempt_above
+        self._rates = rates
         self._initial = context.parameters.clone()
-        self._standings: dict[int, Standing] = {}
+        self._standings: dict[int, MemberReport] = {}
         """rank → its last report that has a score"""
-        self._unscored: dict[int, Standing] = {}
+        self._unscored: dict[int, MemberReport] = {}
         """rank → its report that is being scored"""
-        self._queued: dict[int, Standing] = {}
+        self._queued: dict[int, MemberReport] = {}
         """rank → a newer one that came meanwhile"""
         self._scoring: dict[int, int] = {}
         """number of an evaluation → the rank it is of; they count down from -1, since others have versions"""
@@ -140,7 +148,7 @@ class PopulationServer(ServerNode):
         for part in parts:
             self._draws[rank].add(part.first, part.stop)
         samples = sum(part.stop - part.first for part in parts)
-        rate = self._config.rate_of(rank) * rate_at(self._config.learning_rate, self._samples)
+        rate = rate_factor(self._rates, rank) * rate_at(self._training.optimizer.lr or 0.0, self._samples)
         self._version += 1
         self._samples += samples
         yield Report(
@@ -163,7 +171,7 @@ class PopulationServer(ServerNode):
             yield from self._nothing_finite(at, rank, message)
             return
         self._blown_up[rank] = 0
-        standing = Standing(
+        standing = MemberReport(
             message.change,
             message.buffers,
             message.exchange,
@@ -183,16 +191,16 @@ class PopulationServer(ServerNode):
         if message.broken_in_a_row:
             self._blown_up[rank] += 1
             yield from self._rescue(rank, math.inf)
-        if all(self._blown_up[other] >= self._config.nonfinite_max for other in self._live):
+        if all(self._blown_up[other] >= self._training.nonfinite_max for other in self._live):
             self._failure = (
-                f"every worker has sent {self._config.nonfinite_max} reports in a row without a finite gradient; "
+                f"every worker has sent {self._training.nonfinite_max} reports in a row without a finite gradient; "
                 "lower the learning rate, or clip the gradient (clip_norm)"
             )
             yield from self._stop(at)
         else:
             yield self._acknowledge(rank, message.exchange)
 
-    def _measure(self, rank: int, standing: Standing) -> Iterator[Action]:
+    def _measure(self, rank: int, standing: MemberReport) -> Iterator[Action]:
         self._unscored[rank] = standing
         self._asked += 1
         self._scoring[-self._asked] = rank
@@ -212,7 +220,7 @@ class PopulationServer(ServerNode):
 
     # Answers
 
-    def _scored(self, at: float, rank: int, standing: Standing) -> Iterator[Action]:
+    def _scored(self, at: float, rank: int, standing: MemberReport) -> Iterator[Action]:
         here = self._live.get(rank) == standing.incarnation
         if self._awaited is not None or (here and standing.takeovers != self._takeovers[rank]):
             return  # it comes too late, or is of what the member was before it took another's place
@@ -225,9 +233,9 @@ class PopulationServer(ServerNode):
         """Let a member that does far worse than the best take its place."""
         here = [other for other, life in self._live.items() if self._has_reported(other, life)]
         best = self._best(here)
-        if self._config.preempt_above is None or best is None or best == rank or rank in self._failing:
+        if self._preempt_above is None or best is None or best == rank or rank in self._failing:
             return
-        highest = max(0.0, self._standings[best].score) * self._config.preempt_above
+        highest = max(0.0, self._standings[best].score) * self._preempt_above
         if score > highest > 0 or not math.isfinite(score):
             asked_before = best in self._failing.values()
             self._failing[rank] = best
@@ -242,9 +250,9 @@ class PopulationServer(ServerNode):
         nothing = self._initial.new_empty(0)
         return Send(rank, GlobalUpdate(nothing, (), self._version, 0, exchange, self._samples, len(self._live)))
 
-    def _answer(self, rank: int, standing: Standing) -> Send:
+    def _answer(self, rank: int, standing: MemberReport) -> Send:
         scores = {other: self._standings[other].score for other in self._live if other in self._standings}
-        sources = [self._standings[other] for other in self._config.sources.of(rank, scores)]
+        sources = [self._standings[other] for other in self._sources.of(rank, scores)]
         if not sources:
             return self._acknowledge(rank, standing.exchange)
         everyone = [standing, *sources]
@@ -317,7 +325,7 @@ class PopulationServer(ServerNode):
         super().restore(state)
         groups = {"standings": self._standings, "unscored": self._unscored, "queued": self._queued}
         for name, group in groups.items():
-            group.update({int(rank): Standing.restored(packed) for rank, packed in state[name].items()})
+            group.update({int(rank): MemberReport.restored(packed) for rank, packed in state[name].items()})
         self._scoring = {int(number): rank for number, rank in state["scoring"].items()}
         self._asked = state["asked"]
         self._takeovers = {int(rank): count for rank, count in state["takeovers"].items()}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.core.configuration import option
 from offbeat.core.optimizers import Optimizer
-from offbeat.core.schedules import Schedule
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_positive
-from offbeat.strategies.local_training import Plan, Values, soonest
+from offbeat.strategies.local_training import LocalTraining, Values, soonest
 from offbeat.strategies.population.population_member import PopulationMember
 from offbeat.strategies.population.population_parts import Better, Initial, Shuffled, Sources
 from offbeat.strategies.population.population_server import PopulationServer
@@ -58,19 +58,13 @@ class Population(ServerStrategy, name="population"):
         )
         return super().processes(workers)
 
-    def rate_of(self, rank: int) -> float:
-        """The factor on the learning rate of a rank; worker 0 is rank 1."""
-        return self.rates[rank - 1] if 1 <= rank <= len(self.rates) else 1.0
-
-    @property
-    def learning_rate(self) -> float | Schedule:
-        """What is known of the learning rate, for the records."""
-        return 0.0 if self.optimizer is None or self.optimizer.lr is None else self.optimizer.lr
-
-    def plan(self, context: NodeContext) -> Plan:
-        """How every member works."""
-        assert self.optimizer is not None, "Strategy.suited fills it in"
-        return Plan(
+    def node(self, context: NodeContext) -> Node:
+        require(
+            self.optimizer is not None,
+            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
+        )
+        assert self.optimizer is not None
+        training = LocalTraining(
             optimizer=self.optimizer,
             batch=self.batch,
             microbatch=self.microbatch,
@@ -81,10 +75,7 @@ class Population(ServerStrategy, name="population"):
             nonfinite_max=self.nonfinite_max,
             patience_seconds=self.patience_seconds,
         )
-
-    def node(self, context: NodeContext) -> Node:
-        require(
-            self.optimizer is not None,
-            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
-        )
-        return PopulationServer(self, context) if context.rank == HUB else PopulationMember(self, context)
+        if context.rank == HUB:
+            return PopulationServer(context, training, self.sources, self.preempt_above, self.rates)
+        initial = self.initial.parameters(context.parameters, context.layout, context.random)
+        return PopulationMember(dataclasses.replace(context, parameters=initial), training, self.rates)
