@@ -23,7 +23,7 @@ from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
 from offbeat.testing.transports import Probe
 from offbeat.transports import wire
-from offbeat.transports.mpi import MpiTransport, mpi_world, survives_losses
+from offbeat.transports.mpi import MpiTransport, is_fault_tolerant, mpi_world
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused
 
 KEPT = 4
@@ -201,7 +201,7 @@ def main(address: str) -> None:
     connections = []
     for purpose in ("receives", "rest"):
         connections.append(Client(address, "AF_UNIX", authkey=key))
-        say(connections[-1], rank.rank, purpose, os.getpid(), survives_losses())
+        say(connections[-1], rank.rank, purpose, os.getpid(), is_fault_tolerant())
     receives, rest = connections
     threading.Thread(target=serve_receives, args=(rank, receives), daemon=True).start()
     serve(rank, rest)

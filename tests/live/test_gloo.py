@@ -24,14 +24,13 @@ from offbeat.testing.transports import Probe, Watch
 from offbeat.transports import shared_memory as slots
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.rendezvous import (
-    Accepted,
     Address,
     Assignment,
     Call,
-    Conditions,
-    Hello,
+    CallRequest,
+    LinkAccepted,
+    LinkRequest,
     Listener,
-    Ready,
     request_assignment,
 )
 from offbeat.transports.shared_memory import SLOTS_MAX
@@ -202,15 +201,15 @@ def test_a_rank_that_is_no_neighbour_is_refused(ranks: Ranks) -> None:
 
 
 def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
-    heard: list[Hello] = []
+    heard: list[CallRequest] = []
 
-    def assignment(hello: Hello) -> Assignment | str:
-        heard.append(hello)
-        if hello.member == "unwanted":
+    def assignment(request: CallRequest) -> Assignment | str:
+        heard.append(request)
+        if request.member == "unwanted":
             return "there is no place left"
-        if hello.member == "broken":
+        if request.member == "broken":
             raise ZeroDivisionError("oh")
-        return Assignment(2 if hello.rank is None else hello.rank, 4, 12.5, b"plan")
+        return Assignment(2 if request.rank is None else request.rank, 4, 12.5, b"plan")
 
     hub = ranks.watch(0, [1, 2], assign=assignment)
     address = ranks.listener.address
@@ -222,7 +221,7 @@ def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
     joined = ranks.transports[-1].elapsed_at_join
     assert joined is not None
     assert joined[0] == 12.5
-    assert [(hello.purpose, hello.rank, hello.member) for hello in heard] == [
+    assert [(request.purpose, request.rank, request.member) for request in heard] == [
         ("assignment", None, "one"),
         ("link", 2, "one"),
     ]
@@ -585,10 +584,10 @@ def be_close_while_connecting(rank: int, rendezvous: Address) -> None:
     accepted, over = threading.Event(), threading.Event()
 
     def visit(call: Call) -> bool:
-        call.hear(Hello)
-        call.say(Conditions(Assignment(1, 2, 0.0, None)))
-        call.hear(Ready)
-        call.say(Accepted(0))
+        call.recv(CallRequest)
+        call.send(Assignment(1, 2, 0.0, None))
+        call.recv(LinkRequest)
+        call.send(LinkAccepted(0))
         accepted.set()
         over.wait()
         return False

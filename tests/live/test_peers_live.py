@@ -32,8 +32,8 @@ from offbeat.records.files import MemoryWriter, RunRecords, read_run
 from offbeat.records.metrics import of_kind, summarize
 from offbeat.records.schema import Dropped, Evaluation, Notice, Update
 from offbeat.strategies.gossip.peer import Peer
-from offbeat.transports.journal import JournalWriter
 from offbeat.transports.loopback import Loopback
+from offbeat.transports.remote_records import RemoteRecordWriter
 
 SCRIPT = """
 import sys, zlib
@@ -218,7 +218,7 @@ def test_what_is_recorded_before_the_clock_is_set_gets_the_time_of_the_run() -> 
 
 def test_a_second_keeper_of_records_gets_all_of_them_where_it_has_none() -> None:
     for whole in (False, True):
-        writer = JournalWriter(MemoryWriter(), whole)
+        writer = RemoteRecordWriter(MemoryWriter(), whole)
         writer.write(Notice(1.0, 1, "first"))
         assert len(list(writer.take(0))) == 1
         assert list(writer.take(0)) == []

@@ -23,7 +23,7 @@ from offbeat.live.clock import Clock
 from offbeat.live.rank_allocator import RankAllocator
 from offbeat.records.files import RankWriter, rank_file, read_rank
 from offbeat.records.schema import Notice
-from offbeat.transports.rendezvous import Assignment, Hello
+from offbeat.transports.rendezvous import Assignment, CallRequest
 
 Lines = list[tuple[int, str]]
 
@@ -167,8 +167,8 @@ def rank_allocator(is_elastic: bool) -> RankAllocator:
 
 
 def test_rank_0_is_taken_by_who_gives_out_ranks() -> None:
-    hello = Hello("assignment", None, "somebody")
-    told = rank_allocator(is_elastic=False)(hello)
+    request = CallRequest("assignment", None, "somebody")
+    told = rank_allocator(is_elastic=False)(request)
     assert isinstance(told, Assignment)
     assert told.rank == 2
 
@@ -177,8 +177,8 @@ def test_where_everybody_is_there_nobody_else_may_come_unless_the_run_may_grow()
     full, open_to_all = rank_allocator(is_elastic=False), rank_allocator(is_elastic=True)
     for each in (full, open_to_all):
         each.linked = lambda: frozenset({1, 2})
-    assert full(Hello("assignment", None, "somebody")) == "all of them are there"
-    told = open_to_all(Hello("assignment", None, "somebody"))
+    assert full(CallRequest("assignment", None, "somebody")) == "all of them are there"
+    told = open_to_all(CallRequest("assignment", None, "somebody"))
     assert isinstance(told, Assignment)
     assert told.rank == 3
 

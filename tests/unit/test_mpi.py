@@ -17,7 +17,7 @@ from offbeat.errors import ConfigurationError, ContractViolation
 from offbeat.transports import mpi, wire
 from offbeat.transports import mpi_link as mpi_links
 from offbeat.transports.link import WINDOW
-from offbeat.transports.mpi_link import Broken, Frame, Hello, LinkOptions, MpiLink, Operation, Word
+from offbeat.transports.mpi_link import ControlMessage, Frame, LinkBroken, LinkHello, LinkOptions, MpiLink, Operation
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost
 
 
@@ -54,7 +54,7 @@ class FakePort:
 
     def __init__(self) -> None:
         self.frames: list[Tensor] = []
-        self.words: list[Word] = []
+        self.words: list[ControlMessage] = []
         self.abandoned: list[object] = []
         self.operations: list[Slow] = []
         self.quick = True
@@ -64,7 +64,7 @@ class FakePort:
         self.operations.append(Slow(self.quick))
         return self.operations[-1]
 
-    def send_word(self, peer: int, word: Word) -> None:
+    def send_control(self, peer: int, word: ControlMessage) -> None:
         self.words.append(word)
 
     def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
@@ -166,7 +166,7 @@ def test_what_is_not_as_announced_raises_and_a_dropped_link_lets_go_of_everythin
     there.link.drop("nonsense")
     there.link.drop("again")
     assert there.came == [Joined(1, 0), Lost(1, 0, "nonsense")]
-    assert there.port.words == [Broken("nonsense")]
+    assert there.port.words == [LinkBroken("nonsense")]
     assert len(there.port.abandoned) == 1
     there.send(1)
     assert there.port.frames == []
@@ -187,7 +187,7 @@ def test_a_link_with_nothing_to_say_gives_signs_of_life() -> None:
 
 
 def test_both_sides_are_told_why_they_cannot_be_linked() -> None:
-    own, other, old = Hello(1, "a", 0.0), Hello(1, "b", 0.0), Hello(0, "a", 0.0)
+    own, other, old = LinkHello(1, "a", 0.0), LinkHello(1, "b", 0.0), LinkHello(0, "a", 0.0)
     assert mpi_links.refusal(0, own, 1, own) is None
     assert mpi_links.refusal(0, own, 1, other) == mpi_links.refusal(1, other, 0, own)
     assert "rank 1 has a different model: its fingerprint is b" in str(mpi_links.refusal(0, own, 1, other))
@@ -210,12 +210,12 @@ def test_without_a_library_of_mpi_the_same_line_is_named(monkeypatch: pytest.Mon
     class Rc:
         initialize = finalize = True
 
-    class Broken:
+    class LinkBroken:
         rc: Any = Rc()
 
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("cannot load MPI library\nand much more")
 
-    monkeypatch.setitem(sys.modules, "mpi4py", Broken())
+    monkeypatch.setitem(sys.modules, "mpi4py", LinkBroken())
     with pytest.raises(ConfigurationError, match=r"finds no MPI library .*type: pip install 'offbeat\[mpi\]'"):
         mpi.mpi_world()

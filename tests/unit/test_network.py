@@ -36,7 +36,7 @@ from offbeat.lab.network_test.plan import (
 from offbeat.lab.network_test.probe_ranks import GUEST, RankAllocator
 from offbeat.lab.network_test.result import Network, read_result, write_result
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.rendezvous import Assignment, Hello
+from offbeat.transports.rendezvous import Assignment, CallRequest
 from offbeat.transports.transport import Incoming, Transport
 
 SMALL = Probe(elements=1001, repeats=2)
@@ -347,7 +347,7 @@ def test_the_desk_hands_out_the_ranks_that_are_not_started_here() -> None:
     rank_allocator = RankAllocator(4, [0, 2])
 
     def come(member: str, rank: int | None = None) -> int | str:
-        answer = rank_allocator(Hello("assignment", rank, member))
+        answer = rank_allocator(CallRequest("assignment", rank, member))
         return answer.rank if isinstance(answer, Assignment) else answer
 
     assert [come(f"{GUEST}a"), come(f"{GUEST}b"), come(f"{GUEST}a")] == [1, 3, 1]

@@ -244,7 +244,7 @@ def test_under_a_launcher_the_process_takes_its_seat(
     probes: Probes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = RankInfo(0, 3, Address("127.0.0.1", 1), launcher="slurm")
-    monkeypatch.setattr(network_command, "seat_for", lambda transport: place)
+    monkeypatch.setattr(network_command, "read_rank_info_for", lambda transport: place)
     assert main(["network", "--quiet"]) == 0
     assert probes.asked[0][0] == place
     assert main(["network", "-n", "4", "--quiet"]) == 2

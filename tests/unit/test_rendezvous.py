@@ -18,11 +18,10 @@ from offbeat.transports.rendezvous import (
     Address,
     Assignment,
     Call,
-    Conditions,
-    Hello,
+    CallRequest,
     Listener,
-    Refusal,
     Rejected,
+    Rejection,
     Unreachable,
     dial,
     request_assignment,
@@ -50,8 +49,8 @@ def opened() -> Iterator[Open]:
 
 
 def tell_terms(call: Call) -> bool:
-    call.hear(Hello)
-    call.say(Conditions(TERMS))
+    call.recv(CallRequest)
+    call.send(TERMS)
     return False
 
 
@@ -195,7 +194,7 @@ def test_nothing_is_decoded_that_comes_without_the_token(opened: Open, monkeypat
 
     monkeypatch.setattr(rendezvous, "_DECODERS", Watched(rendezvous._DECODERS))
     listener = opened(b"secret")
-    hello = msgspec.msgpack.encode(Hello("assignment", 1))
+    hello = msgspec.msgpack.encode(CallRequest("assignment", 1))
     with socket.create_connection((listener.address.host, listener.address.port)) as visitor:
         visitor.sendall(struct.pack("!i", len(hello)) + hello)
         while visitor.recv(1024):
@@ -240,7 +239,7 @@ def test_a_visitor_that_goes_silent_after_the_token_has_limited_time(
 
     def visit(call: Call) -> bool:
         try:
-            call.hear(Hello)
+            call.recv(CallRequest)
         except Unreachable as error:
             ends.append(str(error))
         over.set()
@@ -258,7 +257,7 @@ def test_a_message_that_is_too_long_ends_the_call(opened: Open) -> None:
 
     def visit(call: Call) -> bool:
         try:
-            call.hear(Hello)
+            call.recv(CallRequest)
         except Unreachable as error:
             ends.append(str(error))
         over.set()
@@ -267,19 +266,19 @@ def test_a_message_that_is_too_long_ends_the_call(opened: Open) -> None:
     listener = opened(None, visit)
     with dial(listener.address, None) as call:
         with pytest.raises(ConfigurationError, match="at most 65536"):
-            call.say(Hello("assignment", None, member="x" * (1 << 16)))
+            call.send(CallRequest("assignment", None, member="x" * (1 << 16)))
         call._connection.send_bytes(b"x" * ((1 << 16) + 1))
         assert over.wait(60)
     assert ends == ["bad message length"]
 
 
-@pytest.mark.parametrize("words", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode(Conditions(TERMS))])
+@pytest.mark.parametrize("words", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode(TERMS)])
 def test_words_of_another_kind_end_the_call(opened: Open, words: bytes) -> None:
     over = threading.Event()
 
     def visit(call: Call) -> bool:
         with pytest.raises(Unreachable, match="something else than Hello came"):
-            call.hear(Hello)
+            call.recv(CallRequest)
         over.set()
         return False
 
@@ -316,7 +315,7 @@ def test_a_call_can_outlive_the_visit_and_be_ended_from_elsewhere(opened: Open) 
         assert stays.wait(60)
         threading.Timer(0.05, kept[0].close).start()
         with pytest.raises(Unreachable):
-            call.hear(Refusal)
+            call.recv(Rejection)
 
 
 # Asking for terms
@@ -356,8 +355,8 @@ def test_asking_waits_until_the_hub_is_there() -> None:
 
 def test_a_refusal_is_passed_on(opened: Open) -> None:
     def visit(call: Call) -> bool:
-        call.hear(Hello)
-        call.say(Refusal("there is no place left", True))
+        call.recv(CallRequest)
+        call.send(Rejection("there is no place left", True))
         return False
 
     with pytest.raises(RunFailed, match="there is no place left"):
@@ -365,11 +364,11 @@ def test_a_refusal_is_passed_on(opened: Open) -> None:
 
 
 def test_a_refusal_for_now_is_tried_again(opened: Open) -> None:
-    answers = iter([Refusal("not yet", False), Conditions(TERMS)])
+    answers = iter([Rejection("not yet", False), TERMS])
 
     def visit(call: Call) -> bool:
-        call.hear(Hello)
-        call.say(next(answers))
+        call.recv(CallRequest)
+        call.send(next(answers))
         return False
 
     listener = opened(None, visit)
@@ -386,13 +385,13 @@ sys.setswitchinterval(1e-6)
 import msgspec
 from offbeat.transports import rendezvous
 
-hello = msgspec.msgpack.encode(rendezvous.Hello("register", 1, door=rendezvous.Endpoint("here", 1, "door")))
+request = msgspec.msgpack.encode(rendezvous.CallRequest("register", 1, door=rendezvous.Endpoint("here", 1, "door")))
 together = threading.Barrier(8)
 
 
 def hear():
     together.wait()
-    assert rendezvous._DECODERS[rendezvous.Hello].decode(hello).listener.port == 1
+    assert rendezvous._DECODERS[rendezvous.CallRequest].decode(request).listener.port == 1
 
 
 threads = [threading.Thread(target=hear) for _ in range(8)]
@@ -403,4 +402,4 @@ for thread in threads:
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
     told = {kind for kind in vars(rendezvous).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
-    assert told - {msgspec.Struct, rendezvous.Endpoint, rendezvous.SlotTable} == rendezvous._DECODERS.keys()
+    assert told - {msgspec.Struct, rendezvous.SlotTable} == rendezvous._DECODERS.keys()

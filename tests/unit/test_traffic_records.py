@@ -22,12 +22,12 @@ from offbeat.records.comparison import Comparison, bytes_ratio
 from offbeat.records.curves import quality_over_bytes
 from offbeat.records.files import RunRecords
 from offbeat.records.metrics import summarize
-from offbeat.records.schema import RECORD_DECODER, RECORDS_ON_THE_WAY, Ended, Flow, Traffic
+from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, Traffic
 from offbeat.records.traffic import BytesSent
 from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
 from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.transports import wire
-from offbeat.transports.journal import Journal
+from offbeat.transports.remote_records import RecordLines
 
 END = Ended(at=20.0, bytes_sent=0, messages_sent=0, failure=None)
 
@@ -114,11 +114,11 @@ def test_after_resuming_counts_that_overlap_in_time_are_told_apart() -> None:
 
 
 def test_records_on_their_way_to_rank_0_are_traffic_but_not_training() -> None:
-    assert Journal.__name__ == RECORDS_ON_THE_WAY
-    records = [*accuracies([0.0, 0.9, 1.0], every=10.0), a_traffic(10.0, rank=1, Gradient=100, Journal=900), END]
+    assert RecordLines.__name__ == RECORD_LINES_KIND
+    records = [*accuracies([0.0, 0.9, 1.0], every=10.0), a_traffic(10.0, rank=1, Gradient=100, RecordLines=900), END]
     summary = summarize(run(records, engine="live"))
     assert summary.bytes_to_target == 100
-    assert list(summary.traffic) == ["Gradient", "Journal"]
+    assert list(summary.traffic) == ["Gradient", "RecordLines"]
     assert summary.bytes_received == 900
 
 

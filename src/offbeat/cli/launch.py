@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.live_board import Board
 from offbeat.cli.live_view import Lines, Quiet
-from offbeat.cli.mpi import become_mpirun
+from offbeat.cli.mpi import exec_mpirun
 from offbeat.cli.output import given_directory, new_directory
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
@@ -80,7 +80,7 @@ def launch(
         check_installed()
         directory, _ = _directory(script[0], out, overwrite, resume)
         wish = {"OFFBEAT_DIRECTORY": str(directory.absolute()), "OFFBEAT_RESUME": "1" if resume is not None else ""}
-        become_mpirun(processes, script, wish)
+        exec_mpirun(processes, script, wish)
     token = None if token_file is None else read_token(token_file)
     listener, address, token = open_listener(listen, token)
     with listener:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from offbeat.lab.worker_main import Live
 
 
-CALLED = "OFFBEAT_UNDER_MPIRUN"
+STARTED_BY_OFFBEAT = "OFFBEAT_UNDER_MPIRUN"
 """Set for processes of an mpirun that we have called, so that none of them calls it again."""
 
 
-def seat_for(transport: str) -> RankInfo:
+def read_rank_info_for(transport: str) -> RankInfo:
     """Where this process sits, if messages are to travel in this way.
 
     Under MPI it begins here: nobody gets through the beginning where a rank is missing, so nothing may fail before it.
@@ -33,12 +33,12 @@ def seat_for(transport: str) -> RankInfo:
     return place
 
 
-def complain(place: RankInfo, error: Exception) -> None:
+def say_of_rank(place: RankInfo, error: Exception) -> None:
     """What is wrong on another rank than 0 may be wrong there alone: a file that only some machines have."""
     say(f"rank {place.rank} on {socket.gethostname()}: {error}")
 
 
-def check_mpi(live: Live) -> None:
+def check_mpi_options(live: Live) -> None:
     """Refuse what only processes can be told that we start ourselves."""
     for name in ("listen", "token_file", "local_workers"):
         require(
@@ -49,12 +49,12 @@ def check_mpi(live: Live) -> None:
     check_installed()
 
 
-def become_mpirun(
+def exec_mpirun(
     processes: int, script: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
 ) -> NoReturn:
     """A script, or else the same command again, in so many processes. mpirun takes the place of this one."""
     require(
-        CALLED not in os.environ,
+        STARTED_BY_OFFBEAT not in os.environ,
         "mpirun has started this process, but does not say as which rank; use the mpirun of Open MPI or MPICH",
     )
     words = ["-P", "-m", "offbeat", *sys.argv[1:]] if script is None else script
@@ -62,4 +62,4 @@ def become_mpirun(
     sys.stdout.flush()
     sys.stderr.flush()
     # Each of many processes with a thread per core would only be in the others' way.
-    os.execve(command[0], command, {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {}), CALLED: "1"})
+    os.execve(command[0], command, {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {}), STARTED_BY_OFFBEAT: "1"})

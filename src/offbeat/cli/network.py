@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from offbeat.cli.mpi import seat_for
+from offbeat.cli.mpi import read_rank_info_for
 from offbeat.cli.network_view import Lines, Progress, progress, sentences, view
 from offbeat.cli.output import console, print_json, say
 from offbeat.core.configuration import from_plain
@@ -63,7 +63,7 @@ def network(
         require(ranks is None and listen is None, f"{words[0]} says who takes part; leave out -n and --listen")
         return _join(words, token, transport, options)
     probe = _probe(elements, repeats, message_bytes)
-    place = seat_for(transport)
+    place = read_rank_info_for(transport)
     damage = words if corrupt else None
     with progress(quiet or place.rank > 0) as told:
         if not place.alone:

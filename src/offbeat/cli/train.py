@@ -29,7 +29,7 @@ from offbeat.cli.flags import (
 )
 from offbeat.cli.live_view import watching
 from offbeat.cli.member import prepare
-from offbeat.cli.mpi import become_mpirun, check_mpi, complain, seat_for
+from offbeat.cli.mpi import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
 from offbeat.cli.resolve import checked, live_of, plan_from_file, plan_of
 from offbeat.cli.running import carry_out, places_of, present
 from offbeat.core.actions import Budget
@@ -70,7 +70,7 @@ def train(
     """What the words and flags describe, one run after the other."""
     told = given(flags, live_flags())
     live = live_of(told)
-    place = seat_for(live.transport)
+    place = read_rank_info_for(live.transport)
     require(
         "restarts" not in told[LIVE] or (place.alone and live.transport != "mpi"),
         "--restarts is for processes that are started and looked after here; leave it out",
@@ -82,8 +82,8 @@ def train(
     plan = _plan(words, told, place)
     _check_links(plan, told)
     if live.transport == "mpi" and place.alone:
-        check_mpi(live)
-        become_mpirun(_processes(plan))
+        check_mpi_options(live)
+        exec_mpirun(_processes(plan))
     for strategy in plan.strategies:
         local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if place.alone else ()
         check_faults(plan.cluster.faults, local, strategy.is_required)
@@ -187,8 +187,8 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
     directory, experiment = _to_go_on_with(directory, words, told, place)
     live = dataclasses.replace(read_live(directory), **_changed(told))
     if live.transport == "mpi" and place.alone:
-        check_mpi(live)
-        become_mpirun(experiment.strategy.processes(experiment.workers))
+        check_mpi_options(live)
+        exec_mpirun(experiment.strategy.processes(experiment.workers))
     with watching(experiment, output.quiet) as watcher:
         run = recorded(experiment, directory, live, watcher, place, resume=True)
     return present([run], output, directory, None)
@@ -208,15 +208,15 @@ def _accompany(
                 ended, leads = run()
                 led += [ended.records] if leads else []
             except RunFailed as failed:
-                complain(place, failed)
+                say_of_rank(place, failed)
         if led:
-            complain(place, RunFailed("rank 0 was lost; this is what is known here of how it went on without it"))
+            say_of_rank(place, RunFailed("rank 0 was lost; this is what is known here of how it went on without it"))
             there = all(run.directory is not None for run in led)
             directory = Path(resume or output.out or "") if there else Path()
             return present(led, dataclasses.replace(output, no_report=output.no_report or not there), directory, None)
     except ConfigurationError as error:
         if place.first_here:  # on the machine of rank 0 it says the same; elsewhere a file may be missing
-            complain(place, error)
+            say_of_rank(place, error)
         return 2
     return 0
 

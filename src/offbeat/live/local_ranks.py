@@ -37,8 +37,8 @@ from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, writ
 from offbeat.records.schema import RECORD_DECODER, RunHeader
 from offbeat.strategies.compressed_node import node_of
 from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.journal import Journal, JournalWriter
 from offbeat.transports.loopback import Loopback
+from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.rendezvous import Listener
 from offbeat.transports.transport import Transport
 from offbeat.version import __version__
@@ -294,7 +294,7 @@ class LocalRanks:
         """Where the records of a rank go."""
         directory = self.place.directory
         if self.options.journal or (self.place.member and directory is None):
-            return JournalWriter(self.memory, whole=not self.place.member)
+            return RemoteRecordWriter(self.memory, whole=not self.place.member)
         if directory is None:
             return self.memory
         begins = rank == 0 and self.options.header is None and self.saved is None and self.place.life == 0
@@ -311,7 +311,7 @@ class LocalRanks:
             node.restore(self.saved.node)
         return writer
 
-    def _journalled(self, rank: int, journal: Journal) -> None:
+    def _journalled(self, rank: int, journal: RecordLines) -> None:
         if self.place.directory is not None:
             with RankWriter(self.place.directory, rank) as writer:
                 for line in journal.lines:

@@ -49,8 +49,8 @@ from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
 from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
-from offbeat.transports.journal import Journal, JournalWriter
 from offbeat.transports.link import CLOSED
+from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
 
 
@@ -161,7 +161,7 @@ class NodeRunner:
         load: Callable[[Tensor, Buffers], None] | None = None,
         evaluate: Measure | None = None,
         induced: InjectedDelay | None = None,
-        on_journal: Callable[[int, Journal], None] | None = None,
+        on_journal: Callable[[int, RecordLines], None] | None = None,
         device: torch.device | None = None,
         irreplaceable: Iterable[int] = (),
         returned: bool = False,
@@ -491,7 +491,7 @@ class NodeRunner:
         if self._known.get(arrived.source) != arrived.incarnation:
             return  # held up for so long that its link is gone
         self._traffic.received(weigh(message, arrived.nbytes))
-        if isinstance(message, Journal):
+        if isinstance(message, RecordLines):
             if self._on_journal is not None:
                 self._on_journal(arrived.source, message)
             return
@@ -656,7 +656,7 @@ class NodeRunner:
 
     def _flush_journal(self) -> None:
         keeper = self._keeper()
-        if isinstance(self._writer, JournalWriter) and keeper is not None:
+        if isinstance(self._writer, RemoteRecordWriter) and keeper is not None:
             self._flushed_at = self.clock.now()
             for journal in self._writer.take(keeper):
                 self._transport.send(keeper, self._known[keeper], journal, f"{JOURNAL}{next(self._numbers)}")
@@ -669,7 +669,7 @@ class NodeRunner:
 
     def _end_journal(self) -> None:
         """Before Stopped, which is the last that rank 0 waits for."""
-        if isinstance(self._writer, JournalWriter):
+        if isinstance(self._writer, RemoteRecordWriter):
             ended = self.ended_record()
             self._record_traffic(ended.at)
             self._record_link_use(ended.at)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.live.clock import Clock
-from offbeat.transports.rendezvous import Assignment, Hello
+from offbeat.transports.rendezvous import Assignment, CallRequest
 
 RESERVED_SECONDS = 60.0
 """For so long a rank is kept for a member that has asked for the terms but has not come yet."""
@@ -32,13 +32,13 @@ class RankAllocator:
     _members: dict[str, tuple[int, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, hello: Hello) -> Assignment | str:
+    def __call__(self, request: CallRequest) -> Assignment | str:
         with self._lock:
-            rank = hello.rank if hello.rank is not None else self._rank_for(hello.member, self.linked())
+            rank = request.rank if request.rank is not None else self._rank_for(request.member, self.linked())
             if rank is None:
                 return self.full
-            if hello.rank is None or hello.member:
-                self._members[hello.member] = rank, time.monotonic()
+            if request.rank is None or request.member:
+                self._members[request.member] = rank, time.monotonic()
         return Assignment(rank, self.processes, self.clock.now(), self.experiment)
 
     def _rank_for(self, member: str, linked: frozenset[int]) -> int | None:

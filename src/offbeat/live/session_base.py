@@ -24,7 +24,7 @@ from offbeat.core.validation import check_instance, require
 from offbeat.launch import RankInfo, read_rank_info
 from offbeat.live.local_ranks import LocalRanks, SessionOptions
 from offbeat.live.node_runner import LiveRound, Ready
-from offbeat.live.signals import defer_signals, install_sigterm_handler, leave_at_once
+from offbeat.live.signals import defer_signals, exit_without_finalize, install_sigterm_handler
 from offbeat.live.user_code import Evaluation, measure_with
 from offbeat.records.files import RunRecords, read_rank, read_run
 from offbeat.records.metrics import Summary, summarize
@@ -126,7 +126,7 @@ class SessionBase(ABC):
             self._heeded()
             self._close(LINGER_SECONDS if error is None or asked else 0.5, error)
             if error is not None and self._ranks.place.transport == "mpi":
-                leave_at_once()
+                exit_without_finalize()
         if error is None:
             for participant in self._ranks.participants.values():
                 participant.check()

@@ -30,7 +30,7 @@ def install_sigterm_handler(place: RankInfo, is_main: bool) -> Callable[[], None
     if ours or elsewhere or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return lambda: None
 
-    fragile = place.transport == "mpi" and not _survives_losses()
+    fragile = place.transport == "mpi" and not _is_fault_tolerant()
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asking once is enough
@@ -66,17 +66,17 @@ def defer_signals() -> Iterator[None]:
             before[number](number, frame)
 
 
-def leave_at_once() -> None:
+def exit_without_finalize() -> None:
     """A process that fails under MPI does not wait for the others at its exit."""
     from offbeat.transports import mpi
 
-    mpi.leave_at_once()
+    mpi.exit_without_finalize()
 
 
-def _survives_losses() -> bool:
-    from offbeat.transports.mpi import survives_losses
+def _is_fault_tolerant() -> bool:
+    from offbeat.transports.mpi import is_fault_tolerant
 
-    return survives_losses()
+    return is_fault_tolerant()
 
 
 def _sentence(place: RankInfo, fragile: bool) -> str:

@@ -166,7 +166,7 @@ class Traffic(Record, frozen=True, tag="traffic"):
     received: dict[str, Flow]
 
 
-RECORDS_ON_THE_WAY = "Journal"
+RECORD_LINES_KIND = "RecordLines"
 """The kind of message in which records travel where no disk is shared: traffic, but not for the sake of training."""
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from offbeat.records.files import RunRecords
-from offbeat.records.schema import RECORDS_ON_THE_WAY, Flow, Traffic
+from offbeat.records.schema import RECORD_LINES_KIND, Flow, Traffic
 
 
 def counts(run: RunRecords) -> list[list[Traffic]]:
@@ -53,7 +53,7 @@ class BytesSent:
 
 
 def _for_training(record: Traffic) -> int:
-    return sum(flow.bytes for kind, flow in record.sent.items() if kind != RECORDS_ON_THE_WAY)
+    return sum(flow.bytes for kind, flow in record.sent.items() if kind != RECORD_LINES_KIND)
 
 
 def _value_at(seconds: float, times: list[float], totals: list[int]) -> float:

@@ -38,19 +38,17 @@ from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation, OffbeatError
 from offbeat.transports.link import Channel, Link, LinkOptions
 from offbeat.transports.rendezvous import (
-    Accepted,
     Address,
     Assignment,
     Call,
-    Conditions,
+    CallRequest,
     Endpoint,
-    Entry,
-    Found,
-    Hello,
+    LinkAccepted,
+    LinkRequest,
     Listener,
-    Ready,
-    Refusal,
     Rejected,
+    Rejection,
+    StoreEntry,
     Unreachable,
     back_off,
     dial,
@@ -99,11 +97,11 @@ class PairStore(dist.Store):  # type: ignore[name-defined, misc]
     def set(self, key: str, value: str | bytes) -> None:
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = raw
-        self._call.say(Entry(key, raw))
+        self._call.send(StoreEntry(key, raw))
 
     def get(self, key: str) -> bytes:
         while key not in self._known:
-            entry = self._call.hear(Entry)
+            entry = self._call.recv(StoreEntry)
             self._known[entry.key] = entry.value
         return self._known[key]
 
@@ -286,7 +284,7 @@ class GlooTransport(Transport):
         token: bytes | None,
         fingerprint: str,
         member: str = "",
-        assign: Callable[[Hello], Assignment | str] | None = None,
+        assign: Callable[[CallRequest], Assignment | str] | None = None,
         first_incarnation: int = 0,
         is_peer: Callable[[int], bool] = lambda rank: False,
         silence_seconds: float = SILENCE_SECONDS,
@@ -307,7 +305,7 @@ class GlooTransport(Transport):
         self._fingerprint = fingerprint
         self._member = member
         self._assign = assign or self._default_assignment
-        self._manner = LinkOptions(silence_seconds, message_bytes_max, chunk_bytes, checksum)
+        self._options = LinkOptions(silence_seconds, message_bytes_max, chunk_bytes, checksum)
         self._shares = shared_memory
         self._incoming: SimpleQueue[Incoming | ContractViolation | None] = SimpleQueue()
         self._woken = False
@@ -426,7 +424,7 @@ class GlooTransport(Transport):
             incarnation,
             channel,
             name=f"offbeat link {self.rank}-{peer}",
-            options=self._manner,
+            options=self._options,
             pool=self.pool,
             deliver=self._incoming.put,
             on_end=self._ended,
@@ -443,7 +441,7 @@ class GlooTransport(Transport):
                     self._incoming.put(Joined(peer, incarnation))
                     break
             old.drop(f"rank {peer} came again")
-            if not old.ended.wait(self._manner.silence_seconds + 1.0):
+            if not old.ended.wait(self._options.silence_seconds + 1.0):
                 break
         if self._links.get(peer) is not link:
             channel.break_off()
@@ -463,43 +461,43 @@ class GlooTransport(Transport):
     def _visit(self, call: Call) -> bool:
         """Somebody who holds the token; True if the call is to stay open."""
         try:
-            hello = call.hear(Hello)
-            if hello.version != WIRE_VERSION:
+            request = call.recv(CallRequest)
+            if request.version != WIRE_VERSION:
                 raise Rejected(
                     f"rank {self.rank} speaks version {WIRE_VERSION} of the wire, but this process version "
-                    f"{hello.version}; install the same offbeat everywhere"
+                    f"{request.version}; install the same offbeat everywhere"
                 )
-            call.say(Conditions(self._decide(hello)))
-            if hello.purpose == "link":
-                self._visit_for_link(call, hello)
-            elif hello.purpose == "register":
-                return self._visit_to_register(call, hello)
-            elif hello.purpose == "ask":
-                call.say(Found(self._look_up(hello.about)))
+            call.send(self._decide(request))
+            if request.purpose == "link":
+                self._visit_for_link(call, request)
+            elif request.purpose == "register":
+                return self._visit_to_register(call, request)
+            elif request.purpose == "lookup":
+                call.send(self._look_up(request.about))
         except Rejected as error:
-            call.say(Refusal(str(error), error.final))
+            call.send(Rejection(str(error), error.final))
         return False
 
-    def _decide(self, hello: Hello) -> Assignment:
+    def _decide(self, request: CallRequest) -> Assignment:
         try:
-            assignment = self._assign(hello)
+            assignment = self._assign(request)
         except Exception as error:
-            _log.exception("no terms could be found for %s", hello)
+            _log.exception("no terms could be found for %s", request)
             raise Rejected(f"rank {self.rank} failed to answer: {type(error).__name__}: {error}") from error
         if isinstance(assignment, str):
             raise Rejected(assignment)
-        if hello.purpose != "assignment" and assignment.rank != hello.rank:
-            raise Rejected(f"rank {hello.rank} came, but is to be rank {assignment.rank}; ask for the terms first")
+        if request.purpose != "assignment" and assignment.rank != request.rank:
+            raise Rejected(f"rank {request.rank} came, but is to be rank {assignment.rank}; ask for the terms first")
         return assignment
 
-    def _default_assignment(self, hello: Hello) -> Assignment | str:
-        if hello.rank is None:
+    def _default_assignment(self, request: CallRequest) -> Assignment | str:
+        if request.rank is None:
             return f"rank {self.rank} gives out no ranks; say which one this process is to be"
-        return Assignment(hello.rank, self.processes, 0.0, None)
+        return Assignment(request.rank, self.processes, 0.0, None)
 
-    def _visit_for_link(self, call: Call, hello: Hello) -> None:
-        peer = hello.rank
-        ready = call.hear(Ready)
+    def _visit_for_link(self, call: Call, request: CallRequest) -> None:
+        peer = request.rank
+        ready = call.recv(LinkRequest)
         late = peer is not None and peer >= self.processes and self._is_peer(peer)
         if peer is None or not (late or peer in self.peers) or peer < self.rank:
             raise Rejected(f"rank {peer} is no neighbour of rank {self.rank}; give every rank the same strategy")
@@ -508,10 +506,10 @@ class GlooTransport(Transport):
                 f"rank {peer} has a different model: its fingerprint is {ready.fingerprint}, that of rank {self.rank} "
                 f"is {self._fingerprint}; every rank must build the same model"
             )
-        if ready.chunk_bytes != self._manner.chunk_bytes:
+        if ready.chunk_bytes != self._options.chunk_bytes:
             raise Rejected(
                 f"rank {peer} sends in chunks of {ready.chunk_bytes} bytes, but rank {self.rank} of "
-                f"{self._manner.chunk_bytes}; give every rank the same chunk_bytes"
+                f"{self._options.chunk_bytes}; give every rank the same chunk_bytes"
             )
         with self._lock:
             incarnation = max(self._next.get(peer, self._first), ready.incarnation_min)
@@ -523,7 +521,7 @@ class GlooTransport(Transport):
                 if ready.slot_table is not None and self._may_share(call):
                     shared.accept(ready.slot_table)
                     slot_table = shared.offer()
-                call.say(Accepted(incarnation, slot_table))
+                call.send(LinkAccepted(incarnation, slot_table))
                 channel = self._channel(call, 0)
             self._welcome(peer, incarnation, channel, shared)
 
@@ -547,19 +545,19 @@ class GlooTransport(Transport):
     def _channel(self, call: Call, place: int) -> GlooChannel:
         call.commit()
         try:
-            return GlooChannel(call, place, self._manner.silence_seconds)
+            return GlooChannel(call, place, self._options.silence_seconds)
         except RuntimeError as error:  # the other side died while both were connecting
             raise Unreachable(str(error)) from None
 
-    def _visit_to_register(self, call: Call, hello: Hello) -> bool:
-        if hello.listener is None or hello.rank is None or not 0 < hello.rank < self.processes:
-            raise Rejected(f"rank {hello.rank} cannot be registered")
+    def _visit_to_register(self, call: Call, request: CallRequest) -> bool:
+        if request.listener is None or request.rank is None or not 0 < request.rank < self.processes:
+            raise Rejected(f"rank {request.rank} cannot be registered")
         with self._lock:
             if self._closing.is_set():
                 return False
-            before = self._registered.get(hello.rank)
+            before = self._registered.get(request.rank)
             call.keep()
-            self._registered[hello.rank] = (hello.listener, call)
+            self._registered[request.rank] = (request.listener, call)
         if before is not None:
             before[1].close()
         return True
@@ -611,21 +609,21 @@ class GlooTransport(Transport):
         if peer == 0:
             return Endpoint(self._rendezvous.host, self._rendezvous.port, "")
         with self._own_call(self._rendezvous) as call:
-            self._greet(call, Hello("ask", self.rank, self._member, about=peer), to_desk=True)
-            listener = call.hear(Found).listener
+            self._greet(call, CallRequest("lookup", self.rank, self._member, about=peer), to_desk=True)
+            listener = call.recv(Endpoint)
         if listener.name == gone:
             raise Rejected(f"rank {peer} has left", final=False)
         return listener
 
     def _connect(self, peer: int, address: Address) -> Link | None:
         with self._own_call(address) as call:
-            self._greet(call, Hello("link", self.rank, self._member), to_desk=peer == 0)
+            self._greet(call, CallRequest("link", self.rank, self._member), to_desk=peer == 0)
             shared = Shared()
             with self._becomes_link(call):
                 with shared.meeting():
                     slot_table = shared.offer() if self._may_share(call) else None
-                    call.say(Ready(self._fingerprint, self._next[peer], self._manner.chunk_bytes, slot_table))
-                    accepted = call.hear(Accepted)
+                    call.send(LinkRequest(self._fingerprint, self._next[peer], self._options.chunk_bytes, slot_table))
+                    accepted = call.recv(LinkAccepted)
                     if accepted.slot_table is not None and slot_table is not None:
                         shared.accept(accepted.slot_table)
                     channel = self._channel(call, 1)
@@ -639,10 +637,10 @@ class GlooTransport(Transport):
                 with self._own_call(self._rendezvous) as call:
                     listener = self._open_door(call.local_host)
                     endpoint = Endpoint(listener.address.host, listener.address.port, listener.name)
-                    self._greet(call, Hello("register", self.rank, self._member, listener=endpoint), to_desk=True)
+                    self._greet(call, CallRequest("register", self.rank, self._member, listener=endpoint), to_desk=True)
                     pauses = back_off()
                     call.keep()
-                    call.hear(Refusal)
+                    call.recv(Rejection)
             except Exception as error:
                 if self._give_up(0, error):
                     return
@@ -672,8 +670,8 @@ class GlooTransport(Transport):
                 with self._lock:
                     self._calls.discard(call)
 
-    def _greet(self, call: Call, hello: Hello, to_desk: bool) -> None:
-        call.say(hello)
-        assignment = call.hear(Conditions).assignment
+    def _greet(self, call: Call, request: CallRequest, to_desk: bool) -> None:
+        call.send(request)
+        assignment = call.recv(Assignment)
         if to_desk:
             self.elapsed_at_join = (assignment.elapsed_seconds, time.monotonic())

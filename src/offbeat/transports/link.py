@@ -98,7 +98,7 @@ class Link:
         """Whether the other end said goodbye."""
         self.ended = threading.Event()
         self._channel = channel
-        self._manner = options
+        self._options = options
         self._pool = pool
         self._deliver = deliver
         self._on_end = on_end
@@ -250,7 +250,7 @@ class Link:
         """Receive one message; False after a goodbye."""
         while True:
             self._channel.receive([self._raw])
-            head = wire.read_head(self._raw, self._manner.message_bytes_max)
+            head = wire.read_head(self._raw, self._options.message_bytes_max)
             self._hear(head.taken)
             if head.kind == wire.GOODBYE:
                 return False
@@ -286,7 +286,7 @@ class Link:
 
     def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Pieces small enough that none takes as long as a silent peer is given. Both ends cut in the same places."""
-        nbytes = self._manner.chunk_bytes
+        nbytes = self._options.chunk_bytes
         for tensor in tensors:
             for first in range(0, tensor.numel(), nbytes):
                 yield tensor[first : first + nbytes]
@@ -324,7 +324,7 @@ class Link:
                     return self._outbox.popleft()
                 if self._finishing or self.why is not None:
                     return None
-                if self._ack_due or not self._changed.wait(self._manner.silence_seconds / 4):
+                if self._ack_due or not self._changed.wait(self._options.silence_seconds / 4):
                     self._busy = True
                     return ()
 
@@ -360,7 +360,7 @@ class Link:
     def _encoded(self, message: Message) -> wire.Encoded | None:
         """The message as bytes; who sent what cannot be that gets to know, and the link lives on."""
         try:
-            return wire.encode(message, self._manner.checksum)
+            return wire.encode(message, self._options.checksum)
         except ContractViolation as error:
             self._deliver(error)
             return None

@@ -37,27 +37,27 @@ from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency
 from offbeat.transports.link import CLOSED
 from offbeat.transports.mpi_link import (
+    CONTROL_BYTES_MAX,
     INCARNATION,
-    WORD_BYTES_MAX,
-    Broken,
+    ControlMessage,
     Frame,
-    Hello,
+    LinkBroken,
+    LinkHello,
     LinkOptions,
     MpiLink,
     Operation,
-    Word,
-    read_word,
+    decode_control,
+    encode_control,
     refusal,
-    write_word,
 )
-from offbeat.transports.mpi_thread import DIED, Library
+from offbeat.transports.mpi_runtime import DIED, MpiRuntime
 from offbeat.transports.transport import MESSAGE_BYTES_MAX, SILENCE_SECONDS, Arrived, Incoming, Refused, Transport
 from offbeat.transports.wire import WIRE_VERSION, WireError, encode
 
 _log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_begun: list[Library] = []
+_begun: list[MpiRuntime] = []
 
 
 def mpi_world() -> tuple[int, int]:
@@ -74,9 +74,9 @@ def check_installed() -> None:
         raise MissingDependency("MPI", "mpi4py", "mpi") from None
 
 
-def survives_losses() -> bool:
+def is_fault_tolerant() -> bool:
     """Whether the others go on when a rank dies: that is so under `mpirun --with-ft ulfm` of Open MPI."""
-    return _library().tolerant
+    return _library().is_fault_tolerant
 
 
 def lost_ranks() -> frozenset[int]:
@@ -89,16 +89,16 @@ def dead_ranks() -> frozenset[int]:
     return frozenset(_library().failed)
 
 
-def leave_at_once() -> None:
+def exit_without_finalize() -> None:
     """This process ends because something is wrong: it is not to wait for the others at its exit."""
     for library in _begun:
-        library.hasty = True
+        library.skip_finalize = True
 
 
-def _library() -> Library:
+def _library() -> MpiRuntime:
     with _lock:
         if not _begun:
-            _begun.append(Library(_load()))
+            _begun.append(MpiRuntime(_load()))
         return _begun[0]
 
 
@@ -169,7 +169,7 @@ class MpiTransport(Transport):
         options = LinkOptions(silence_seconds, message_bytes_max, checksum)
         self._links = {peer: MpiLink(peer, self, options, self.pool, self._incoming.put) for peer in self.peers}
         self._library = library
-        self._word_tag, self.frame_tag = library.new_tags()
+        self._control_tag, self.frame_tag = library.new_tags()
         library.serve(self)
 
     # What the contract asks for
@@ -228,9 +228,9 @@ class MpiTransport(Transport):
     def send_frame(self, peer: int, memory: Tensor) -> Operation:
         return self._library.send(peer, self.frame_tag, memory)
 
-    def send_word(self, peer: int, word: Word) -> None:
+    def send_control(self, peer: int, word: ControlMessage) -> None:
         with suppress(ConnectionError):
-            self._library.abandon(peer, [self._library.send(peer, self._word_tag, write_word(word))], ())
+            self._library.abandon(peer, [self._library.send(peer, self._control_tag, encode_control(word))], ())
 
     def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
         self._library.abandon(peer, operations, frames)
@@ -336,14 +336,14 @@ class MpiTransport(Transport):
         self.died(self._library.failed)
         for peer in self.peers:
             if peer < self.rank:
-                self.send_word(peer, self._hello())
+                self.send_control(peer, self._hello())
 
-    def _hello(self) -> Hello:
-        return Hello(WIRE_VERSION, self._fingerprint, self._elapsed() if self.rank == 0 else 0.0)
+    def _hello(self) -> LinkHello:
+        return LinkHello(WIRE_VERSION, self._fingerprint, self._elapsed() if self.rank == 0 else 0.0)
 
     def _read_words(self) -> None:
-        for frame in self._library.frames(self._word_tag):
-            if frame.nbytes > WORD_BYTES_MAX:
+        for frame in self._library.frames(self._control_tag):
+            if frame.nbytes > CONTROL_BYTES_MAX:
                 self._library.abandon(frame.source, (), [frame])
                 continue
             raw = torch.empty(frame.nbytes, dtype=torch.uint8)
@@ -360,27 +360,27 @@ class MpiTransport(Transport):
     def _hear(self, source: int, raw: Tensor) -> None:
         link = self._links.get(source)
         try:
-            word = read_word(raw)
+            word = decode_control(raw)
         except WireError as error:
             if link is not None:
                 link.drop(str(error))
             return
-        if isinstance(word, Broken) and link is not None and not link.linked:
+        if isinstance(word, LinkBroken) and link is not None and not link.linked:
             self.died({source})
-        elif isinstance(word, Broken):
+        elif isinstance(word, LinkBroken):
             self._broken[source] = word.why
         elif link is not None and not link.linked and not link.over:
             self._meet(link, word)
         elif source in self._late and source > self.rank:  # for them it is a link that ends as soon as it is there
             self._late.remove(source)
-            self.send_word(source, self._hello())
-            self.send_word(source, Broken(CLOSED))
+            self.send_control(source, self._hello())
+            self.send_control(source, LinkBroken(CLOSED))
 
-    def _meet(self, link: MpiLink, theirs: Hello) -> None:
+    def _meet(self, link: MpiLink, theirs: LinkHello) -> None:
         self._awaiting -= 1
         own = self._hello()
         if link.peer > self.rank:
-            self.send_word(link.peer, own)
+            self.send_control(link.peer, own)
         why = refusal(self.rank, own, link.peer, theirs)
         if why is not None:
             link.refuse(why)

@@ -33,7 +33,7 @@ INCARNATION = 0
 """Whoever leaves a run of mpirun does not come back, so there is never another one."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class LinkHello(msgspec.Struct, frozen=True, tag="hello"):
     """The first word of each side. `elapsed_seconds` is how long the run has lasted, where rank 0 says it."""
 
     version: int
@@ -41,30 +41,30 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     elapsed_seconds: float
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
+class LinkBroken(msgspec.Struct, frozen=True, tag="broken"):
     """The last word of a side that gives up the link without a goodbye."""
 
     why: str
 
 
-Word = Hello | Broken
-WORD_BYTES_MAX = 64 << 10
+ControlMessage = LinkHello | LinkBroken
+CONTROL_BYTES_MAX = 64 << 10
 
-_WORDS: msgspec.json.Decoder[Word] = msgspec.json.Decoder(Word)
+_WORDS: msgspec.json.Decoder[ControlMessage] = msgspec.json.Decoder(ControlMessage)
 
 
-def write_word(word: Word) -> Tensor:
+def encode_control(word: ControlMessage) -> Tensor:
     return torch.frombuffer(bytearray(msgspec.json.encode(word)), dtype=torch.uint8)
 
 
-def read_word(raw: Tensor) -> Word:
+def decode_control(raw: Tensor) -> ControlMessage:
     try:
         return _WORDS.decode(raw.numpy().tobytes())
     except (msgspec.MsgspecError, ValueError) as error:
         raise wire.WireError(f"a word of the peer cannot be read: {error}") from None
 
 
-def refusal(rank: int, own: Hello, peer: int, theirs: Hello) -> str | None:
+def refusal(rank: int, own: LinkHello, peer: int, theirs: LinkHello) -> str | None:
     """Why this rank and a peer cannot be linked, for whoever reads it here; None if they can."""
     if theirs.version != own.version:
         return (
@@ -100,7 +100,7 @@ class Port(Protocol):
 
     def send_frame(self, peer: int, memory: Tensor) -> Operation: ...
 
-    def send_word(self, peer: int, word: Word) -> None:
+    def send_control(self, peer: int, word: ControlMessage) -> None:
         """Let it leave by itself; nobody asks whether it arrived."""
 
     def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
@@ -130,7 +130,7 @@ class MpiLink:
         self.peer = peer
         self.linked = self.over = False
         self._port = port
-        self._manner = options
+        self._options = options
         self._pool = pool
         self._deliver = deliver
         self._lock = threading.Lock()
@@ -201,7 +201,7 @@ class MpiLink:
             return
         self._end(why)
         if tell:
-            self._port.send_word(self.peer, Broken(why))
+            self._port.send_control(self.peer, LinkBroken(why))
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -233,7 +233,7 @@ class MpiLink:
 
     @property
     def silent(self) -> bool:
-        return time.monotonic() - self._heard_at > self._manner.silence_seconds
+        return time.monotonic() - self._heard_at > self._options.silence_seconds
 
     @property
     def idle(self) -> bool:
@@ -283,7 +283,7 @@ class MpiLink:
         with self._lock:
             queued = self._outbox.popleft() if self._outbox and self._may_leave() else None
             goodbye = queued is None and self._finishing
-            word_due = self._ack_due() or time.monotonic() - self._spoke_at > self._manner.silence_seconds / 4
+            word_due = self._ack_due() or time.monotonic() - self._spoke_at > self._options.silence_seconds / 4
         if queued is not None:
             self._begin_message(*queued)
         elif goodbye:
@@ -297,7 +297,7 @@ class MpiLink:
 
     def _begin_message(self, key: str | None, message: Message) -> None:
         try:
-            encoded = wire.encode(message, self._manner.checksum)
+            encoded = wire.encode(message, self._options.checksum)
         except ContractViolation as error:  # who sent it gets to know, and the link lives on
             self._deliver(error)
             return
@@ -343,7 +343,7 @@ class MpiLink:
         raw = torch.empty(wire.HEAD_BYTES, dtype=torch.uint8)
         while True:
             yield [raw]
-            head = wire.read_head(raw, self._manner.message_bytes_max)
+            head = wire.read_head(raw, self._options.message_bytes_max)
             if not self._acknowledged <= head.taken <= self._sent:
                 raise wire.WireError(f"{head.taken} messages are said to be taken, of {self._sent} that were sent")
             self._acknowledged = head.taken

@@ -98,8 +98,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True, tag=True):
     """What rank 0 tells a process that comes: who it is, and when it is. `experiment` is opaque here."""
 
     rank: int
@@ -108,7 +107,7 @@ class Assignment:
     experiment: bytes | None
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class Endpoint(msgspec.Struct, frozen=True, tag=True):
     """Where a rank can be dialled. `name` tells a door from an earlier one of the same rank."""
 
     host: str
@@ -116,10 +115,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     name: str
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class CallRequest(msgspec.Struct, frozen=True, tag=True):
     """The dialer's first words. `about` is the rank that is asked for, `listener` the one that is registered."""
 
-    purpose: Literal["link", "assignment", "register", "ask"]
+    purpose: Literal["link", "assignment", "register", "lookup"]
     rank: int | None
     member: str = ""
     about: int | None = None
@@ -127,13 +126,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     version: int = WIRE_VERSION
 
 
-class Conditions(msgspec.Struct, frozen=True, tag=True):
-    """The listener's answer to `Hello`."""
-
-    assignment: Assignment
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class LinkRequest(msgspec.Struct, frozen=True, tag=True):
     """The dialer would have a link, under an incarnation that is not below `incarnation_min`.
 
     With `slot_table` it would share memory, too.
@@ -145,30 +138,26 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     slot_table: SlotTable | None = None
 
 
-class Accepted(msgspec.Struct, frozen=True, tag=True):
+class LinkAccepted(msgspec.Struct, frozen=True, tag=True):
     incarnation: int
     slot_table: SlotTable | None = None
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
-    listener: Endpoint
-
-
-class Entry(msgspec.Struct, frozen=True, tag=True):
+class StoreEntry(msgspec.Struct, frozen=True, tag=True):
     """What the two ends of a link have to know of each other to connect."""
 
     key: str
     value: bytes
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class Rejection(msgspec.Struct, frozen=True, tag=True):
     why: str
     final: bool
 
 
 _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(Union[kind, Refusal])  # noqa: UP007 (kind is a value)
-    for kind in (Hello, Conditions, Ready, Accepted, Found, Entry, Refusal)
+    kind: msgspec.msgpack.Decoder(Union[kind, Rejection])  # noqa: UP007 (kind is a value)
+    for kind in (CallRequest, Assignment, LinkRequest, LinkAccepted, Endpoint, StoreEntry, Rejection)
 }
 """Made here, before there are threads: while one thread makes the first decoder of a Struct, another one that does the
 same gets a half-made one, and the process dies of it."""
@@ -208,7 +197,7 @@ class Call:
             except AssertionError:
                 raise Unreachable("what answers there is not offbeat") from None
 
-    def say(self, words: msgspec.Struct) -> None:
+    def send(self, words: msgspec.Struct) -> None:
         raw = msgspec.msgpack.encode(words)
         if len(raw) > WORDS_BYTES_MAX:
             raise ConfigurationError(
@@ -220,7 +209,7 @@ class Call:
         except OSError as error:
             raise Unreachable(_reason(error)) from None
 
-    def hear(self, kind: type[Words]) -> Words:
+    def recv(self, kind: type[Words]) -> Words:
         """The next words, which must be of this kind; a refusal is raised as `Rejected`."""
         try:
             words = _DECODERS[kind].decode(self._connection.recv_bytes(WORDS_BYTES_MAX))
@@ -228,7 +217,7 @@ class Call:
             raise Unreachable(_reason(error)) from None
         except (msgspec.MsgspecError, ValueError) as error:
             raise Unreachable(f"something else than {kind.__name__} came: {error}") from None
-        if isinstance(words, Refusal):
+        if isinstance(words, Rejection):
             raise Rejected(words.why, words.final)
         assert isinstance(words, kind)
         return words
@@ -474,8 +463,8 @@ def request_assignment(
         left = max(until - time.monotonic(), 0.1)
         try:
             with dial(address, token, min(left, CALL_SECONDS)) as call:
-                call.say(Hello("assignment", rank, member))
-                return call.hear(Conditions).assignment
+                call.send(CallRequest("assignment", rank, member))
+                return call.recv(Assignment)
         except Rejected as error:
             reason = str(error)
             if error.final:

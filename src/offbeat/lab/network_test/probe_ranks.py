@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from offbeat.transports.rendezvous import Assignment, Hello
+from offbeat.transports.rendezvous import Assignment, CallRequest
 
 GUEST = "network "
 """What the name of a process begins with that came for a probe, and not to train."""
@@ -20,16 +20,16 @@ class RankAllocator:
         self._members: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, hello: Hello) -> Assignment | str:
-        if hello.rank is not None:
-            return Assignment(hello.rank, self._ranks, 0.0, None)
-        if not hello.member.startswith(GUEST):
+    def __call__(self, request: CallRequest) -> Assignment | str:
+        if request.rank is not None:
+            return Assignment(request.rank, self._ranks, 0.0, None)
+        if not request.member.startswith(GUEST):
             return (
                 "what listens there is 'offbeat network', and trains nothing; join it with: offbeat network HOST:PORT"
             )
         with self._lock:
-            if hello.member not in self._members:
+            if request.member not in self._members:
                 if not self._free:
                     return f"all {self._ranks} ranks are taken; start 'offbeat network' with a larger -n"
-                self._members[hello.member] = self._free.pop(0)
-            return Assignment(self._members[hello.member], self._ranks, 0.0, None)
+                self._members[request.member] = self._free.pop(0)
+            return Assignment(self._members[request.member], self._ranks, 0.0, None)

@@ -36,7 +36,7 @@ from offbeat.launch.process_settings import name_process
 from offbeat.launch.supervisor import COMMAND_WAS_WRONG
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
-from offbeat.transports.rendezvous import Address, Assignment, Hello, Listener, request_assignment
+from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
 from offbeat.transports.transport import Transport
 
 FINGERPRINT = "offbeat network 1"
@@ -63,7 +63,7 @@ def take_part(
     progress: Progress,
     *,
     look: Callable[[], None] = lambda: None,
-    assignment: Callable[[Hello], Assignment | str] | None = None,
+    assignment: Callable[[CallRequest], Assignment | str] | None = None,
 ) -> Network | None:
     """Be one rank; rank 0 returns the result. The others do what it says, whatever `probe` is here."""
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def _connect(mail: Mail, wait_seconds: float) -> None:
 
 
 def _transport(
-    place: RankInfo, options: TestOptions, assignment: Callable[[Hello], Assignment | str] | None
+    place: RankInfo, options: TestOptions, assignment: Callable[[CallRequest], Assignment | str] | None
 ) -> Transport:
     """The one place where the ways of moving messages differ."""
     peers = [rank for rank in range(place.processes) if rank != place.rank]

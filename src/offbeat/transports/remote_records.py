@@ -17,13 +17,13 @@ LINES_MAX = 200
 
 
 @dataclass(frozen=True)
-class Journal(Message):
+class RecordLines(Message):
     """Some lines of a records file."""
 
     lines: tuple[str, ...]
 
 
-class JournalWriter:
+class RemoteRecordWriter:
     """Keeps lines until somebody takes them to their keeper, rank 0; `also` keeps the records for who is here.
 
     With `whole`, another keeper begins with nothing, and gets what the one before has had, too.
@@ -45,7 +45,7 @@ class JournalWriter:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def take(self, keeper: int = 0) -> Iterator[Journal]:
+    def take(self, keeper: int = 0) -> Iterator[RecordLines]:
         """What this keeper does not have yet."""
         with self._lock:
             if self._whole and keeper != self._keeper:
@@ -54,4 +54,4 @@ class JournalWriter:
             if self._whole:
                 self._taken += lines
         for first in range(0, len(lines), LINES_MAX):
-            yield Journal(tuple(lines[first : first + LINES_MAX]))
+            yield RecordLines(tuple(lines[first : first + LINES_MAX]))

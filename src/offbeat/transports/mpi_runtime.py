@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import ConfigurationError
-from offbeat.transports.mpi_link import Broken, Frame, Operation, write_word
+from offbeat.transports.mpi_link import Frame, LinkBroken, Operation, encode_control
 
 DIED = "its process has ended"
 
@@ -95,15 +95,15 @@ class Served(Protocol):
     def close(self, linger_seconds: float = 5.0) -> None: ...
 
 
-class Library:
+class MpiRuntime:
     """MPI in this process. All methods but those named for any thread are for its own thread only."""
 
     def __init__(self, MPI: Any) -> None:
         self.MPI = MPI
         self.rank, self.size = 0, 1
-        self.tolerant = False
+        self.is_fault_tolerant = False
         """Whether the others go on when a rank dies."""
-        self.hasty = False
+        self.skip_finalize = False
         """Whether not to wait for the others at exit, since they may be waiting for this one."""
         self.suspects: set[int] = set()
         """Ranks that died or fell silent: Finalize might wait for them."""
@@ -193,9 +193,9 @@ class Library:
         self._finalize()
 
     def _begin(self) -> None:
-        self.tolerant = os.environ.get(_FAULT_TOLERANCE) == "1"
+        self.is_fault_tolerant = os.environ.get(_FAULT_TOLERANCE) == "1"
         if self._own:
-            with _ended_unless_done() if self.tolerant else nullcontext():
+            with _ended_unless_done() if self.is_fault_tolerant else nullcontext():
                 self.MPI.Init_thread(self.MPI.THREAD_FUNNELED)
         self._status = self.MPI.Status()
         self.comm = self.MPI.COMM_WORLD
@@ -239,9 +239,9 @@ class Library:
 
         Where losses are survived, nobody minds who leaves without it. Who has made no transport was in no run.
         """
-        if self.tolerant or self.hasty:
+        if self.is_fault_tolerant or self.skip_finalize:
             self._excuse()
-        if not self._own or self.tolerant or self.hasty or not self._transports:
+        if not self._own or self.is_fault_tolerant or self.skip_finalize or not self._transports:
             return
         until = time.monotonic() + _LEAVE_SECONDS
         with suppress(ConnectionError), self.errors:
@@ -255,7 +255,7 @@ class Library:
 
     def _excuse(self) -> None:
         """Tell those who wait for this process to make another transport that it will not: nobody else tells them."""
-        word, operations = write_word(Broken(DIED)), []
+        word, operations = encode_control(LinkBroken(DIED)), []
         for peer in set(range(self.size)) - self.failed - {self.rank}:
             with suppress(ConnectionError):
                 operations.append(self.send(peer, self._next_tag(), word))
@@ -283,7 +283,7 @@ class Library:
 
     def look_for_dead(self) -> None:
         """After this, receiving from anybody works again, which fails from a death on until it is acknowledged."""
-        if not self.tolerant:
+        if not self.is_fault_tolerant:
             return
         with suppress(ConnectionError), self.errors:
             group = self.comm.Get_failed()
@@ -348,7 +348,7 @@ class _Errors:
 class _Request:
     """A request of MPI and the memory that it needs."""
 
-    library: Library
+    library: MpiRuntime
     request: Any
     memory: Tensor
 
@@ -361,7 +361,7 @@ class _Request:
 class MatchedFrame:
     """A message of MPI that was matched: nobody else will receive it."""
 
-    library: Library
+    library: MpiRuntime
     matched: Any
     source: int
     nbytes: int
