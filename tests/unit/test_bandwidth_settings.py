@@ -12,7 +12,7 @@ import pytest
 
 import offbeat as ob
 from offbeat.cli import flags, main
-from offbeat.cli.resolve import plan_from_file, plan_of
+from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.cli.train import _plan
 from offbeat.cluster import PRESETS
 from offbeat.core.configuration import to_plain

@@ -13,7 +13,7 @@ from made_records import a_round, run
 
 import offbeat as ob
 from offbeat.cli import main
-from offbeat.cli.calibrate import as_toml
+from offbeat.cli.measurements import as_toml
 from offbeat.cluster import CEDAR, Cluster, Link, RoundDelay, Speed, Trace, WorkerOverride, load_cluster
 from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError, RunFailed

@@ -19,7 +19,7 @@ from offbeat import cli
 from offbeat.cli import flags, main
 from offbeat.cli.flags import all_flags
 from offbeat.cli.output import Bar
-from offbeat.cli.resolve import plan_of
+from offbeat.cli.plans import plan_of
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.configuration import options
 from offbeat.core.optimizers import SGD, AMSGrad
@@ -390,16 +390,16 @@ def test_without_matplotlib_everything_but_the_page_is_there(
 def test_an_interrupt_is_one_line_that_says_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offbeat.cli import running
+    from offbeat.cli import experiments
 
-    simulate = running.simulate_experiment
+    simulate = experiments.simulate_experiment
 
     def interrupted(experiment: Any, *rest: Any) -> Any:
         if experiment.name == "amb":
             raise KeyboardInterrupt
         return simulate(experiment, *rest)
 
-    monkeypatch.setattr(running, "simulate_experiment", interrupted)
+    monkeypatch.setattr(experiments, "simulate_experiment", interrupted)
     assert main(["simulate", "quadratic", "fmb", "amb", "--quiet", *QUICK]) == 130
     said = capsys.readouterr()
     assert said.err == "offbeat: interrupted; 1 of 2 runs were finished and are in runs/quadratic-001\n"

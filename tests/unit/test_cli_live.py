@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from made_records import a_small_run, header
 
-from offbeat.cli import flags, main
-from offbeat.cli import member as member_command
+from offbeat.cli import flags, main, worker_process
 from offbeat.cli import train as train_command
 from offbeat.cli.live_view import Quiet
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
@@ -262,7 +261,7 @@ def test_work_where_nothing_answers_gives_up_with_one_sentence(capsys: pytest.Ca
 def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offbeat.cli import work
+    from offbeat.cli import launch
     from offbeat.transports.rendezvous import Assignment
 
     asked: dict[str, Any] = {}
@@ -276,7 +275,7 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
         became.extend(program)
         raise SystemExit(0)
 
-    monkeypatch.setattr(work, "request_assignment", assignment)
+    monkeypatch.setattr(launch, "request_assignment", assignment)
     monkeypatch.setattr(os, "execve", become)
     Path("script.py").write_text("")
     Path("token").write_text("secret")
@@ -305,7 +304,7 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
     monkeypatch.setattr("offbeat.lab.worker_main.take_part", take_part)
     monkeypatch.setenv("OFFBEAT_RANK", "0")
     monkeypatch.setenv("OFFBEAT_PROCESSES", "2")
-    assert member_command.member(a_run("o")) == 7
+    assert worker_process.member(a_run("o")) == 7
     assert taken == [Path("o"), 0]
 
 

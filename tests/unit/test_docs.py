@@ -26,9 +26,8 @@ import pytest
 
 import offbeat as ob
 from offbeat.cli import COMMANDS, USAGES, flags, main
-from offbeat.cli.launch import launch
+from offbeat.cli.launch import launch, work
 from offbeat.cli.train import train
-from offbeat.cli.work import work
 from offbeat.cluster import PRESETS, Fault, StragglerModel
 from offbeat.cluster.cluster import Cluster
 from offbeat.core.configuration import build, options
@@ -98,7 +97,7 @@ def first_cells(document: str, head: str) -> list[str]:
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory to work in, as a reader's: examples and experiments are there. Registers are left as they were."""
-    importlib.import_module("offbeat.cli.report")  # before the page is taken away from under it
+    importlib.import_module("offbeat.cli.recorded_runs")  # before the page is taken away from under it
     flags.all_flags()  # remembered from its first call on; classes of the examples must not be among them
     registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, StragglerModel.members, Message.kinds]
     before, modules = [dict(register) for register in registers], set(sys.modules)

@@ -11,8 +11,7 @@ import pytest
 from made_records import a_round, a_small_run, a_traffic, an_update
 from rich.console import Console
 
-from offbeat.cli.live_board import RECENT_SECONDS, Board
-from offbeat.cli.live_view import LINE_SECONDS, Lines, Quiet, view, watching, worker_line
+from offbeat.cli.live_view import LINE_SECONDS, RECENT_SECONDS, Board, Lines, Quiet, view, watching, worker_line
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.workloads import Quadratic
 from offbeat.launch.process_settings import hub_and_workers, names_of

@@ -13,7 +13,7 @@ from torch import nn
 
 import offbeat as ob
 from offbeat.cli import main
-from offbeat.cli.microbatch import sentences
+from offbeat.cli.measurements import sentences
 from offbeat.lab import microbatching
 from offbeat.lab.microbatching import MicrobatchCurve, MicrobatchRow, microbatch, time_per_step
 from offbeat.lab.plots.microbatch import microbatch_figure

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.cli import main
-from offbeat.cli.topology_view import drawing, sentences
+from offbeat.cli.topology import drawing, sentences
 from offbeat.lab.plots.graph import graph_figure, layout
 from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Star, Topology
 

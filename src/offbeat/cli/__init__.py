@@ -26,7 +26,7 @@ COMMANDS = {
 
         Gradients are real and time is virtual: nobody waits for a simulated machine, and the same seed always gives
         the same records. 'offbeat strategies' and 'offbeat workloads' list what there is.""",
-        "simulate:simulate",
+        "experiments:simulate",
     ),
     "train": (
         """Train on real processes of this machine, and of others that join.
@@ -40,14 +40,14 @@ COMMANDS = {
 
         What is given here takes the place of what the file says. Every 'offbeat simulate' writes such a file,
         experiment.toml, beside its runs.""",
-        "compare:compare",
+        "experiments:compare",
     ),
     "calibrate": (
         """Measure how fast these machines are at a workload, and write the cluster file that 'simulate' takes.
 
         Hub and workers run as in 'offbeat train', for a second or two at a time. Workers on other machines join with
         'offbeat work'.""",
-        "calibrate:calibrate",
+        "measurements:calibrate",
     ),
     "launch": (
         """Start a script of your own that uses offbeat.join in several processes, and look after them.
@@ -59,7 +59,7 @@ COMMANDS = {
         """Join a run on another machine as one more worker, at any time; Ctrl-C leaves it.
 
         The run says what is trained, unless that is a script: then name it here as well.""",
-        "work:work",
+        "launch:work",
     ),
     "network": (
         """Measure the network between some processes: bandwidth and latency of each pair, ring, all-to-all and star.
@@ -79,7 +79,7 @@ COMMANDS = {
 
         The code is that of live runs, in one thread. The knee is the smallest size whose time per sample is within 5%
         of the best.""",
-        "microbatch:microbatch",
+        "measurements:microbatch",
     ),
     "reproduce": (
         """Run a published result again: its runs, its figure, a table with intervals, and what was published.
@@ -88,12 +88,12 @@ COMMANDS = {
         given.""",
         "reproduce:reproduce",
     ),
-    "report": ("Draw the page about runs: table, curves, who computed and who waited.", "report:report"),
+    "report": ("Draw the page about runs: table, curves, who computed and who waited.", "recorded_runs:report"),
     "replay": (
         """Run a recorded run again and see whether it is the same; or repeat a test from its seed.
 
         The same bytes are promised on the same machine with the same build of torch.""",
-        "replay:replay",
+        "recorded_runs:replay",
     ),
     "strategies": ("What strategies there are, or the fields of one.", "lists:strategies"),
     "workloads": ("What workloads there are, or the fields of one.", "lists:workloads"),

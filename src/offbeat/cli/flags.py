@@ -1,7 +1,7 @@
 """The flags of `simulate`, `train` and `compare`, derived from the fields of the configuration classes.
 
 A flag is the union of the fields of that name: `--batch` is one flag, whichever of the strategies have a batch. Values
-stay text here; `resolve.py` turns them into what each field wants by the way that TOML takes, too.
+stay text here; `plans.py` turns them into what each field wants by the way that TOML takes, too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli import flags
-from offbeat.cli.names import find_strategy, find_workload
+from offbeat.cli.class_lookup import find_strategy, find_workload
 from offbeat.cli.output import console, print_json
 from offbeat.cluster import PRESETS, SUMMARIES
 from offbeat.core.configuration import options, to_plain

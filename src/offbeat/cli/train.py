@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
+from offbeat.cli.experiments import carry_out, places_of, present
 from offbeat.cli.flags import (
     CLUSTER,
     GROUPS,
@@ -28,10 +29,9 @@ from offbeat.cli.flags import (
     takes,
 )
 from offbeat.cli.live_view import watching
-from offbeat.cli.member import prepare
 from offbeat.cli.mpi import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
-from offbeat.cli.resolve import checked, live_of, plan_from_file, plan_of
-from offbeat.cli.running import carry_out, places_of, present
+from offbeat.cli.plans import checked, live_of, plan_from_file, plan_of
+from offbeat.cli.worker_process import prepare
 from offbeat.core.actions import Budget
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require

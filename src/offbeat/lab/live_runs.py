@@ -360,7 +360,7 @@ def _supervise(
         }
         if forks:
             return start_forked(functools.partial(_forked, directory, experiment, workload, listener), **common)
-        return start_command([sys.executable, "-P", "-m", "offbeat.cli.member", str(directory)], **common)
+        return start_command([sys.executable, "-P", "-m", "offbeat.cli.worker_process", str(directory)], **common)
 
     with listener:
         supervisor = Supervisor(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import tomli_w
+from cyclopts import Parameter
 
-from offbeat.cli.flags import Output
+from offbeat.cli.flags import Output, all_flags, file_flags, given, takes
 from offbeat.cli.output import (
     EXPERIMENT,
     PAGE,
@@ -19,6 +21,7 @@ from offbeat.cli.output import (
     progress,
     say,
 )
+from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.lab.experiment import Experiment, Plan
@@ -144,3 +147,40 @@ def _failures(summaries: tuple[Summary, ...]) -> int:
     for summary in failed:
         say(f"{summary.strategy}, seed {summary.seed}, failed: {summary.failure}")
     return 1 if failed else 0
+
+
+# `offbeat simulate`: strategies on a workload, in virtual time.
+
+
+@takes(all_flags())
+def simulate(
+    *words: Annotated[
+        str,
+        Parameter(
+            name="WORKLOAD STRATEGY...",
+            help="a workload and one strategy or more, by name or as path/to/file.py:ClassName; "
+            "amb.seconds=6.43 sets a field of amb alone, amb-2.seconds=5 of the second amb",
+        ),
+    ],
+    flags: Any,
+    output: Any,
+) -> int:
+    """What the words and flags describe."""
+    return carry_out(plan_of(words, given(flags, all_flags())), output)
+
+
+# `offbeat compare`: what an experiment file describes.
+
+
+@takes(file_flags())
+def compare(
+    experiment: Annotated[
+        str, Parameter(name="EXPERIMENT", help="a TOML file: a workload, strategies, a cluster, seeds")
+    ],
+    /,
+    *,
+    flags: Any,
+    output: Any,
+) -> int:
+    """What the file describes, changed by what is given here."""
+    return carry_out(plan_from_file(experiment, given(flags, file_flags())), output)

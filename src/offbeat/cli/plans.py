@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from offbeat.cli.class_lookup import EXAMPLE, find_strategy, find_workload, load_files
 from offbeat.cli.flags import (
     CLUSTER,
     LIVE,
@@ -27,7 +28,6 @@ from offbeat.cli.flags import (
     strategies,
     workloads,
 )
-from offbeat.cli.names import EXAMPLE, find_strategy, find_workload, load_files
 from offbeat.cli.output import say
 from offbeat.cluster import Cluster, Link, load_cluster
 from offbeat.core.configuration import from_plain, make, options, read_toml, to_plain

@@ -1,4 +1,4 @@
-"""One process of a live run, as `offbeat train` starts it: python -m offbeat.cli.member DIRECTORY."""
+"""One process of a live run, as `offbeat train` starts it: python -m offbeat.cli.worker_process DIRECTORY."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def member(directory: Path) -> int:
 
 def prepare(experiment: dict[str, Any], where: str) -> None:
     """Load what an experiment names: strategies of ours, and classes from files of the user's own."""
+    from offbeat.cli.class_lookup import load_files
     from offbeat.cli.flags import strategies
-    from offbeat.cli.names import load_files
 
     strategies()
     load_files(experiment, where)

@@ -1,0 +1,338 @@
+"""`offbeat calibrate`: measure a workload on these machines, and write the cluster that `simulate` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tomli_w
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+
+from offbeat.cli.flags import GROUPS, LIVE, OUTPUT, RUN, WORKLOAD, Flag, derived, given, live_flags, takes, workloads
+from offbeat.cli.live_view import Quiet
+from offbeat.cli.output import console, print_json, say
+from offbeat.cli.plans import live_of, workload_of
+from offbeat.cluster import StragglerModel
+from offbeat.core.configuration import from_plain, to_plain
+from offbeat.core.validation import require
+from offbeat.errors import ConfigurationError
+from offbeat.lab.calibration import MICROBATCH, Calibration, MeasuredWorker
+from offbeat.lab.calibration import SECONDS as CALIBRATE_SECONDS
+from offbeat.lab.calibration import calibrate as measure_cluster
+from offbeat.lab.live_runs import DEFAULT_WORKERS
+from offbeat.lab.microbatching import BATCH, BATCH_NORM_MIN, MicrobatchCurve
+from offbeat.lab.microbatching import SECONDS as MICROBATCH_SECONDS
+from offbeat.lab.microbatching import microbatch as measure_microbatches
+from offbeat.lab.plots.microbatch import microbatch_figure
+from offbeat.lab.plots.style import save
+from offbeat.lab.report.numbers import number, percent
+from offbeat.launch import read_rank_info
+from offbeat.launch.process_settings import hub_and_workers, keep_memory
+
+FILE = "cluster.toml"
+CALIBRATE_KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch": int, "straggle": StragglerModel}
+
+
+def calibrate_flags() -> tuple[Flag, ...]:
+    """What is measured and for how long, how processes are kept, and the fields of the workload."""
+    texts = {
+        "workers": f"workers that compute [{DEFAULT_WORKERS}]",
+        "seconds": f"how long to measure, start-up not counted [{CALIBRATE_SECONDS:g}]",
+        "microbatch": f"samples per forward and backward call that you will train with [{MICROBATCH}]",
+        "straggle": "what you will induce to disturb rounds; it is measured with, and not part of the file [none]",
+    }
+    other = ("checkpoint_seconds", "transport")
+    kept = [flag for flag in live_flags() if flag.section == LIVE and flag.path not in other]
+    return (*(Flag(RUN, path, CALIBRATE_KINDS[path], text) for path, text in texts.items()), *kept, *_workload_flags())
+
+
+def _workload_flags() -> tuple[Flag, ...]:
+    return tuple(derived(WORKLOAD, workloads()))
+
+
+def _output(text: str, metavar: str | None = None) -> Parameter:
+    return Parameter(help=text, metavar=metavar, group=GROUPS[OUTPUT], negative=(), show_default=False)
+
+
+@takes(calibrate_flags())
+def calibrate(
+    *words: Annotated[
+        str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
+    ],
+    out: Annotated[str, _output(f"the file to write [{FILE}]", "FILE")] = FILE,
+    overwrite: Annotated[bool, _output("replace the file if it is there already")] = False,
+    json: Annotated[bool, _output("print one JSON object and nothing else")] = False,
+    quiet: Annotated[bool, _output("show no progress while it runs")] = False,
+    flags: Any,
+) -> int:
+    """What the words and flags describe, measured."""
+    place = read_rank_info()
+    require(
+        place.alone,
+        f"{place.launcher} has started {place.processes} of these, but calibrate starts its processes itself; type it "
+        "once, and let other machines join with --listen",
+    )
+    told = given(flags, calibrate_flags())
+    workload = workload_of(words, told)
+    path = Path(out)
+    require(path.suffix == ".toml", f"--out is a TOML file, so that simulate takes it, but {out} was given")
+    require(overwrite or not path.exists(), f"{out} is there already; add --overwrite, or name another with --out")
+    require(path.parent.is_dir(), f"there is no directory {path.parent}; make it first, or name another with --out")
+    require(os.access(path.parent, os.W_OK), f"{path.parent} cannot be written to; name another place with --out")
+    sizes = {name: from_plain(CALIBRATE_KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
+    require(sizes.get("workers", 1) >= 1, f"--workers must be 1 or more, but is {sizes.get('workers')}")
+
+    def begins(number: int, total: int, what: str) -> None:
+        if not quiet:
+            say(f"[{number}/{total}] {what}")
+
+    found = measure_cluster(workload, live=live_of(told), watcher=_Watcher(), on_probe=begins, **sizes)
+    _write(path, as_toml(found, out))
+    if json:
+        print_json({**_calibration_to_plain(found), "file": out})
+    else:
+        _print_calibration(found, out)
+    return 0
+
+
+class _Watcher(Quiet):
+    """Says once what every probe would say again, such as where workers may join."""
+
+    def __init__(self) -> None:
+        super().__init__(hub_and_workers)
+        self._said: set[str] = set()
+
+    def say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            super().say(sentence)
+
+
+def next_line(found: Calibration, file: str) -> str:
+    """What to type next."""
+    return f"offbeat simulate {found.workload} fmb async-fmb --cluster {file} --workers {len(found.workers)}"
+
+
+def as_toml(found: Calibration, file: str) -> str:
+    """The cluster as a file, and above it what it is."""
+    day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    count = len(found.workers)
+    head = (
+        f"# {found.workload} on {count} worker{'' if count == 1 else 's'}, measured {day}.\n"
+        "# Seconds are means; spread holds what varied around them, in the order of time.\n"
+        f"# To simulate on it: {next_line(found, file)}\n\n"
+    )
+    return head + _compact(tomli_w.dumps(to_plain(found.cluster)))
+
+
+def _compact(text: str) -> str:
+    """Lists of numbers side by side, not one a line."""
+
+    def wrapped(match: re.Match[str]) -> str:
+        return (
+            "[\n"
+            + textwrap.fill(" ".join(match[1].split()), 116, initial_indent="    ", subsequent_indent="    ")
+            + "\n]"
+        )
+
+    return re.sub(r"\[\n((?:    [-+.\de]+,\n){9,})\]", wrapped, text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
+
+
+def _spread(worker: MeasuredWorker) -> dict[str, float]:
+    return dict(zip(("p50", "p90", "max"), map(float, np.percentile(worker.spread, [50, 90, 100])), strict=True))
+
+
+def _calibration_to_plain(found: Calibration) -> dict[str, Any]:
+    workers = [
+        {
+            "worker": mine.worker,
+            **{f"seconds_{name}": value for name, value in dataclasses.asdict(mine.pieces).items()},
+            "spread": _spread(mine),
+            "link": to_plain(mine.link),
+        }
+        for mine in found.workers
+    ]
+    update = found.seconds_per_update
+    cluster = to_plain(found.cluster)
+    return {"workload": found.workload, "workers": workers, "seconds_per_update": update, "cluster": cluster}
+
+
+HEADS = ("worker", "ms/sample", "ms/call", "ms/round", "spread p50", "p90", "max", "latency ms", "MB/s")
+
+
+def _print_calibration(found: Calibration, file: str) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in HEADS:
+        table.add_column(head, justify="right")
+    for mine in found.workers:
+        table.add_row(*_cells(mine))
+    out = console()
+    out.print(table)
+    out.print()
+    out.print(f"an update takes {found.seconds_per_update * 1e3:.3g} ms", markup=False)
+    out.print(f"cluster: {file}", markup=False, soft_wrap=True)
+    out.print(f"next:    {next_line(found, file)}", markup=False, soft_wrap=True)
+
+
+def _cells(mine: MeasuredWorker) -> Sequence[str]:
+    pieces, limit = mine.pieces, mine.link.bytes_per_second
+    times = [pieces.per_sample, pieces.per_call, pieces.per_round]
+    return [
+        str(mine.worker),
+        *(f"{1e3 * value:.3g}" for value in times),
+        *(f"{value:.2f}" for value in _spread(mine).values()),
+        f"{1e3 * mine.link.latency_seconds:.3g}",
+        "-" if limit is None else f"{limit / 1e6:,.0f}",
+    ]
+
+
+# `offbeat microbatch`: how large micro-batches should be, for a workload on this machine.
+
+
+MICROBATCH_KINDS: dict[str, Any] = {"batch": int, "sizes": tuple[int, ...], "seconds": float}
+PUBLISHED = (
+    "published for a CNN on CIFAR-10 and batches of 256: accuracy .534 in one part, .501 in 16 parts, .302 in 64, "
+    ".085 in 256"
+)
+
+
+def microbatch_flags() -> tuple[Flag, ...]:
+    """What is measured and for how long, and the fields of the workload."""
+    texts = {
+        "batch": f"samples per update that you will train with [{BATCH}]",
+        "sizes": "sizes of micro-batches to measure, such as 8,16,32 [the powers of two up to the batch]",
+        "seconds": f"how long to measure [{MICROBATCH_SECONDS:g}]",
+    }
+    return (
+        *(Flag(RUN, path, MICROBATCH_KINDS[path], text) for path, text in texts.items()),
+        *derived(WORKLOAD, workloads()),
+    )
+
+
+@takes(microbatch_flags())
+def microbatch(
+    *words: Annotated[
+        str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
+    ],
+    plot: Annotated[str | None, _output("draw the curve to this file, .png, .svg or .pdf [none]", "FILE")] = None,
+    json: Annotated[bool, _output("print one JSON object and nothing else")] = False,
+    flags: Any,
+) -> int:
+    """What the words and flags describe, measured."""
+    told = given(flags, microbatch_flags())
+    workload = workload_of(words, told)
+    chosen = {name: from_plain(MICROBATCH_KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
+    keep_memory()  # as in the processes of a live run
+    curve = measure_microbatches(workload, **chosen)
+    place = None if plot is None else save(microbatch_figure(curve), Path(plot))
+    if json:
+        print_json(_curve_to_plain(curve))
+        return 0
+    screen = console()
+    screen.print(_curve_table(curve))
+    screen.print()
+    for sentence in sentences(curve):
+        screen.print(sentence, markup=False, soft_wrap=not screen.is_terminal)
+    if place is not None:
+        screen.print(f"written: {place}", markup=False, soft_wrap=True)
+    return 0
+
+
+def sentences(curve: MicrobatchCurve) -> list[str]:
+    """What follows from the curve: a size to take, what it costs, and what to beware of."""
+    size, knee, largest = curve.recommendation, curve.knee, curve.rows[-1].size
+    parts = -(-curve.batch // size)
+    took = f"a batch of {curve.batch} takes {_time(curve.seconds_per_step(size))} in {_parts(parts)}"
+    if largest == curve.batch and size != largest:
+        change = curve.seconds_per_step(size) / curve.seconds_per_step(largest) - 1.0
+        took += f", {percent(abs(change))} {'more' if change >= 0 else 'less'} than in one part"
+    said = [f"Take --microbatch {size}: {took}."]
+    if size == knee:
+        said.append(f"The knee is at {knee}, the smallest size whose time per sample is within 5% of the best.")
+    if knee == largest and len(curve.rows) > 1:
+        said.append("Time per sample still falls at the largest size, so a larger one may be faster yet.")
+    if curve.batch_norm and min(knee, size) < BATCH_NORM_MIN:
+        said.append(_about_batch_norm(knee, size))
+    if curve.refused:
+        said.append("Batch norm has no statistics of a single sample, so 1 was not measured.")
+    if curve.left_out:
+        missing = ", ".join(map(str, curve.left_out))
+        said.append(f"There was no time for {missing}; add --seconds.")
+    return said
+
+
+def _about_batch_norm(knee: int, size: int) -> str:
+    below = f"batch norm suffers from micro-batches of fewer than {BATCH_NORM_MIN} samples ({PUBLISHED})"
+    if size < BATCH_NORM_MIN:
+        return f"Beware: the model has batch norm, and {below}; raise --batch or --sizes."
+    return f"The knee is at {knee}, but the model has batch norm, and {below}."
+
+
+def _time(seconds: float) -> str:
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(1e3 * seconds)} ms"
+
+
+def _parts(count: int) -> str:
+    return "one part" if count == 1 else f"{count} parts"
+
+
+def _curve_table(curve: MicrobatchCurve) -> Table:
+    title = f"{curve.workload}, {curve.parameters:,} parameters, one thread"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    for head in ("micro-batch", "ms per sample", "of the best", "spread", "repeats", f"ms per step of {curve.batch}"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in curve.rows:
+        table.add_row(
+            str(row.size),
+            number(1e3 * row.seconds_per_sample),
+            f"{row.seconds_per_sample / curve.best.seconds_per_sample:.2f}",
+            percent(row.spread),
+            str(row.repeats),
+            number(1e3 * curve.seconds_per_step(row.size)),
+            "←" if row.size == curve.recommendation else "",
+        )
+    return table
+
+
+def _curve_to_plain(curve: MicrobatchCurve) -> dict[str, Any]:
+    rows = [
+        {
+            "size": row.size,
+            "seconds_per_call": row.seconds_per_call,
+            "seconds_per_sample": row.seconds_per_sample,
+            "spread": row.spread,
+            "repeats": row.repeats,
+            "seconds_per_step": curve.seconds_per_step(row.size),
+        }
+        for row in curve.rows
+    ]
+    return {
+        "workload": curve.workload,
+        "parameters": curve.parameters,
+        "batch": curve.batch,
+        "batch_norm": curve.batch_norm,
+        "seconds_per_round": curve.seconds_per_round,
+        "rows": rows,
+        "knee": curve.knee,
+        "recommendation": curve.recommendation,
+        "refused": list(curve.refused),
+        "left_out": list(curve.left_out),
+    }
