@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from offbeat.lab.data.arrays import FILES
-from offbeat.lab.data.catalogue import CATALOGUE, Entry
+from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry
 
 SIDE = 4
 COUNTS = {"train": 50, "test": 20}
@@ -31,7 +31,7 @@ COUNTS = {"train": 50, "test": 20}
 class Made:
     """A data set of the catalogue, shrunk; and what must come out when it has been decoded."""
 
-    entry: Entry
+    entry: DatasetEntry
     arrays: dict[str, Any]
 
     def part(self, part: str) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.core.examples import Order
-from offbeat.lab.workloads.augmentation import PADDING, Normalisation, crop_and_flip
+from offbeat.lab.workloads.images import PADDING, Normalisation, crop_and_flip
 
 
 def images(count: int, channels: int = 3, height: int = 6, width: int = 5) -> np.ndarray:

@@ -17,9 +17,9 @@ from made_data import Made, folder, idx_files, made
 import offbeat.lab.data
 from offbeat.errors import ConfigurationError
 from offbeat.lab.data import CATALOGUE, load
+from offbeat.lab.data.acquisition import get
 from offbeat.lab.data.arrays import FILES
 from offbeat.lab.data.cache import cache_directory, verified
-from offbeat.lab.data.getting import get
 
 
 class Listener:

@@ -22,10 +22,10 @@ import pytest
 from made_data import FORMS, Made, cifar_pickles, folder, idx_files, made, tar
 
 from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
-from offbeat.lab.data import CATALOGUE, Entry, load
+from offbeat.lab.data import CATALOGUE, DatasetEntry, load
+from offbeat.lab.data.acquisition import get
 from offbeat.lab.data.cache import cache_directory
 from offbeat.lab.data.catalogue import DebianPackage, OfficialFile
-from offbeat.lab.data.getting import get
 
 LIMIT_SECONDS = 60.0
 
@@ -132,7 +132,7 @@ def closed_port() -> int:
         return int(free.getsockname()[1])
 
 
-def offered(one: Made, site: Site, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Entry:
+def offered(one: Made, site: Site, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DatasetEntry:
     """The data set with its official files on that site, and nowhere else."""
     if one.entry.name == "cifar10":
         path = tar(cache_directory().parent / "cifar-10-python.tar.gz", cifar_pickles(one))
@@ -269,7 +269,7 @@ def test_the_next_place_is_asked_when_one_cannot_be_reached(site: Site, monkeypa
 
 
 def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.lab.data.fetching.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("offbeat.lab.data.download.SILENCE_SECONDS", 0.2)
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -280,7 +280,7 @@ def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest
 
 
 def test_a_download_that_stands_still_is_given_up_and_kept(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.lab.data.fetching.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("offbeat.lab.data.download.SILENCE_SECONDS", 0.5)
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     site.stalls_after = 400
@@ -399,7 +399,8 @@ sys.exit(main(["data", *sys.argv[3:]]))
 
 
 def started(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         env=environment,

@@ -36,9 +36,9 @@ from made_data import (
 
 from offbeat.errors import ConfigurationError, MissingDependency, OffbeatError
 from offbeat.lab.data import load
+from offbeat.lab.data.acquisition import get
 from offbeat.lab.data.cache import Manifest, cache_directory
-from offbeat.lab.data.getting import get
-from offbeat.lab.data.pickled import read_pickle
+from offbeat.lab.data.pickles import read_pickle
 
 
 class Listener:

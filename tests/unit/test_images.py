@@ -17,9 +17,8 @@ from offbeat.core.splits import Shared
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError
 from offbeat.lab.workloads import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
-from offbeat.lab.workloads.images import ImageWorkload
+from offbeat.lab.workloads.images import ImageWorkload, balanced
 from offbeat.lab.workloads.models import CifarCNN, LeNet5, MnistCNN, Model
-from offbeat.lab.workloads.pictures import balanced
 from offbeat.live.batch_sources import source_of
 
 NAMED = [Mnist, FashionMnist, Cifar10, Cinic10, ImageNet32]

@@ -18,7 +18,7 @@ from offbeat.cli.output import console, print_json, say
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.data.cache import Manifest, cache_directory, directory_of, read_manifest, sizes_fit, verified
-from offbeat.lab.data.catalogue import CATALOGUE, Entry, entry_of
+from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry, entry_of
 
 
 def _option(text: str, metavar: str | None = None, name: str | None = None) -> Parameter:
@@ -52,7 +52,7 @@ def data(
 # Getting
 
 
-def _get(entries: list[Entry], source: str | None, given: str | None, verify: bool, json: bool) -> int:
+def _get(entries: list[DatasetEntry], source: str | None, given: str | None, verify: bool, json: bool) -> int:
     known = " ".join(CATALOGUE)
     require(bool(entries), f"offbeat data get needs the names of data sets; there are: {known}")
     require(given is None or source is None, "--from and --source exclude each other; leave one of them out")
@@ -87,8 +87,8 @@ def _get(entries: list[Entry], source: str | None, given: str | None, verify: bo
     return 0
 
 
-def _fetched(entry: Entry, watcher: Lines, source: str | None, path: Path | None, verify: bool) -> Manifest:
-    from offbeat.lab.data.getting import get  # which decodes, and so takes longer to import than to find all well
+def _fetched(entry: DatasetEntry, watcher: Lines, source: str | None, path: Path | None, verify: bool) -> Manifest:
+    from offbeat.lab.data.acquisition import get  # which decodes, and so takes longer to import than to find all well
 
     return get(entry, watcher, source=source, path=path, verify=verify)
 
@@ -148,7 +148,7 @@ def _watcher() -> Iterator[Lines]:
 # What is here
 
 
-def _list(entries: list[Entry], json: bool) -> int:
+def _list(entries: list[DatasetEntry], json: bool) -> int:
     here = [(entry, _here(entry)) for entry in entries]
     if json:
         print_json(
@@ -176,12 +176,12 @@ def _list(entries: list[Entry], json: bool) -> int:
     return 0
 
 
-def _here(entry: Entry) -> Manifest | None:
+def _here(entry: DatasetEntry) -> Manifest | None:
     manifest = read_manifest(entry)
     return manifest if manifest is not None and sizes_fit(entry, manifest) else None
 
 
-def _directory(entry: Entry) -> Path:
+def _directory(entry: DatasetEntry) -> Path:
     if _here(entry) is None:
         raise ConfigurationError(
             f"the data set {entry.name} is not on this machine, or damaged; type: offbeat data get {entry.name}"
@@ -189,7 +189,7 @@ def _directory(entry: Entry) -> Path:
     return directory_of(entry)
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: DatasetEntry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "summary": entry.summary,
@@ -211,7 +211,7 @@ def _plain_manifest(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _shape(entry: Entry) -> str:
+def _shape(entry: DatasetEntry) -> str:
     return "×".join(str(size) for size in entry.image_shape)
 
 

@@ -30,7 +30,7 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """A file of a folder or an archive. It can be opened until the next one is asked for."""
 
     name: str
@@ -38,7 +38,7 @@ class Member:
     open: Callable[[], Stream]
 
 
-def members(path: Path) -> Iterator[Member]:
+def members(path: Path) -> Iterator[ArchiveMember]:
     """Every file of a folder, of an archive, or of the archives in a folder; or the file itself where it is neither."""
     if not path.exists():
         raise ConfigurationError(f"{path} does not exist; name an archive or a folder that does with --from")
@@ -58,7 +58,7 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield file
 
 
-def _inside(file: Path, name: str) -> Iterator[Member]:
+def _inside(file: Path, name: str) -> Iterator[ArchiveMember]:
     with file.open("rb") as opened:
         start = opened.read(TAR_MAGIC_AT + 5)
     if start.startswith(ZIP) and not _is_npz(file):
@@ -66,7 +66,7 @@ def _inside(file: Path, name: str) -> Iterator[Member]:
     elif start.endswith(b"ustar") or (start.startswith(COMPRESSED) and tarfile.is_tarfile(file)):
         yield from _of_tar(file)
     else:
-        yield Member(name, file.stat().st_size, lambda: file.open("rb"))
+        yield ArchiveMember(name, file.stat().st_size, lambda: file.open("rb"))
 
 
 def _is_npz(file: Path) -> bool:
@@ -74,11 +74,11 @@ def _is_npz(file: Path) -> bool:
         return all(name.endswith(".npy") for name in archive.namelist())
 
 
-def _of_zip(file: Path) -> Iterator[Member]:
+def _of_zip(file: Path) -> Iterator[ArchiveMember]:
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if not info.is_dir():
-                yield Member(info.filename, info.file_size, partial(open_in_zip, archive, info))
+                yield ArchiveMember(info.filename, info.file_size, partial(open_in_zip, archive, info))
 
 
 def open_in_zip(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
@@ -89,10 +89,10 @@ def open_in_zip(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
         raise zipfile.BadZipFile(str(error)) from None
 
 
-def _of_tar(file: Path) -> Iterator[Member]:
+def _of_tar(file: Path) -> Iterator[ArchiveMember]:
     with tarfile.open(file, "r|*") as archive:
         opened: Any = archive.extractfile
         while (info := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # or all that have been seen stay in memory
             if info.isreg():
-                yield Member(info.name, info.size, partial(opened, info))
+                yield ArchiveMember(info.name, info.size, partial(opened, info))

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import ConfigurationError
-from offbeat.lab.data.catalogue import Entry
+from offbeat.lab.data.cache import directory_of, read_manifest, sizes_fit
+from offbeat.lab.data.catalogue import DatasetEntry, entry_of
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images.npy", "train-labels.npy"
 TEST_IMAGES, TEST_LABELS = "test-images.npy", "test-labels.npy"
@@ -25,7 +26,7 @@ BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Part:
+class LabeledImages:
     """Images, N × H × W × C of 0 to 255, and the class of each."""
 
     images: NDArray[np.uint8]
@@ -33,11 +34,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class DataSet:
+class Dataset:
     """What to train on, and what to measure the result with."""
 
-    train: Part
-    test: Part
+    train: LabeledImages
+    test: LabeledImages
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The four arrays, by the names of their files."""
@@ -45,7 +46,7 @@ class DataSet:
         return dict(zip(FILES, parts, strict=True))
 
 
-def create(entry: Entry, directory: Path) -> DataSet:
+def create(entry: DatasetEntry, directory: Path) -> Dataset:
     """Files to decode into. Labels are -1 until they are known, so that a gap cannot pass unseen."""
     made = _assembled({file: _created(directory / file, entry.shape_of(file), kind_of(file)) for file in FILES})
     for part in (made.train, made.test):
@@ -62,7 +63,7 @@ def _created(path: Path, shape: tuple[int, ...], kind: type[Any]) -> NDArray[Any
     return made
 
 
-def opened(entry: Entry, directory: Path) -> DataSet:
+def opened(entry: DatasetEntry, directory: Path) -> Dataset:
     """The arrays of a directory, to read. What has another shape than it should raises ValueError."""
     maps = {}
     for file in FILES:
@@ -77,11 +78,13 @@ def kind_of(file: str) -> type[Any]:
     return np.uint8 if "images" in file else np.int64
 
 
-def _assembled(maps: dict[str, Any]) -> DataSet:
-    return DataSet(Part(maps[TRAIN_IMAGES], maps[TRAIN_LABELS]), Part(maps[TEST_IMAGES], maps[TEST_LABELS]))
+def _assembled(maps: dict[str, Any]) -> Dataset:
+    return Dataset(
+        LabeledImages(maps[TRAIN_IMAGES], maps[TRAIN_LABELS]), LabeledImages(maps[TEST_IMAGES], maps[TEST_LABELS])
+    )
 
 
-def check(entry: Entry, data: DataSet, where: str) -> tuple[float, ...]:
+def check(entry: DatasetEntry, data: Dataset, where: str) -> tuple[float, ...]:
     """Refuse arrays that are not this data set: labels, means, checksums. Returns the means of the channels."""
     for name, part in (("training", data.train), ("test", data.test)):
         inside = part.labels.min() >= 0 and part.labels.max() < entry.classes
@@ -130,3 +133,22 @@ def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
     rows = max(1, BLOCK_BYTES * len(array) // array.nbytes)
     for start in range(0, len(array), rows):
         yield np.asarray(array[start : start + rows])
+
+
+# `load`: the arrays of a data set that is in the cache.
+
+
+def load(name: str) -> Dataset:
+    """The arrays, mapped into memory. Sizes and shapes are checked each time; checksums by `offbeat data get`."""
+    entry = entry_of(name)
+    directory = directory_of(entry)
+    manifest = read_manifest(entry)
+    if manifest is None:
+        state = "is damaged" if directory.exists() else "is not on this machine"
+        raise ConfigurationError(f"the data set {name} {state} ({directory}); type: offbeat data get {name}")
+    try:
+        if sizes_fit(entry, manifest):
+            return opened(entry, directory)
+    except (OSError, ValueError, EOFError):
+        pass
+    raise ConfigurationError(f"the data set {name} is damaged ({directory}); type: offbeat data get {name}")

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.errors import ConfigurationError
-from offbeat.lab.data.catalogue import Entry
+from offbeat.lab.data.catalogue import DatasetEntry
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -73,14 +73,14 @@ def cache_directory() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "offbeat"
 
 
-def directory_of(entry: Entry) -> Path:
+def directory_of(entry: DatasetEntry) -> Path:
     return cache_directory() / entry.name
 
 
 # What is there
 
 
-def read_manifest(entry: Entry) -> Manifest | None:
+def read_manifest(entry: DatasetEntry) -> Manifest | None:
     """What is said to be there, or None where nothing is, or nothing that can be relied on."""
     try:
         manifest = msgspec.json.decode((directory_of(entry) / MANIFEST).read_bytes(), type=Manifest)
@@ -91,7 +91,7 @@ def read_manifest(entry: Entry) -> Manifest | None:
     return manifest if fits and pinned else None
 
 
-def sizes_fit(entry: Entry, manifest: Manifest) -> bool:
+def sizes_fit(entry: DatasetEntry, manifest: Manifest) -> bool:
     """Every file is there, and as large as it should be."""
     try:
         return all((directory_of(entry) / name).stat().st_size == file.bytes for name, file in manifest.files.items())
@@ -99,7 +99,7 @@ def sizes_fit(entry: Entry, manifest: Manifest) -> bool:
         return False
 
 
-def verified(entry: Entry, everything: bool) -> Manifest | None:
+def verified(entry: DatasetEntry, everything: bool) -> Manifest | None:
     """The manifest if all files are whole. Checksums are computed for files that seem touched, or for all of them."""
     manifest = read_manifest(entry)
     if manifest is None or not sizes_fit(entry, manifest):
@@ -147,7 +147,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def locked(entry: Entry, waiting: Callable[[], None]) -> Iterator[Path]:
+def locked(entry: DatasetEntry, waiting: Callable[[], None]) -> Iterator[Path]:
     """The cache directory, while no other process changes this data set there.
 
     What processes that were killed have left behind is removed.
@@ -184,7 +184,7 @@ def _explained(cache: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def new_directory(entry: Entry) -> Iterator[Path]:
+def new_directory(entry: DatasetEntry) -> Iterator[Path]:
     """A directory to fill; under the name of the data set once it is complete, and gone where that fails."""
     cache = cache_directory()
     made = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=cache))

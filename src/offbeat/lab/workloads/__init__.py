@@ -5,8 +5,7 @@ from offbeat.core.splits import ByLabel, Dirichlet, Sharded, Shared, Split
 from offbeat.core.workload import Measured, NamedWorkload, Size, Target, Workload
 from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
 from offbeat.lab.workloads.images import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
-from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, TwoGaussians
-from offbeat.lab.workloads.toys import ToyConvolutional, ToyDeep
+from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, ToyConvolutional, ToyDeep, TwoGaussians
 
 __all__ = [
     "ByLabel",

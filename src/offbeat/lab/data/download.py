@@ -25,7 +25,7 @@ SILENCE_SECONDS = 8.0
 BLOCK_BYTES = 1 << 18
 
 
-class Watcher(Protocol):
+class DownloadProgress(Protocol):
     """Is told what is done, and how far it is."""
 
     def say(self, sentence: str, /) -> None: ...
@@ -36,7 +36,7 @@ class SourceFailed(RunFailed):
     """A place that does not give what was asked for; another one may."""
 
 
-def fetch(wanted: OfficialFile, folder: Path, watcher: Watcher) -> Path:
+def fetch(wanted: OfficialFile, folder: Path, progress: DownloadProgress) -> Path:
     """The file, in this folder."""
     path = folder / wanted.name
     if path.exists() and _md5(path) == wanted.md5:
@@ -45,7 +45,7 @@ def fetch(wanted: OfficialFile, folder: Path, watcher: Watcher) -> Path:
     reasons = []
     for url in wanted.urls:
         try:
-            _fetch_from(url, wanted, part, watcher)
+            _fetch_from(url, wanted, part, progress)
         except SourceFailed as failed:
             reasons.append(str(failed))
         else:
@@ -54,12 +54,12 @@ def fetch(wanted: OfficialFile, folder: Path, watcher: Watcher) -> Path:
     raise SourceFailed("; ".join(reasons))
 
 
-def _fetch_from(url: str, wanted: OfficialFile, part: Path, watcher: Watcher) -> None:
+def _fetch_from(url: str, wanted: OfficialFile, part: Path, progress: DownloadProgress) -> None:
     """Fill the part from one place. Tries again as long as each connection brings something."""
     while True:
         there = _size(part)
         try:
-            complete = _receive(url, wanted.name, part, watcher)
+            complete = _receive(url, wanted.name, part, progress)
         except _Broken as broken:
             if _size(part) > there:
                 continue
@@ -79,7 +79,7 @@ class _Broken(Exception):
     """A connection that could not be made, or that ended."""
 
 
-def _receive(url: str, name: str, part: Path, watcher: Watcher) -> bool:
+def _receive(url: str, name: str, part: Path, progress: DownloadProgress) -> bool:
     """Append what one connection brings; True where that is all of it."""
     there = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={there}-"} if there else {})
@@ -100,7 +100,7 @@ def _receive(url: str, name: str, part: Path, watcher: Watcher) -> bool:
             for block in _blocks(response):
                 file.write(block)
                 there += len(block)
-                watcher.step(f"fetching {name}", there, total)
+                progress.step(f"fetching {name}", there, total)
     return total is None or there >= total
 
 

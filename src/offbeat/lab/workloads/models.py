@@ -1,0 +1,294 @@
+"""Models for images, by name: plain convolutional networks and residual networks.
+
+`Model` is the configuration; `Model.build` makes the torch module for images of a given shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offbeat.core.configuration import Family, option
+from offbeat.core.validation import require, require_positive
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a model is given: images of so many channels, rows and columns, each of one of so many classes."""
+
+    channels: int
+    height: int
+    width: int
+    classes: int
+
+
+@dataclass(frozen=True)
+class Model(Family, ABC):
+    """A model for images. The object is the configuration; `build` makes the module for the images at hand."""
+
+    narrowest: ClassVar[int]
+    """Units of the narrowest layer at width 1."""
+
+    usual: ClassVar[str]
+    """The data set that it is mostly trained on."""
+
+    width: float = option(1.0, "scale on channels and hidden units; 1 is the model as published")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "width")
+        self.units(self.narrowest)
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether weights and batches lie in memory pixel by pixel: for most models that is quicker on a CPU."""
+        return True
+
+    @abstractmethod
+    def build(self, shape: ImageShape) -> nn.Module:
+        """The module, with values drawn from torch's default generator."""
+
+    def units(self, published: int) -> int:
+        """So many channels or hidden units at this width."""
+        scaled = round(published * self.width)
+        require(
+            scaled > 0,
+            f"{self.name} with width {self.width:g} has a layer of {published} that becomes one of 0; "
+            f"a width of {1 / published:.3g} leaves it one unit",
+        )
+        return scaled
+
+    def parameters(self, shape: ImageShape) -> int:
+        """How many parameters it trains on such images; nothing is allocated."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build(shape).parameters())
+
+    def _require_size(self, shape: ImageShape, least: int) -> None:
+        require(
+            min(shape.height, shape.width) >= least,
+            f"{self.name} needs images of at least {least}×{least} pixels, but these are {shape.height}×{shape.width}",
+        )
+
+
+@dataclass(frozen=True)
+class MnistCNN(Model, name="mnist-cnn"):
+    """Two convolutions of 5×5, each with pooling, and a hidden layer of 1024: 3,274,634 parameters on MNIST."""
+
+    narrowest = 32
+    usual = "mnist"
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        self._require_size(shape, 4)
+        first, second, hidden = self.units(32), self.units(64), self.units(1024)
+        return nn.Sequential(
+            nn.Conv2d(shape.channels, first, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(first, second, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(second * (shape.height // 4) * (shape.width // 4), hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, shape.classes),
+        )
+
+
+@dataclass(frozen=True)
+class LeNet5(Model, name="lenet5"):
+    """LeNet5 with ReLU and maxima: two convolutions without padding, and 120 and 84 hidden units."""
+
+    narrowest = 6
+    usual = "mnist"
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        self._require_size(shape, 16)
+        first, second, third, fourth = (self.units(count) for count in (6, 16, 120, 84))
+        rows, columns = (((side - 4) // 2 - 4) // 2 for side in (shape.height, shape.width))
+        return nn.Sequential(
+            nn.Conv2d(shape.channels, first, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(first, second, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(second * rows * columns, third),
+            nn.ReLU(),
+            nn.Linear(third, fourth),
+            nn.ReLU(),
+            nn.Linear(fourth, shape.classes),
+        )
+
+
+@dataclass(frozen=True)
+class CifarCNN(Model, name="cifar-cnn"):
+    """Four convolutions and three hidden layers, all with batch norm: 4,607,178 parameters on CIFAR-10."""
+
+    narrowest = 64
+    usual = "cifar10"
+
+    dropout: float = option(0.3, "share of hidden units that are left out at a time")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.dropout < 1, f"CifarCNN.dropout must be at least 0 and below 1, but is {self.dropout!r}")
+
+    @property
+    def channels_last(self) -> bool:
+        """Not at the widths at which its 5×5 convolutions have more than 256 channels: there it is slower."""
+        return self.units(512) <= 256
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        self._require_size(shape, 16)
+        layers: list[nn.Module] = []
+        before = shape.channels
+        for published, kernel in ((64, 3), (128, 3), (256, 5), (512, 5)):
+            after = self.units(published)
+            convolution = nn.Conv2d(before, after, kernel, padding=kernel // 2, bias=False)
+            layers += [convolution, nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(after)]
+            before = after
+        layers.append(nn.Flatten())
+        before *= (shape.height // 16) * (shape.width // 16)
+        for published in (128, 256, 512):
+            after = self.units(published)
+            layers += [nn.Linear(before, after), nn.ReLU(), nn.Dropout(self.dropout), nn.BatchNorm1d(after)]
+            before = after
+        return nn.Sequential(*layers, nn.Linear(before, shape.classes))
+
+
+@dataclass(frozen=True)
+class AllCNN(Model, name="all-cnn"):
+    """Nine convolutions with batch norm, and nothing else but a mean: 1,681,268 parameters on CIFAR-10."""
+
+    narrowest = 96
+    usual = "cifar10"
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        self._require_size(shape, 9)
+        narrow, wide = self.units(96), self.units(192)
+        layers: list[nn.Module] = []
+        before = shape.channels
+        for after, stride, padding in (
+            (narrow, 1, 1),
+            (narrow, 1, 1),
+            (narrow, 2, 1),
+            (wide, 1, 1),
+            (wide, 1, 1),
+            (wide, 2, 1),
+            (wide, 1, 0),
+            (wide, 1, 1),
+            (shape.classes, 1, 1),
+        ):
+            convolution = nn.Conv2d(before, after, 3, stride=stride, padding=padding, bias=False)
+            layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+            before = after
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), _Scaled(0.125))
+
+
+class _Scaled(nn.Module):
+    """Outputs times a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.factor
+
+
+@dataclass(frozen=True)
+class ResNet18(Model, name="resnet18"):
+    """Four stages of two blocks, after one convolution of 3×3: 11,173,962 parameters on CIFAR-10."""
+
+    narrowest = 64
+    usual = "cifar10"
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        self._require_size(shape, 8)
+        before = self.units(64)
+        layers: list[nn.Module] = [_convolution(shape.channels, before, 1), nn.BatchNorm2d(before), nn.ReLU()]
+        for published, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            after = self.units(published)
+            layers += [_Block(before, after, stride), _Block(after, after, 1)]
+            before = after
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, shape.classes))
+
+
+@dataclass(frozen=True)
+class _WideResNet(Model):
+    """A wide residual network of 28 layers: three groups of four blocks."""
+
+    narrowest = 16
+    usual = "imagenet32"
+    factor: ClassVar[int]
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        self._require_size(shape, 4)
+        before = self.units(16)
+        layers: list[nn.Module] = [_convolution(shape.channels, before, 1)]
+        for published, stride in ((16, 1), (32, 2), (64, 2)):
+            after = self.units(published * self.factor)
+            layers += [_PreactivationBlock(before, after, stride)]
+            layers += [_PreactivationBlock(after, after, 1) for _ in range(3)]
+            before = after
+        layers += [nn.BatchNorm2d(before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(before, shape.classes))
+
+
+@dataclass(frozen=True)
+class WideResNet28x5(_WideResNet, name="wrn-28-5"):
+    """28 layers, five times as wide as usual: 9,450,424 parameters on ImageNet32."""
+
+    factor = 5
+
+
+@dataclass(frozen=True)
+class WideResNet28x2(_WideResNet, name="wrn-28-2"):
+    """28 layers, twice as wide as usual: 1,595,320 parameters on ImageNet32."""
+
+    factor = 2
+
+
+class _Block(nn.Module):
+    """Two convolutions with batch norm, and a way around them."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.convolution1 = _convolution(before, after, stride)
+        self.norm1 = nn.BatchNorm2d(after)
+        self.convolution2 = _convolution(after, after, 1)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inner = F.relu(self.norm1(self.convolution1(inputs)))
+        return F.relu(self.norm2(self.convolution2(inner)) + self.shortcut(inputs))
+
+
+class _PreactivationBlock(nn.Module):
+    """The same with batch norm and ReLU before each convolution; where the shape changes, the way around is after."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(before)
+        self.convolution1 = _convolution(before, after, stride)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.convolution2 = _convolution(after, after, 1)
+        changes = stride != 1 or before != after
+        self.shortcut = nn.Conv2d(before, after, 1, stride=stride, bias=False) if changes else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        active = F.relu(self.norm1(inputs))
+        around = inputs if self.shortcut is None else self.shortcut(active)
+        return self.convolution2(F.relu(self.norm2(self.convolution1(active)))) + around  # type: ignore[no-any-return]
+
+
+def _convolution(before: int, after: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
