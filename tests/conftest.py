@@ -1,5 +1,6 @@
-"""One thread everywhere: sums, and so bytes, depend on how many share them."""
+"""One thread everywhere: sums, and so bytes, depend on how many share them. Ctrl-C works wherever this is started."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # ignored in the background of a shell, and children inherit that
 settings.register_profile("offbeat", deadline=None)  # how long an example takes is the machine's business
 settings.load_profile("offbeat")
 sys.path.insert(0, str(Path(__file__).parent / "live"))

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 from accounts import check_accounts
 
 from offbeat.launch import mpirun_command
@@ -24,9 +23,11 @@ from offbeat.records.schema import Round, Update
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 STRATEGIES = ["fmb", "amb", "async-fmb", "async-timed", "apam", "sync-amsgrad", "k-of-n"]
+LOCAL = ["local-sgd", "diloco", "decoupled-diloco", "delayed-exchange", "population"]
 CLUSTER = Path(__file__).parents[2] / "examples/cluster"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 500.0
+"""For hangs alone: two cores may be shared with anything."""
 ULFM = ["--with-ft", "ulfm"]
 
 
@@ -134,17 +135,16 @@ def test_every_strategy_in_one_command_that_calls_mpirun_itself(tmp_path: Path) 
         assert {record.rank for record in run.records if isinstance(record, Round)} == {1}
 
 
-@pytest.mark.parametrize("name", ["local-sgd", "diloco", "decoupled-diloco", "delayed-exchange", "population"])
-def test_learners_and_populations_reach_the_target_over_mpi(tmp_path: Path, name: str) -> None:
-    words = [*OFFBEAT, "train", "digits", name, "--until", "40000", "--workers", "3", "--transport", "mpi"]
+def test_local_steps_and_populations_reach_the_target_over_mpi(tmp_path: Path) -> None:
+    words = [*OFFBEAT, "train", "digits", *LOCAL, "--until", "30000", "--workers", "2", "--transport", "mpi"]
     with running([*words, "--no-report", "--json", "--out", "runs"], tmp_path) as process:
         code, out, errors = ended(process)
     assert code == 0, errors
-    (run,) = json.loads(out)["runs"]
-    assert (run["strategy"], run["workers"], run["failure"]) == (name, 3, None)
-    assert run["accuracy"] >= 0.9
-    (place,) = find_runs([tmp_path / "runs"])
-    check_accounts(read_run(place))
+    runs = json.loads(out)["runs"]
+    assert [(run["strategy"], run["workers"], run["failure"]) for run in runs] == [(name, 2, None) for name in LOCAL]
+    assert min(run["accuracy"] for run in runs) >= 0.9
+    for place in find_runs([tmp_path / "runs"]):
+        check_accounts(read_run(place))
 
 
 def test_a_killed_worker_is_lost_and_the_others_go_on_also_with_the_next_run(tmp_path: Path) -> None:

@@ -332,7 +332,8 @@ def test_every_strategy_keeps_to_its_budget_and_comes_to_an_end(name: str) -> No
 
 def test_a_budget_far_below_the_demand_is_used_and_reported() -> None:
     strategy = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
-    free, thrifty = on_budget(strategy, None), on_budget(strategy, 2e4)
+    until = ob.Seconds(5.0)
+    free, thrifty = on_budget(strategy, None, until=until), on_budget(strategy, 2e4, until=until)
     assert free.summary.bytes_per_second is not None
     assert free.summary.bytes_per_second / 6 > 5 * 2e4, "six directions in all"
     assert thrifty.summary.budget_used is not None

@@ -75,11 +75,11 @@ def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("tenth", range(5))
+@pytest.mark.parametrize("seeds", [range(80), pytest.param(range(80, 250), marks=pytest.mark.slow)], ids=str)
 def test_averaging_conserves_the_mean_whatever_the_interleaving(
-    dtype: torch.dtype, tolerance: float, tenth: int
+    dtype: torch.dtype, tolerance: float, seeds: range
 ) -> None:
-    for seed in range(50 * tenth, 50 * tenth + 50):
+    for seed in seeds:
         strategy, peers, settings = random_strategy(seed if dtype == torch.float32 else 1000 + seed)
         worst, looks = drift(strategy, peers, 5, dtype=dtype, **settings)
         assert worst <= tolerance, f"seed {seed}: {strategy} drifts by {worst}"
@@ -116,8 +116,8 @@ def distances(strategy: ob.Gossip, peers: int, gradients: int, seed: int, latenc
         (ob.GossipAcid(), 8, 20, 10, 0.361),
         (ob.Gossip(), 16, 48, 3, 0.0754),
         (ob.GossipAcid(), 16, 36, 4, 0.199),
-        (ob.Gossip(), 32, 100, 1, 0.0192),
-        (ob.GossipAcid(), 32, 60, 2, 0.0743),
+        pytest.param(ob.Gossip(), 32, 100, 1, 0.0192, marks=pytest.mark.slow),
+        pytest.param(ob.GossipAcid(), 32, 60, 2, 0.0743, marks=pytest.mark.slow),
     ],
 )
 def test_peers_come_together_as_fast_as_second_moments_say(
@@ -161,7 +161,14 @@ class Pulled(nn.Module):
 
 
 UNGUARDED = ob.Gossip(momentum=ob.parts.Acid(guard=False))
-LATE = [(16, 90, 0.25), (16, 90, 1.0), (16, 90, 4.0), (64, 40, 0.25), (64, 60, 4.0)]
+SLOW = pytest.mark.slow
+LATE = [
+    (16, 90, 0.25),
+    pytest.param(16, 90, 1.0, marks=SLOW),
+    (16, 90, 4.0),
+    pytest.param(64, 40, 0.25, marks=SLOW),
+    pytest.param(64, 60, 4.0, marks=SLOW),
+]
 
 
 @pytest.mark.parametrize(("peers", "gradients", "latency"), LATE)
@@ -170,7 +177,7 @@ def test_with_the_guard_momentum_pays_at_any_latency(peers: int, gradients: int,
     assert pulled_apart(ob.GossipAcid(), peers, gradients, latency) < 0.8 * plain
 
 
-@pytest.mark.parametrize(("peers", "latency"), [(16, 4.0), (64, 1.0)])
+@pytest.mark.parametrize(("peers", "latency"), [(16, 4.0), pytest.param(64, 1.0, marks=SLOW)])
 def test_guarded_peers_come_together_where_unguarded_ones_fly_apart(peers: int, latency: float) -> None:
     guarded = distances(ob.GossipAcid(), peers, 60 if peers == 16 else 40, seed=1, latency=latency)
     assert guarded[-1] < 0.7 * guarded[0]
