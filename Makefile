@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench results clean
+.PHONY: demo test test-slow fuzz check bench results clean
+
+SEEDS ?= 150
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +21,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz.py --seeds $(SEEDS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
