@@ -142,7 +142,7 @@ def names() -> list[str]:
 
 def directory() -> Path:
     """Where the files of studies are."""
-    return Path(str(resources.files("offbeat"))) / "experiments"
+    return Path(str(resources.files("offbeat"))) / "lab" / "experiments"
 
 
 def load_study(name: str, scale: Scale = "default", seeds: tuple[int, ...] | None = None) -> Study:
