@@ -28,8 +28,7 @@ from rich.table import Table
 
 import offbeat as ob
 from offbeat.lab.calibration import calibrate
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Round, Update
+from offbeat.records.schema import Round, Update, of_kind
 
 WORKERS = 2
 REPEATS = 5

@@ -11,12 +11,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offbeat.lab.reproduction.drawing import TIMING_CAPTION, TIMING_FILE, draw_all
-from offbeat.lab.reproduction.findings import Findings, find, shown
-from offbeat.lab.reproduction.quantities import Measured, quantity
-from offbeat.lab.reproduction.runs import opened, read_study
-from offbeat.lab.reproduction.study import Study, names
-from offbeat.lab.reproduction.timings import Timed, read_timings
+from offbeat.lab.reproduction.findings import Findings, find, quantity, shown
+from offbeat.lab.reproduction.runs import Timed, opened, read_study, read_timings
+from offbeat.lab.reproduction.study import Study, StudyRun, names
+from offbeat.lab.reproduction.study_figures import TIMING_CAPTION, TIMING_FILE, draw_all
 
 DOCS = Path(__file__).parent
 RECORDS = DOCS / "results"
@@ -36,7 +34,7 @@ is said each time, agreement is of ratios, and an accuracy is not the original's
 """
 
 
-def section(study: Study, runs: list[Measured], timed: list[Timed]) -> str:
+def section(study: Study, runs: list[StudyRun], timed: list[Timed]) -> str:
     """One study as text."""
     said, findings = study.described, find(study, runs)
     parts = [

@@ -6,9 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from offbeat.core.sample_ledger import SampleLedger
-from offbeat.records.files import RunRecords
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Dropped, Ended, Traffic, Update
+from offbeat.records.schema import Dropped, Ended, RunRecords, Traffic, Update, of_kind
 from offbeat.records.traffic import counts
 
 

@@ -15,9 +15,7 @@ from torch import nn
 import offbeat as ob
 from offbeat.core.actions import Budget, Finish
 from offbeat.core.strategy import Node, NodeContext
-from offbeat.records.files import RunRecords
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Round, Update
+from offbeat.records.schema import Round, RunRecords, Update, of_kind
 from offbeat.strategies.hub.hub_server import HubServer
 from offbeat.strategies.hub.work_sizing import WorkSizing
 

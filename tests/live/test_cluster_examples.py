@@ -18,9 +18,9 @@ from pathlib import Path
 
 from accounts import check_accounts
 
-from offbeat.records.files import RunRecords, read_run
-from offbeat.records.metrics import of_kind, summarize
-from offbeat.records.schema import Membership, Round
+from offbeat.records.files import read_run
+from offbeat.records.metrics import summarize
+from offbeat.records.schema import Membership, Round, RunRecords, of_kind
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/cluster"

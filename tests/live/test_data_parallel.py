@@ -28,8 +28,7 @@ from offbeat.core.actions import Action
 from offbeat.core.events import Event, StepReady
 from offbeat.launch import RankInfo, environment_of, open_listener
 from offbeat.records.files import read_run
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Ended, Exchange, Round, Update
+from offbeat.records.schema import Ended, Exchange, Round, Update, of_kind
 
 WAIT_SECONDS = 100.0
 

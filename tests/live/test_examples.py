@@ -19,8 +19,8 @@ from accounts import check_accounts
 
 from offbeat.launch import mpirun_command
 from offbeat.records.files import read_run
-from offbeat.records.metrics import of_kind, summarize
-from offbeat.records.schema import Exchange, Update
+from offbeat.records.metrics import summarize
+from offbeat.records.schema import Exchange, Update, of_kind
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples/train_digits.py"

@@ -17,8 +17,8 @@ from offbeat.core.strategy import Node
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
 from offbeat.records.files import read_run
-from offbeat.records.metrics import of_kind, summarize
-from offbeat.records.schema import AnyRecord, Evaluation, Membership, Update
+from offbeat.records.metrics import summarize
+from offbeat.records.schema import AnyRecord, Evaluation, Membership, Update, of_kind
 from offbeat.strategies.server_node import ServerNode
 
 

@@ -8,8 +8,7 @@ import pytest
 from accounts import check_accounts, check_traffic
 
 import offbeat as ob
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Notice
+from offbeat.records.schema import Notice, of_kind
 
 
 @pytest.mark.parametrize("name", ["local-sgd", "diloco", "decoupled-diloco", "delayed-exchange", "population"])

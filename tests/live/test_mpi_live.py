@@ -18,8 +18,7 @@ from accounts import check_accounts
 
 from offbeat.launch import mpirun_command
 from offbeat.records.files import find_runs, read_run
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Round, Update
+from offbeat.records.schema import Round, Update, of_kind
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 STRATEGIES = ["fmb", "amb", "async-fmb", "async-timed", "apam", "sync-amsgrad", "k-of-n"]

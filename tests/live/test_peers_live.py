@@ -28,9 +28,9 @@ from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.worker_main import read_result
 from offbeat.live.clock import Clock
 from offbeat.live.node_runner import NodeRunner
-from offbeat.records.files import MemoryWriter, RunRecords, read_run
-from offbeat.records.metrics import of_kind, summarize
-from offbeat.records.schema import Dropped, Evaluation, Notice, Update
+from offbeat.records.files import MemoryWriter, read_run
+from offbeat.records.metrics import summarize
+from offbeat.records.schema import Dropped, Evaluation, Notice, RunRecords, Update, of_kind
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.remote_records import RemoteRecordWriter

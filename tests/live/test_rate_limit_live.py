@@ -18,9 +18,8 @@ from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
 from offbeat.live.clock import Clock
 from offbeat.live.node_runner import NodeRunner
-from offbeat.records.files import MemoryWriter, RunRecords
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Ended, LinkUse, Round, Traffic
+from offbeat.records.files import MemoryWriter
+from offbeat.records.schema import Ended, LinkUse, Round, RunRecords, Traffic, of_kind
 from offbeat.transports.loopback import Loopback
 
 LIMIT = 1e6

@@ -15,8 +15,8 @@ import offbeat as ob
 from offbeat.core.examples import Order
 from offbeat.core.randomness import stream
 from offbeat.records.files import MemoryWriter
-from offbeat.records.metrics import evaluations, of_kind
-from offbeat.records.schema import Consensus, Dropped, Exchange, Notice, Round, Update
+from offbeat.records.metrics import evaluations
+from offbeat.records.schema import Consensus, Dropped, Exchange, Notice, Round, Update, of_kind
 from offbeat.simulation.simulator import Scenario, Simulation
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule
 from offbeat.strategies.gossip.peer import Peer

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.records.files import RunRecords
 from offbeat.records.schema import (
     AnyRecord,
     Consensus,
@@ -22,6 +21,7 @@ from offbeat.records.schema import (
     Outcome,
     Round,
     RunHeader,
+    RunRecords,
     Traffic,
     Update,
 )

@@ -34,8 +34,7 @@ from offbeat.lab.calibration import (
 )
 from offbeat.lab.simulated_runs import record_bytes
 from offbeat.live.injected_delay import InjectedDelay
-from offbeat.records.files import RunRecords
-from offbeat.records.schema import Round
+from offbeat.records.schema import Round, RunRecords
 from offbeat.simulation.round_timing import Pace
 
 PIECES = Pieces(per_round=2e-3, per_call=1e-3, per_sample=5e-5)

@@ -21,8 +21,8 @@ from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment, Plan
 from offbeat.lab.worker_main import Live
 from offbeat.launch import RankInfo
-from offbeat.records.files import LIVE, RANK_RECORDS, RunRecords, write_header
-from offbeat.records.schema import Notice
+from offbeat.records.files import LIVE, RANK_RECORDS, write_header
+from offbeat.records.schema import Notice, RunRecords
 
 QUADRATIC = ["train", "quadratic", "fmb"]
 

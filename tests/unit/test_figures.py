@@ -18,17 +18,23 @@ import offbeat.strategies  # noqa: F401  so that all strategies are in the regis
 from offbeat.cli import main
 from offbeat.core.strategy import Strategy
 from offbeat.errors import ConfigurationError
-from offbeat.lab.plots.against import GREY, Point, against
-from offbeat.lab.plots.figures import accuracy_over_time, consensus_over_time, quality_over_bytes, samples_over_time
-from offbeat.lab.plots.groups import Groups
-from offbeat.lab.plots.heat_map import who_talked_to_whom
-from offbeat.lab.plots.histograms import QUANTITIES, Binned, distributions
+from offbeat.lab.plots.distributions import QUANTITIES, Binned, distributions
+from offbeat.lab.plots.figures import (
+    CELLS,
+    accuracy_over_time,
+    consensus_over_time,
+    drawings,
+    panel,
+    quality_over_bytes,
+    samples_over_time,
+    write_figures,
+)
 from offbeat.lab.plots.looks import NAMED, Look, looks
-from offbeat.lab.plots.panels import CELLS, panel
-from offbeat.lab.plots.style import FORMATS, save_as, svg_text
+from offbeat.lab.plots.rank_pairs import who_talked_to_whom
+from offbeat.lab.plots.style import FORMATS, Groups, save_as, svg_text
+from offbeat.lab.plots.sweeps import GREY, Point, against
 from offbeat.lab.plots.timeline import timeline
-from offbeat.lab.report.drawings import drawings, write_figures
-from offbeat.records.files import RunRecords
+from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -246,7 +252,7 @@ SAVED_AGAIN = """
 import sys
 from pathlib import Path
 from made_records import a_toy
-from offbeat.lab.plots.panels import panel
+from offbeat.lab.plots.figures import panel
 from offbeat.lab.plots.style import save_as
 
 runs = [a_toy(label, 1, workers=3, seconds=10.0) for label in ("fmb", "amb", "mine")]

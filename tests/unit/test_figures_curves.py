@@ -7,8 +7,7 @@ from made_records import a_round, a_small_run, a_traffic, accuracies, an_update,
 from msgspec.structs import replace
 
 from offbeat.records import curves
-from offbeat.records.files import RunRecords
-from offbeat.records.schema import Round, Undone
+from offbeat.records.schema import Round, RunRecords, Undone
 
 
 def rounds(*rows: tuple[float, int, float | None]) -> list[Round]:

@@ -11,7 +11,7 @@ from made_records import run
 
 from offbeat.cli import main
 from offbeat.lab.report.labels import told_apart
-from offbeat.records.files import RunRecords
+from offbeat.records.schema import RunRecords
 
 PLAIN: dict[str, Any] = {
     "workload": {"name": "digits", "hidden": 64},

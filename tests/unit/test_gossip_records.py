@@ -13,8 +13,8 @@ from made_records import a_gossip, a_round, a_small_run, a_toy, an_exchange, an_
 from rich.console import Console
 
 from offbeat.lab.plots.figures import consensus_over_time
-from offbeat.lab.plots.heat_map import NUMBERS_RANKS_MAX, who_talked_to_whom
 from offbeat.lab.plots.looks import NAMED, looks
+from offbeat.lab.plots.rank_pairs import NUMBERS_RANKS_MAX, who_talked_to_whom
 from offbeat.lab.plots.style import svg_text
 from offbeat.lab.plots.timeline import timeline
 from offbeat.lab.report.page import report_page
@@ -22,9 +22,8 @@ from offbeat.lab.report.table import comparison_table
 from offbeat.records.comparison import Comparison
 from offbeat.records.curves import consensus_curve
 from offbeat.records.exchanges import PER_BIN, consensus_series, exchange_counts
-from offbeat.records.files import RunRecords
 from offbeat.records.metrics import per_rank, summarize
-from offbeat.records.schema import AnyRecord, Consensus, Ended
+from offbeat.records.schema import AnyRecord, Consensus, Ended, RunRecords
 
 END = Ended(at=10.0, bytes_sent=0, messages_sent=0, failure=None)
 

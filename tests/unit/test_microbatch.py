@@ -16,7 +16,7 @@ from offbeat.cli import main
 from offbeat.cli.measurements import sentences
 from offbeat.lab import microbatching
 from offbeat.lab.microbatching import MicrobatchCurve, MicrobatchRow, microbatch, time_per_step
-from offbeat.lab.plots.microbatch import microbatch_figure
+from offbeat.lab.plots.sweeps import microbatch_figure
 
 Captured = pytest.CaptureFixture[str]
 OVERHEAD = 0.002

@@ -13,6 +13,7 @@ from made_records import a_small_run, a_toy, accuracies, losses, run, timed
 from rich.console import Console
 
 from offbeat.errors import ConfigurationError, MissingDependency
+from offbeat.lab.plots.distributions import distributions
 from offbeat.lab.plots.figures import (
     accuracy_over_time,
     loss_over_time,
@@ -20,15 +21,12 @@ from offbeat.lab.plots.figures import (
     samples_over_time,
     training_loss_over_time,
 )
-from offbeat.lab.plots.histograms import distributions
 from offbeat.lab.plots.style import save, svg_text
 from offbeat.lab.plots.timeline import timeline
-from offbeat.lab.report.headline import headline
 from offbeat.lab.report.page import report_page, write_report
-from offbeat.lab.report.table import comparison_table
+from offbeat.lab.report.table import comparison_table, headline
 from offbeat.records.comparison import Comparison
-from offbeat.records.files import RunRecords
-from offbeat.records.schema import Ended, Notice
+from offbeat.records.schema import Ended, Notice, RunRecords
 
 NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
 

@@ -14,13 +14,24 @@ import pytest
 
 from offbeat.cli import main
 from offbeat.errors import ConfigurationError
-from offbeat.lab.plots.panels import CELLS
-from offbeat.lab.reproduction.findings import find, shown, spelled, verdict_of
-from offbeat.lab.reproduction.quantities import QUANTITIES, Measured, common_training_loss
+from offbeat.lab.plots.figures import CELLS
+from offbeat.lab.reproduction.findings import QUANTITIES, common_training_loss, find, shown, spelled, verdict_of
 from offbeat.lab.reproduction.runs import archive, opened, read_study, tasks_of
-from offbeat.lab.reproduction.study import SCALES, Claim, Scale, Side, Study, directory, load_study, names, study_of
+from offbeat.lab.reproduction.study import (
+    SCALES,
+    Claim,
+    Scale,
+    Side,
+    Study,
+    StudyRun,
+    directory,
+    load_study,
+    names,
+    study_of,
+)
 from offbeat.records.comparison import Interval
-from offbeat.records.files import HEADER, RECORDS, RunRecords, find_runs
+from offbeat.records.files import HEADER, RECORDS, find_runs
+from offbeat.records.schema import RunRecords
 
 OWN = """
 title = "Digits by two strategies"
@@ -329,7 +340,7 @@ def test_a_mean_says_of_how_many_runs_it_is(own: Path, capsys: pytest.CaptureFix
     assert (cell.count, findings.rows[0].runs) == (1, 2)
 
 
-def with_seed(run: Measured, seed: int) -> RunRecords:
+def with_seed(run: StudyRun, seed: int) -> RunRecords:
     return dataclasses.replace(run.records, header=msgspec.structs.replace(run.records.header, seed=seed))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.cli import main
 from offbeat.cli.topology import drawing, sentences
-from offbeat.lab.plots.graph import graph_figure, layout
+from offbeat.lab.plots.rank_pairs import graph_figure, layout
 from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Star, Topology
 
 Captured = pytest.CaptureFixture[str]

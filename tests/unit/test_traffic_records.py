@@ -15,16 +15,14 @@ import offbeat as ob
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import HEADER_BYTES, Stop
 from offbeat.lab.plots.figures import quality_over_bytes as quality_figure
-from offbeat.lab.report.numbers import size
+from offbeat.lab.report.formatting import size
 from offbeat.lab.report.page import report_page
 from offbeat.lab.report.table import columns, comparison_table
 from offbeat.records.comparison import Comparison, bytes_ratio
 from offbeat.records.curves import quality_over_bytes
-from offbeat.records.files import RunRecords
 from offbeat.records.metrics import summarize
-from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, Traffic
-from offbeat.records.traffic import BytesSent
-from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
+from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, RunRecords, Traffic
+from offbeat.records.traffic import BytesSent, TrafficCount, Weight, weigh
 from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.transports import wire
 from offbeat.transports.remote_records import RecordLines

@@ -27,9 +27,9 @@ from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.lab.experiment import Experiment, Plan
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.records.comparison import Comparison
-from offbeat.records.files import RunRecords, file_name
+from offbeat.records.files import file_name
 from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import Notice
+from offbeat.records.schema import Notice, RunRecords
 
 NOTICES_SHOWN = 3
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.output import say as say_line
-from offbeat.lab.report.numbers import NONE, fixed, number, percent, size
+from offbeat.lab.report.formatting import NONE, fixed, number, percent, size
 from offbeat.launch.process_settings import names_of
 from offbeat.records.schema import AnyRecord, Ended, Evaluation, Membership, Notice, Round, Traffic, Undone, Update
 

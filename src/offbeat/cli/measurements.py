@@ -32,9 +32,9 @@ from offbeat.lab.live_runs import DEFAULT_WORKERS
 from offbeat.lab.microbatching import BATCH, BATCH_NORM_MIN, MicrobatchCurve
 from offbeat.lab.microbatching import SECONDS as MICROBATCH_SECONDS
 from offbeat.lab.microbatching import microbatch as measure_microbatches
-from offbeat.lab.plots.microbatch import microbatch_figure
 from offbeat.lab.plots.style import save
-from offbeat.lab.report.numbers import number, percent
+from offbeat.lab.plots.sweeps import microbatch_figure
+from offbeat.lab.report.formatting import number, percent
 from offbeat.launch import read_rank_info
 from offbeat.launch.process_settings import hub_and_workers, keep_memory
 

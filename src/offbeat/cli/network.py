@@ -19,7 +19,7 @@ from offbeat.errors import ConfigurationError, MissingDependency, unknown
 from offbeat.lab.network_test.plan import Probe
 from offbeat.lab.network_test.processes import TestOptions, join_there, probe_here, probe_under_mpirun, take_part
 from offbeat.lab.network_test.result import Network, write_result
-from offbeat.lab.plots.heat_map import Panel, heat_maps
+from offbeat.lab.plots.rank_pairs import Panel, heat_maps
 from offbeat.lab.plots.style import save
 from offbeat.launch import TRANSPORTS, RankInfo, invited, read_token
 from offbeat.transports.rendezvous import Address

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.lab.network_test.result import Matrix, Network, Pair, Together
-from offbeat.lab.report.numbers import NONE, number, plural
+from offbeat.lab.report.formatting import NONE, number, plural
 
 Progress = Callable[[float, str], None]
 

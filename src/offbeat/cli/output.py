@@ -56,8 +56,7 @@ def print_json(value: Any) -> None:
 
 def print_comparison(comparison: Comparison, places: Iterable[str]) -> None:
     """The table, the headline, and where everything is."""
-    from offbeat.lab.report.headline import headline
-    from offbeat.lab.report.table import comparison_table
+    from offbeat.lab.report.table import comparison_table, headline
 
     out = console()
     out.print(comparison_table(comparison, out.width))

@@ -18,8 +18,8 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
 from offbeat.lab.experiment import Experiment
+from offbeat.lab.plots.figures import write_figures
 from offbeat.lab.plots.style import FORMATS
-from offbeat.lab.report.drawings import write_figures
 from offbeat.lab.report.labels import told_apart, without_repeats
 from offbeat.lab.report.page import write_report
 from offbeat.lab.simulated_runs import record_bytes, simulate_experiment

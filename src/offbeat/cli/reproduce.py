@@ -18,12 +18,22 @@ from offbeat.cli.output import Lines, Silence, console, new_directory, print_jso
 from offbeat.core.validation import require
 from offbeat.errors import MissingDependency
 from offbeat.lab.experiment import built
-from offbeat.lab.reproduction.drawing import draw_all
-from offbeat.lab.reproduction.findings import Findings, check, find, shown
-from offbeat.lab.reproduction.quantities import Measured, quantity
-from offbeat.lab.reproduction.runs import archive, begin, carry_out, cores, opened, read_study, tasks_of
-from offbeat.lab.reproduction.study import SCALES, Study, load_study, names
-from offbeat.lab.reproduction.timings import Timed, measure, read_timings, write_timings
+from offbeat.lab.reproduction.findings import Findings, check, find, quantity, shown
+from offbeat.lab.reproduction.runs import (
+    Timed,
+    archive,
+    begin,
+    carry_out,
+    cores,
+    measure,
+    opened,
+    read_study,
+    read_timings,
+    tasks_of,
+    write_timings,
+)
+from offbeat.lab.reproduction.study import SCALES, Study, StudyRun, load_study, names
+from offbeat.lab.reproduction.study_figures import draw_all
 from offbeat.records.comparison import Comparison
 
 
@@ -81,7 +91,7 @@ def reproduce(
     return _tell(study, runs, timed, directory, None if no_figures else directory, json)
 
 
-def _carried_out(study: Study, directory: Path, processes: int, quiet: bool) -> tuple[list[Measured], list[Timed]]:
+def _carried_out(study: Study, directory: Path, processes: int, quiet: bool) -> tuple[list[StudyRun], list[Timed]]:
     timed = read_timings(directory)
     if study.described.timing is not None and not timed:
         timed = measure(study, (lambda text: None) if quiet else say)
@@ -105,7 +115,7 @@ def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
 
 
 def _tell(
-    study: Study, runs: list[Measured], timed: list[Timed], records: Path, drawn_to: Path | None, json: bool
+    study: Study, runs: list[StudyRun], timed: list[Timed], records: Path, drawn_to: Path | None, json: bool
 ) -> int:
     """The figures, the table or JSON, and the exit code."""
     try:
@@ -126,7 +136,7 @@ def _tell(
 
 
 def _plain(
-    study: Study, runs: list[Measured], timed: list[Timed], findings: Findings, figures: list[Path]
+    study: Study, runs: list[StudyRun], timed: list[Timed], findings: Findings, figures: list[Path]
 ) -> dict[str, Any]:
     comparisons = {
         case.label: Comparison.of([run.records for run in mine], case.plan.baseline).to_json()
@@ -215,7 +225,7 @@ def _described(study: Study) -> dict[str, Any]:
 
 class _Progress(Protocol):
     def share(self, index: int, share: float) -> None: ...
-    def ended(self, index: int, run: Measured) -> None: ...
+    def ended(self, index: int, run: StudyRun) -> None: ...
 
 
 @contextmanager
@@ -245,7 +255,7 @@ class _Said:
     def share(self, index: int, share: float) -> None:
         pass
 
-    def ended(self, index: int, run: Measured) -> None:
+    def ended(self, index: int, run: StudyRun) -> None:
         self._lines.ended(run.summary)
 
 
@@ -261,7 +271,7 @@ class _Bar:
         self._shares[index] = share
         self._show()
 
-    def ended(self, index: int, run: Measured) -> None:
+    def ended(self, index: int, run: StudyRun) -> None:
         self._ended += 1
         self._shares.pop(index, None)
         self._show()

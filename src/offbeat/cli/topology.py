@@ -20,7 +20,7 @@ from offbeat.cli.output import console, print_json
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
-from offbeat.lab.plots.graph import graph_figure, layout
+from offbeat.lab.plots.rank_pairs import graph_figure, layout
 from offbeat.lab.plots.style import save
 from offbeat.topology import Constants, Edges, Graph, Topology
 

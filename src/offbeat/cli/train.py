@@ -42,8 +42,8 @@ from offbeat.lab.simulated_runs import Run
 from offbeat.lab.worker_main import Live, local_ranks, read_live
 from offbeat.launch import RankInfo, Watcher, check_faults
 from offbeat.live.checkpoint_file import checkpoint_path
-from offbeat.records.files import HEADER, RunRecords, find_runs, read_header, read_run
-from offbeat.records.schema import Ended
+from offbeat.records.files import HEADER, find_runs, read_header, read_run
+from offbeat.records.schema import Ended, RunRecords
 
 
 @takes(live_flags())

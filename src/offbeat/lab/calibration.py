@@ -44,8 +44,7 @@ from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.worker_main import Live
 from offbeat.lab.workloads import Quadratic
 from offbeat.launch import Watcher
-from offbeat.records.files import RunRecords
-from offbeat.records.schema import Round
+from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub import AsyncAdaptive, AsyncFixed, FixedMinibatch
 from offbeat.strategies.hub.hub_strategies import HubStrategy
 

@@ -49,19 +49,9 @@ from offbeat.launch.process_settings import keep_memory, names_of
 from offbeat.live import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.checkpoint_file import checkpoint_path
 from offbeat.live.checkpoint_writer import read_checkpoint
-from offbeat.records.files import (
-    HEADER,
-    LIVE,
-    RankWriter,
-    RunRecords,
-    check_idle,
-    rank_files,
-    read_header,
-    read_run,
-    write_header,
-)
+from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
-from offbeat.records.schema import AnyRecord, RunHeader
+from offbeat.records.schema import AnyRecord, RunHeader, RunRecords
 
 DEFAULT_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)

@@ -22,9 +22,9 @@ from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment, Plan, workers_for
 from offbeat.records.comparison import Comparison
-from offbeat.records.files import HEADER, FileWriter, MemoryWriter, RunRecords, file_name
+from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import RunHeader
+from offbeat.records.schema import RunHeader, RunRecords
 from offbeat.simulation.gradients import Computing
 from offbeat.simulation.simulator import Scenario, Simulation
 from offbeat.version import __version__

@@ -48,7 +48,7 @@ from offbeat.live.evaluator import Evaluator, Measure
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
-from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
+from offbeat.records.traffic import TrafficCount, Weight, weigh
 from offbeat.transports.link import CLOSED
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport

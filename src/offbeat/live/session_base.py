@@ -26,8 +26,9 @@ from offbeat.live.local_ranks import LocalRanks, SessionOptions
 from offbeat.live.node_runner import LiveRound, Ready
 from offbeat.live.signals import defer_signals, exit_without_finalize, install_sigterm_handler
 from offbeat.live.user_code import Evaluation, measure_with
-from offbeat.records.files import RunRecords, read_rank, read_run
+from offbeat.records.files import read_rank, read_run
 from offbeat.records.metrics import Summary, summarize
+from offbeat.records.schema import RunRecords
 
 LINGER_SECONDS = 5.0
 SWITCH_SECONDS = 5e-4

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.records.files import RunRecords
 from offbeat.records.metrics import Summary, Target, finite, summarize, target_of
+from offbeat.records.schema import RunRecords
 
 CONFIDENCE = 0.95
 CUSTOMARY_BASELINE = "fmb"

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.records.exchanges import consensus_series
-from offbeat.records.files import RunRecords
-from offbeat.records.metrics import evaluations, of_kind
-from offbeat.records.schema import Round, Traffic, Undone, Update
+from offbeat.records.metrics import evaluations
+from offbeat.records.schema import Round, RunRecords, Traffic, Undone, Update, of_kind
 from offbeat.records.traffic import BytesSent
 
 Array = NDArray[np.float64]

@@ -12,8 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.records.files import RunRecords
-from offbeat.records.schema import Consensus, Exchange
+from offbeat.records.schema import Consensus, Exchange, RunRecords
 
 BINS_MAX = 100
 PER_BIN = 10

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -21,7 +20,7 @@ import msgspec
 
 from offbeat.core.actions import Record
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.records.schema import FORMAT, RECORD_DECODER, AnyRecord, RunHeader
+from offbeat.records.schema import FORMAT, RECORD_DECODER, AnyRecord, RunHeader, RunRecords
 
 HEADER = "run.json"
 RECORDS = "records.jsonl"
@@ -236,15 +235,6 @@ def _cannot_go_on(directory: Path, error: OSError) -> RunFailed:
 
 
 # Reading
-
-
-@dataclass(frozen=True)
-class RunRecords:
-    """A run as it was recorded."""
-
-    directory: Path | None
-    header: RunHeader
-    records: tuple[AnyRecord, ...]
 
 
 def read_header(directory: Path) -> RunHeader:

@@ -9,15 +9,13 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from offbeat.errors import ConfigurationError
 from offbeat.records.exchanges import exchanges, exchanging
-from offbeat.records.files import RunRecords
 from offbeat.records.schema import (
-    AnyRecord,
     Dropped,
     Ended,
     Evaluation,
@@ -25,14 +23,15 @@ from offbeat.records.schema import (
     LinkUse,
     Membership,
     RunHeader,
+    RunRecords,
     Undone,
     Update,
+    of_kind,
 )
 from offbeat.records.schema import Round as RoundRecord
 from offbeat.records.traffic import BytesSent, bytes_received, sent_by_kind
 
 Metric = Literal["accuracy", "loss"]
-Kind = TypeVar("Kind", bound=AnyRecord)
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -175,11 +174,6 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float | None
     exchanges: int
     exchanges_begun: int
-
-
-def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
-    """The records of one kind, in the order in which they were written."""
-    return (record for record in run.records if isinstance(record, kind))
 
 
 def evaluations(run: RunRecords) -> list[Evaluation]:

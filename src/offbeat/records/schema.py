@@ -8,7 +8,10 @@ names or paths, so that the same seed writes the same bytes.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -209,6 +212,8 @@ AnyRecord = (
     | Ended
 )
 
+Kind = TypeVar("Kind", bound=AnyRecord)
+
 RECORD_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 """Reads a line of records. One for all threads, made before there are any: two that are made at once may be broken."""
 
@@ -231,3 +236,17 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The experiment as plain data, or None where it holds objects that cannot be written down."""
     offbeat: str
     torch: str
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """A run as it was recorded."""
+
+    directory: Path | None
+    header: RunHeader
+    records: tuple[AnyRecord, ...]
+
+
+def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
+    """The records of one kind, in the order in which they were written."""
+    return (record for record in run.records if isinstance(record, kind))

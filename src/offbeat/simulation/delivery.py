@@ -16,7 +16,7 @@ from offbeat.core.actions import Send
 from offbeat.core.events import Event, GradientReady, MessageArrived, Sent, StepReady
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
-from offbeat.records.traffic_counter import TrafficCount, Weight, weigh
+from offbeat.records.traffic import TrafficCount, Weight, weigh
 from offbeat.simulation.network import LinkState, Outbox
 
 if TYPE_CHECKING:

@@ -8,15 +8,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 from offbeat.errors import ConfigurationError, MissingDependency
+from offbeat.lab.plots.looks import Look, looks
+from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
 
 Given = ParamSpec("Given")
 
@@ -126,3 +132,74 @@ def _inlined(tag: str, used: set[str], prefix: str) -> str:
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag).replace(" \n", " ")
     tag = re.sub(r' id="([^"]*)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", tag)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", tag)
+
+
+# One legend for all that is drawn in a figure.
+
+
+COLUMNS_MAX = 6
+HANDLE_INCHES = 0.62
+SIGN_INCHES = 0.085
+
+
+def add_legend(figure: Figure, looks: Mapping[str, Look], names: Mapping[str, str] | None = None) -> None:
+    """Name the labels that are drawn on any axes, above them; `names` are what the legend calls them instead."""
+    drawn = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
+    shown = {(names or {}).get(label, label): look for label, look in looks.items() if label in drawn}
+    place_legend(figure, [sign(name, look) for name, look in shown.items()])
+
+
+def place_legend(figure: Figure, handles: list[Line2D]) -> None:
+    """In as many columns as the longest name leaves room for."""
+    if handles:
+        longest = max(len(str(handle.get_label())) for handle in handles)
+        columns = int(figure.get_figwidth() / (HANDLE_INCHES + SIGN_INCHES * longest))
+        rows = math.ceil(len(handles) / max(1, min(columns, COLUMNS_MAX)))
+        columns = math.ceil(len(handles) / rows)
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns, handlelength=2.6)
+
+
+def sign(name: str, look: Look) -> Line2D:
+    """A look as a legend shows it."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=look.colour, linestyle=look.dashes, marker=look.marker, markeredgewidth=0, label=name)
+
+
+# Runs by label, and how each label looks.
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Runs under their labels, in order of first appearance, and how each label looks."""
+
+    runs: dict[str, list[RunRecords]]
+    looks: dict[str, Look]
+
+    @classmethod
+    def of(cls, runs: Sequence[RunRecords]) -> Self:
+        groups: dict[str, list[RunRecords]] = {}
+        for run in runs:
+            groups.setdefault(run.header.label, []).append(run)
+        names = {label: name for label, group in groups.items() if (name := _strategy(group[0]))}
+        return cls(groups, looks(groups, names))
+
+    @property
+    def all(self) -> list[RunRecords]:
+        return [run for group in self.runs.values() for run in group]
+
+    def one_of_each(self) -> dict[str, RunRecords]:
+        """One run of each label, of the same seed where one is common to all of them."""
+        seeds = [{run.header.seed for run in group} for group in self.runs.values()]
+        seed = min(set.intersection(*seeds), default=None) if seeds else None
+        return {
+            label: next((run for run in group if run.header.seed == seed), group[0])
+            for label, group in self.runs.items()
+        }
+
+
+def _strategy(run: RunRecords) -> str | None:
+    """The short name of the strategy that was run, where the run knows it."""
+    strategy = (run.header.experiment or {}).get("strategy")
+    name = strategy.get("name") if isinstance(strategy, dict) else None
+    return name if isinstance(name, str) else None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from offbeat.lab.plots.cells import TIME
-from offbeat.lab.plots.groups import Groups
+from offbeat.lab.plots.line_plots import TIME
 from offbeat.lab.plots.looks import Look
-from offbeat.lab.plots.style import INK, WIDTH_INCHES, new_figure, styled
+from offbeat.lab.plots.style import INK, WIDTH_INCHES, Groups, new_figure, styled
 from offbeat.records import curves
-from offbeat.records.files import RunRecords
 from offbeat.records.metrics import summarize
+from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.records.files import RunRecords
+from offbeat.records.schema import RunRecords
 
 IGNORED = ("seed", "label", "target")
 ALWAYS_KNOWN = ("engine", "workers")

@@ -13,15 +13,12 @@ from string import Template
 import msgspec
 
 from offbeat.errors import ConfigurationError
+from offbeat.lab.plots.figures import Drawing, drawings
 from offbeat.lab.plots.style import svg_text
-from offbeat.lab.report.drawings import Drawing, drawings
-from offbeat.lab.report.headline import goal, headline
-from offbeat.lab.report.numbers import fixed, number, plural, size
-from offbeat.lab.report.table import columns
+from offbeat.lab.report.formatting import fixed, number, plural, size
+from offbeat.lab.report.table import columns, goal, headline
 from offbeat.records.comparison import Comparison
-from offbeat.records.files import RunRecords
-from offbeat.records.metrics import of_kind
-from offbeat.records.schema import Flow, Notice
+from offbeat.records.schema import Flow, Notice, RunRecords, of_kind
 
 NOTICES_MAX = 50
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError
-from offbeat.lab.report.numbers import size
-from offbeat.lab.reproduction.quantities import Measured, Quantity, quantity
-from offbeat.lab.reproduction.study import Claim, Side, Study
+from offbeat.errors import ConfigurationError, unknown
+from offbeat.lab.report.formatting import size
+from offbeat.lab.reproduction.study import Claim, Side, Study, StudyRun
+from offbeat.records import curves
 from offbeat.records.comparison import Interval, interval
+from offbeat.records.metrics import Summary
 
 JUDGED = {
     "agrees": "ours agrees",
@@ -59,13 +61,13 @@ class Findings:
         }
 
 
-def find(study: Study, runs: Sequence[Measured]) -> Findings:
+def find(study: Study, runs: Sequence[StudyRun]) -> Findings:
     """Everything that is told of these runs."""
     rows = tuple(_rows(study, runs))
     return Findings(rows, tuple(_finding(study, claim, runs) for claim in study.described.claims))
 
 
-def values_of(study: Study, name: str, runs: Sequence[Measured]) -> dict[tuple[str, str, int], float | None]:
+def values_of(study: Study, name: str, runs: Sequence[StudyRun]) -> dict[tuple[str, str, int], float | None]:
     """A quantity by case, strategy and seed."""
     found = {}
     for case in dict.fromkeys(run.case for run in runs):
@@ -75,7 +77,7 @@ def values_of(study: Study, name: str, runs: Sequence[Measured]) -> dict[tuple[s
     return found
 
 
-def _rows(study: Study, runs: Sequence[Measured]) -> list[Row]:
+def _rows(study: Study, runs: Sequence[StudyRun]) -> list[Row]:
     columns = {name: values_of(study, name, runs) for name in study.described.columns}
     rows = []
     for case, strategy in dict.fromkeys((run.case, run.strategy) for run in runs):
@@ -85,7 +87,7 @@ def _rows(study: Study, runs: Sequence[Measured]) -> list[Row]:
     return rows
 
 
-def _finding(study: Study, claim: Claim, runs: Sequence[Measured]) -> Finding:
+def _finding(study: Study, claim: Claim, runs: Sequence[StudyRun]) -> Finding:
     values = values_of(study, claim.quantity, runs)
     compared = _compared(claim, values)
     ours = interval(compared)
@@ -185,3 +187,89 @@ def _number(value: float, of: Quantity | None, digits: int = 3) -> str:
 def _plain_row(row: Row) -> dict[str, Any]:
     cells = {name: msgspec.to_builtins(cell) for name, cell in row.cells.items()}
     return {"case": row.case, "x": row.x, "strategy": row.strategy, "runs": row.runs, **cells}
+
+
+# What is measured of runs, one number a run; intervals over seeds are made of these.
+#
+# A quantity is of all runs of a case at once, for some can only be had by looking at all of them: a training loss that
+# every run reaches, for one.
+
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """How it is called in a table and on an axis, and how it is had of the runs of one case, one value each."""
+
+    head: str
+    of: Callable[[Sequence[StudyRun], int | None], Values]
+    """Takes the runs, and how many samples an epoch has."""
+    digits: int | None = None
+    """Digits after the point; none: three that count."""
+    in_bytes: bool = False
+
+
+def _read(read: Callable[[Summary], float | None]) -> Callable[[Sequence[StudyRun], int | None], Values]:
+    return lambda runs, epoch: [read(run.summary) for run in runs]
+
+
+def _per_epoch(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+    return [
+        run.summary.seconds / run.summary.samples * epoch if epoch and run.summary.samples else None for run in runs
+    ]
+
+
+def _per_step(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+    return [run.summary.seconds / run.summary.updates if run.summary.updates else None for run in runs]
+
+
+def _training_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+    ends = [curves.training_loss_curve(run.records).values for run in runs]
+    return [float(values[-1]) if len(values) else None for values in ends]
+
+
+def _seconds_to_common_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+    """When the training loss was first as low as every run of the case becomes at least."""
+    made = [curves.training_loss_curve(run.records) for run in runs]
+    if not made or any(not len(curve.values) for curve in made):
+        return [None] * len(made)
+    level = common_training_loss(runs)
+    return [float(curve.over[int(np.argmax(curve.values <= level))]) for curve in made]
+
+
+MARGIN = 1.05
+"""So much above the lowest loss is looked at: at the very end a curve is so flat that its noise decides."""
+
+
+def common_training_loss(runs: Sequence[StudyRun]) -> float:
+    """A training loss that all of these runs reach: 5% above the lowest that there is."""
+    return MARGIN * max(float(curves.training_loss_curve(run.records).values.min()) for run in runs)
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "seconds_to_target": Quantity("time to target (s)", _read(lambda run: run.seconds_to_target)),
+    "samples_to_target": Quantity("samples to target", _read(lambda run: run.samples_to_target)),
+    "bytes_to_target": Quantity("bytes to target (B)", _read(lambda run: run.bytes_to_target), in_bytes=True),
+    "seconds_to_common_loss": Quantity("time to a training loss that all reach (s)", _seconds_to_common_loss),
+    "seconds": Quantity("time (s)", _read(lambda run: run.seconds)),
+    "seconds_per_epoch": Quantity("time per epoch (s)", _per_epoch),
+    "seconds_per_step": Quantity("time per step (s)", _per_step),
+    "accuracy": Quantity("accuracy at the end", _read(lambda run: run.accuracy), 3),
+    "accuracy_top5": Quantity("top-5 accuracy at the end", _read(lambda run: run.accuracy_top5), 3),
+    "loss": Quantity("loss at the end", _read(lambda run: run.loss), 3),
+    "training_loss": Quantity("training loss at the end", _training_loss, 3),
+    "consensus_distance": Quantity("consensus distance (squared)", _read(lambda run: run.consensus_distance)),
+    "exchanges_per_gradient": Quantity("averagings per gradient", _read(lambda run: run.exchanges_per_gradient)),
+    "samples_per_update": Quantity("samples per update", _read(lambda run: run.samples_per_update)),
+    "updates": Quantity("updates", _read(lambda run: run.updates)),
+    "staleness_mean": Quantity("staleness (versions)", _read(lambda run: run.staleness_mean)),
+    "idle_share": Quantity("share of time idle", _read(lambda run: run.idle_share), 2),
+    "bytes_sent": Quantity("bytes sent (B)", _read(lambda run: run.bytes_sent), in_bytes=True),
+}
+
+
+def quantity(name: str) -> Quantity:
+    if name not in QUANTITIES:
+        raise unknown("quantity", name, QUANTITIES)
+    return QUANTITIES[name]

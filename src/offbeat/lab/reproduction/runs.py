@@ -30,9 +30,8 @@ from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
-from offbeat.lab.reproduction.quantities import Measured
-from offbeat.lab.reproduction.study import SCALES, Case, Scale, Study, load_study
-from offbeat.lab.reproduction.timings import FILE as TIMINGS
+from offbeat.lab.microbatching import time_per_step
+from offbeat.lab.reproduction.study import SCALES, Case, Scale, Study, StudyRun, load_study
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.live import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, rank_files, read_header, read_run
@@ -66,7 +65,7 @@ class Task:
 
 OnShare = Callable[[int, float], None]
 """Is told how much of which task is done."""
-OnEnd = Callable[[int, Measured], None]
+OnEnd = Callable[[int, StudyRun], None]
 
 
 def tasks_of(study: Study, directory: Path) -> list[Task]:
@@ -128,9 +127,9 @@ def is_done(task: Task) -> bool:
     return end is not None and (end.failure is None or header.engine == "simulated")
 
 
-def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: OnEnd) -> list[Measured]:
+def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: OnEnd) -> list[StudyRun]:
     """All runs, simulated ones `processes` at a time and then live ones one by one; in the order of the tasks."""
-    found: dict[int, Measured] = {}
+    found: dict[int, StudyRun] = {}
 
     def ended(task: Task) -> None:
         found[task.index] = measured(task)
@@ -153,9 +152,9 @@ def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: 
     return [found[index] for index in sorted(found)]
 
 
-def measured(task: Task) -> Measured:
+def measured(task: Task) -> StudyRun:
     records = read_run(task.place)
-    return Measured(task.case.label, records, summarize(records))
+    return StudyRun(task.case.label, records, summarize(records))
 
 
 def _clear(place: Path) -> None:
@@ -270,7 +269,7 @@ def cores() -> int:
 # Read again
 
 
-def read_study(directory: Path) -> tuple[Study, list[Measured]]:
+def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
     """The study that a directory holds, and its runs; those that are missing are left out."""
     stored = _stored(directory)
     own = directory / OWN
@@ -335,3 +334,46 @@ def opened(place: Path) -> Iterator[Path]:
         except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last one: encrypted
             raise ConfigurationError(f"{place} cannot be read ({error}); name another archive") from None
         yield Path(directory)
+
+
+# Time per step against the number of parts of a batch: measured here and now, and kept beside the records.
+
+
+TIMINGS = "timings.json"
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """The gradient of a batch, cut into so many parts: how long it took, once for each repeat."""
+
+    batch: int
+    parts: int
+    seconds: tuple[float, ...]
+
+
+def measure(study: Study, on_batch: Callable[[str], None]) -> list[Timed]:
+    """What the study wants timed; `on_batch` is told what comes next."""
+    timing = study.described.timing
+    if timing is None:
+        return []
+    workload = study.cases[0].plan.workload
+    rows = []
+    for batch in timing.batches:
+        on_batch(f"timing batches of {batch}")
+        parts = [count for count in timing.splits if count <= batch // 2]
+        for taken in time_per_step(workload, batch, parts, timing.repeats):
+            rows.append(Timed(batch, taken.splits, taken.repeats))
+    return rows
+
+
+def write_timings(directory: Path, rows: list[Timed]) -> None:
+    (directory / TIMINGS).write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+
+
+def read_timings(directory: Path) -> list[Timed]:
+    path = directory / TIMINGS
+    if not path.is_file():
+        return []
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Timed])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{path} cannot be read ({error}); delete it, and time again") from None

@@ -22,6 +22,8 @@ from offbeat.core.configuration import read_toml
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.experiment import Experiment, Plan
+from offbeat.records.metrics import Summary
+from offbeat.records.schema import RunRecords
 
 SCALES = ("default", "full")
 Scale = Literal["default", "full"]
@@ -133,6 +135,23 @@ class Study:
             if case.label == label:
                 return case
         raise unknown("case", label, [case.label for case in self.cases])
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """A run, and its summary."""
+
+    case: str
+    records: RunRecords
+    summary: Summary
+
+    @property
+    def strategy(self) -> str:
+        return self.records.header.label
+
+    @property
+    def seed(self) -> int:
+        return self.records.header.seed
 
 
 def names() -> list[str]:

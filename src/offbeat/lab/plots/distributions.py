@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.lab.plots.cells import Cell, say_none_recorded
-from offbeat.lab.plots.groups import Groups
-from offbeat.lab.plots.style import WIDTH_INCHES, new_figure, styled
+from offbeat.lab.plots.line_plots import Cell, say_none_recorded
+from offbeat.lab.plots.style import WIDTH_INCHES, Groups, new_figure, styled
 from offbeat.records import curves
-from offbeat.records.files import RunRecords
+from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

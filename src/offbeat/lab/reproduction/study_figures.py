@@ -5,38 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.core.strategy import Strategy
 from offbeat.lab.experiment import Plan
-from offbeat.lab.plots.against import Point, against
-from offbeat.lab.plots.panels import panel
-from offbeat.lab.plots.style import save_as
-from offbeat.lab.reproduction.findings import values_of
-from offbeat.lab.reproduction.quantities import Measured, quantity
-from offbeat.lab.reproduction.study import Drawing, Study, Timing
-from offbeat.lab.reproduction.timings import Timed
+from offbeat.lab.plots.figures import panel
+from offbeat.lab.plots.style import FORMATS, save_as
+from offbeat.lab.plots.sweeps import Point, against
+from offbeat.lab.reproduction.findings import quantity, values_of
+from offbeat.lab.reproduction.runs import Timed
+from offbeat.lab.reproduction.study import Drawing, Study, StudyRun, Timing
 from offbeat.records.comparison import interval
-from offbeat.records.files import RunRecords
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-FORMATS = ("png", "svg", "pdf")
+from offbeat.records.schema import RunRecords
 
 
 def draw_all(
-    study: Study, runs: Sequence[Measured], timed: Sequence[Timed], place: Path, formats: Sequence[str] = FORMATS
+    study: Study, runs: Sequence[StudyRun], timed: Sequence[Timed], place: Path, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
     """Every figure of the study, as files in a directory."""
     written = []
     for drawing in study.described.drawings:
-        figure = _against(study, drawing, runs) if drawing.y else _panel(drawing, runs)
-        written += save_as(figure, place / drawing.file, formats)
+        draw = _draw_sweep if drawing.y else _draw_panel
+        written += draw(study, drawing, runs, place / drawing.file, formats)
     if study.described.timing is not None:
-        written += save_as(_timing(study.described.timing, timed), place / TIMING_FILE, formats)
+        written += _draw_timing(study.described.timing, timed, place / TIMING_FILE, formats)
     return written
 
 
@@ -44,7 +37,7 @@ TIMING_FILE = "time-per-step"
 TIMING_CAPTION = "Time of one gradient of a whole batch against the number of parts that it is cut into."
 
 
-def _chosen(drawing: Drawing, runs: Sequence[Measured]) -> list[Measured]:
+def _chosen(drawing: Drawing, runs: Sequence[StudyRun]) -> list[StudyRun]:
     return [
         run
         for run in runs
@@ -53,11 +46,14 @@ def _chosen(drawing: Drawing, runs: Sequence[Measured]) -> list[Measured]:
     ]
 
 
-def _panel(drawing: Drawing, runs: Sequence[Measured]) -> Figure:
-    return panel([_labelled(run, drawing) for run in _chosen(drawing, runs)], drawing.cells)
+def _draw_panel(
+    study: Study, drawing: Drawing, runs: Sequence[StudyRun], path: Path, formats: Sequence[str]
+) -> list[Path]:
+    figure = panel([_labelled(run, drawing) for run in _chosen(drawing, runs)], drawing.cells)
+    return save_as(figure, path, formats)
 
 
-def _labelled(run: Measured, drawing: Drawing) -> RunRecords:
+def _labelled(run: StudyRun, drawing: Drawing) -> RunRecords:
     names = {"strategy": run.strategy, "case": run.case, "both": f"{run.strategy}, {run.case}"}
     header = msgspec.structs.replace(run.records.header, label=names[drawing.by])
     if drawing.by == "case":  # of one strategy, whose colour would not tell them apart
@@ -65,7 +61,9 @@ def _labelled(run: Measured, drawing: Drawing) -> RunRecords:
     return dataclasses.replace(run.records, header=header)
 
 
-def _against(study: Study, drawing: Drawing, runs: Sequence[Measured]) -> Figure:
+def _draw_sweep(
+    study: Study, drawing: Drawing, runs: Sequence[StudyRun], path: Path, formats: Sequence[str]
+) -> list[Path]:
     chosen = _chosen(drawing, runs)
     values = values_of(study, drawing.y, chosen)
     series: dict[str, list[Point]] = {}
@@ -76,18 +74,19 @@ def _against(study: Study, drawing: Drawing, runs: Sequence[Measured]) -> Figure
                 series.setdefault(strategy, []).append(Point(case.x, mean.mean, mean.low, mean.high))
     head = quantity(drawing.y).head
     named = {label: strategy.name for case in study.cases for label, strategy in _named(case.plan)}
-    return against(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published, named)
+    figure = against(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published, named)
+    return save_as(figure, path, formats)
 
 
 def _named(plan: Plan) -> Iterator[tuple[str, Strategy]]:
     return zip(plan.labels, plan.strategies, strict=True)
 
 
-def _timing(timing: Timing, timed: Sequence[Timed]) -> Figure:
+def _draw_timing(timing: Timing, timed: Sequence[Timed], path: Path, formats: Sequence[str]) -> list[Path]:
     series: dict[str, list[Point]] = {}
     for row in timed:
         mean = interval(row.seconds)
         assert mean is not None
         series.setdefault(f"batch of {row.batch}", []).append(Point(row.parts, mean.mean, mean.low, mean.high))
     labels = "parts of a batch (number)", "time per step (s)"
-    return against(*labels, series, log_x=True, log_y=True, reference=timing.published)
+    return save_as(against(*labels, series, log_x=True, log_y=True, reference=timing.published), path, formats)

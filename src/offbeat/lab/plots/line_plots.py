@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.lab.plots.groups import Groups
-from offbeat.lab.plots.style import INK
+from offbeat.lab.plots.style import INK, Groups
 from offbeat.records import curves
-from offbeat.records.files import RunRecords
 from offbeat.records.metrics import Metric, target_of
+from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
