@@ -76,7 +76,7 @@ def hand_written_amsgrad(workload: ob.Workload, config: AMSGrad, steps: int) -> 
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, amsgrad=True, fused=True)
     order = Order(np.arange(len(workload.train)), SEED, 0)
     for step in range(steps):
-        optimizer.param_groups[0]["eps"] = config.epsilon / (1.0 - config.beta2 ** (step + 1)) ** 0.5
+        optimizer.param_groups[0]["eps"] = config.eps / (1.0 - config.betas[1] ** (step + 1)) ** 0.5
         optimizer.zero_grad()
         batch = workload.train.take(order.take(step * BATCH, (step + 1) * BATCH))
         workload.losses(model, batch).sum().backward()  # type: ignore[no-untyped-call]

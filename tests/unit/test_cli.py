@@ -41,7 +41,7 @@ SIMULATE = """
     --factors --faults --fragments --grace --graph --hidden --hub-seconds --in-flight-max --initial --inner --json --k
     --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model
     --momentum --no-acid --no-augment --no-report --noise --nonfinite-max --optimizer --optimizer.alpha
-    --optimizer.beta1 --optimizer.beta2 --optimizer.clip-norm --optimizer.decay-1d --optimizer.epsilon --optimizer.lr
+    --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d --optimizer.eps --optimizer.lr
     --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay
     --out --outer --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates
     --samples-max --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed

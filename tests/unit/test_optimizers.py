@@ -81,7 +81,7 @@ def stepped(optimizer: Optimizer, steps: int) -> Tensor:
             lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, momentum=0.5, weight_decay=1e-2),
         ),
         (
-            Adam(0.01, beta1=0.8, beta2=0.99, epsilon=1e-6, weight_decay=1e-2),
+            Adam(0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=1e-2),
             lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=1e-2),
         ),
         (AdamW(), lambda p: torch.optim.AdamW(p)),
@@ -276,8 +276,8 @@ def test_a_torch_optimizer_cannot_be_written_to_a_file() -> None:
         (lambda: SGD(None), "SGD.lr must be a number or a schedule"),  # type: ignore[arg-type]
         (lambda: SGD(momentum=1.0), "SGD.momentum must be at least 0 and below 1"),
         (lambda: SGD(nesterov=True), "needs momentum; add momentum=0.9"),
-        (lambda: Adam(beta2=1.0), "Adam.beta2 must be"),
-        (lambda: AMSGrad(epsilon=0.0), "AMSGrad.epsilon must be greater than 0"),
+        (lambda: Adam(betas=(0.9, 1.0)), "Adam.betas must be"),
+        (lambda: AMSGrad(eps=0.0), "AMSGrad.eps must be greater than 0"),
         (lambda: AdamW(weight_decay=-1.0), "AdamW.weight_decay must be 0 or more"),
         (lambda: RMSprop(clip_norm=0.0), "RMSprop.clip_norm must be greater than 0"),
     ],

@@ -253,6 +253,8 @@ def shown(default: Any) -> str:
     if isinstance(default, Family):
         fields = [shown(getattr(default, item.path)) for item in options(type(default))]
         return ":".join([default.name, *fields])
+    if isinstance(default, tuple):
+        return ",".join(map(shown, default))
     return str(default)
 
 

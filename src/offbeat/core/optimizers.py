@@ -90,18 +90,18 @@ class RMSprop(BuiltIn, name="rmsprop"):
     """Gradients divided by a running root mean square of themselves."""
 
     alpha: float = option(0.99, "how much of the running mean square is kept, 0 up to 1")
+    eps: float = option(1e-8, "added to the divisor")
     momentum: float = option(0.0, "how much of the last step is kept, 0 up to 1")
-    epsilon: float = option(1e-8, "added to the divisor")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_fraction(self, "alpha", "momentum")
-        require_positive(self, "epsilon")
+        require_positive(self, "eps")
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         # torch has no fused RMSprop, and chooses well itself: foreach on a GPU; on a CPU that takes 1.35 times as long.
         return torch.optim.RMSprop(
-            groups, alpha=self.alpha, momentum=self.momentum, eps=self.epsilon, weight_decay=self.weight_decay
+            groups, alpha=self.alpha, momentum=self.momentum, eps=self.eps, weight_decay=self.weight_decay
         )
 
 
@@ -109,21 +109,21 @@ class RMSprop(BuiltIn, name="rmsprop"):
 class Adam(BuiltIn, name="adam"):
     """Adam, as torch has it: weight decay, if any, is added to the gradient."""
 
-    beta1: float = option(0.9, "how much of the running mean of gradients is kept, 0 up to 1")
-    beta2: float = option(0.999, "how much of the running mean of squares is kept, 0 up to 1")
-    epsilon: float = option(1e-8, "added to the divisor")
+    betas: tuple[float, float] = option(
+        (0.9, 0.999), "how much of the running means of gradients and of their squares is kept, 0 up to 1 each"
+    )
+    eps: float = option(1e-8, "added to the divisor")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_fraction(self, "beta1", "beta2")
-        require_positive(self, "epsilon")
+        _require_fraction(self, "betas")
+        require_positive(self, "eps")
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         return torch.optim.Adam(groups, **self._arguments(fused))
 
     def _arguments(self, fused: bool | None) -> dict[str, Any]:
-        betas = (self.beta1, self.beta2)
-        return {"betas": betas, "eps": self.epsilon, "weight_decay": self.weight_decay, "fused": fused}
+        return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay, "fused": fused}
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class AMSGrad(Adam, name="amsgrad"):
 
     def before_step(self, groups: Groups, update: int) -> None:
         for group in groups:
-            group["eps"] = self.epsilon / (1.0 - self.beta2**update) ** 0.5
+            group["eps"] = self.eps / (1.0 - self.betas[1] ** update) ** 0.5
 
     @classmethod
     def like(cls, optimizer: Optimizer) -> AMSGrad:
@@ -317,4 +317,8 @@ def _copy(value: Any) -> Any:
 def _require_fraction(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        require(0 <= value < 1, f"{type(config).__name__}.{name} must be at least 0 and below 1, but is {value!r}")
+        fractions = value if isinstance(value, tuple) else (value,)
+        require(
+            all(0 <= fraction < 1 for fraction in fractions),
+            f"{type(config).__name__}.{name} must be at least 0 and below 1, but is {value!r}",
+        )
