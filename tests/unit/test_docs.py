@@ -96,11 +96,11 @@ def first_cells(document: str, head: str) -> list[str]:
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory to work in, as a reader's: examples and experiments are there. Registers are left as they were."""
+    """A directory to work in, as a reader's, with examples and experiments. What the documents register is removed."""
     importlib.import_module("offbeat.cli.recorded_runs")  # before the page is taken away from under it
     flags.all_flags()  # remembered from its first call on; classes of the examples must not be among them
     registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, StragglerModel.members, Message.kinds]
-    before, modules = [dict(register) for register in registers], set(sys.modules)
+    before, modules = [set(register) for register in registers], set(sys.modules)
     for folder in ("examples", "experiments"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
@@ -109,9 +109,10 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # Figures take most of the time of a short run, and have tests of their own; `offbeat report` still draws them.
     monkeypatch.setattr("offbeat.lab.report.page.write_report", lambda runs, path, baseline: path)
     yield tmp_path
-    for register, members in zip(registers, before, strict=True):
-        register.clear()
-        register.update(members)
+    for register, known in zip(registers, before, strict=True):
+        for name in set(register) - known:
+            if not register[name].__module__.startswith("offbeat."):  # defined by the document, or by an example
+                del register[name]
     for name in set(sys.modules) - modules:
         if name in ("token_ring", "k_async"):
             del sys.modules[name]

@@ -10,12 +10,15 @@ A tensor in a message is immutable from the moment it is handed to `Send`.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+
+from offbeat.errors import ContractViolation
 
 Buffers = tuple[Tensor, ...]
 """The module's buffers (batch-norm statistics and the like), flat, one tensor per dtype."""
@@ -26,12 +29,15 @@ HEADER_BYTES = 64
 
 @dataclass(frozen=True)
 class Message:
-    """The root of all messages; `kinds` finds a type by its name on the receiving side.
+    """The root of all messages. `kinds` finds a class by its key, module and qualified name, on the receiving side.
 
-    A tensor that is declared in none of `increments`, `values` and `roundtrip` always travels exactly as it is.
+    A module that defines two messages of one name is refused. A tensor that is declared in none of `increments`,
+    `values` and `roundtrip` always travels exactly as it is.
     """
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
+    key: ClassVar[str] = ""
+    """Under which `kinds` has this class; it travels with every message."""
     increments: ClassVar[tuple[str, ...]] = ()
     """Tensors that may be compressed and are added to something: what is lost of one is added to the next."""
     values: ClassVar[tuple[str, ...]] = ()
@@ -43,7 +49,16 @@ class Message:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Message.kinds[cls.__name__] = cls
+        cls.key = f"{cls.__module__}.{cls.__qualname__}"
+        earlier = Message.kinds.get(cls.key)
+        # A class that its module no longer holds was loaded before and is replaced; `__main__` may be a notebook.
+        still_there = earlier is not None and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is earlier
+        if still_there and cls.__module__ != "__main__":
+            raise ContractViolation(
+                f"the module {cls.__module__} defines the message {cls.__qualname__} twice; ranks find a message by "
+                "its module and name, so give one of the two another name"
+            )
+        Message.kinds[cls.key] = cls
 
     @classmethod
     def compressible(cls) -> tuple[str, ...]:

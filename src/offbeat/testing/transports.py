@@ -216,7 +216,8 @@ class Watch:
             case Departed(to, incarnation, _, nbytes, seconds, kind):
                 self._must_be_linked(to, incarnation, "sent to")
                 demand(nbytes > 0 and seconds >= 0, f"rank {self.rank}: a departure weighs or takes nothing: {item}")
-                demand(kind in Message.kinds, f"rank {self.rank}: a message of an unknown kind has left: {item}")
+                known = {message.__name__ for message in Message.kinds.values()}
+                demand(kind in known, f"rank {self.rank}: a message of an unknown kind has left: {item}")
                 self.departed.append(item)
             case Refused(peer, why):
                 raise Violation(f"rank {self.rank} was refused by {peer}: {why}")

@@ -7,7 +7,7 @@ tensors is one frame.
     head    4s magic, u8 version, u8 flags, u8 kind, u8 slot, u32 meta bytes, u64 payload bytes, u32 checksum, u64 how
             many messages of the other side have been taken; then the meta, if it fits; zeros up to HEAD_BYTES.
             Little-endian, as are the tensors.
-    meta    msgpack: [name of the message, [its header fields], [[dtype, shape] …], [tensors of each Buffers field]]
+    meta    msgpack: [key of the message, [its header fields], [[dtype, shape] …], [tensors of each Buffers field]]
 
 Where both ends share memory, the tensors may lie in a slot of it, and only head and meta travel; see `slots.py`.
 
@@ -128,7 +128,7 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
         header = plan.write(message)
         plan.header.decode(header)  # what a peer could not read is refused here, where the mistake is
         counts = [len(getattr(message, name)) for name in plan.groups]
-        meta = _ENCODER.encode((kind.__name__, msgspec.Raw(header), shapes, counts))
+        meta = _ENCODER.encode((kind.key, msgspec.Raw(header), shapes, counts))
         saved = saved_bytes(message)
     except (TypeError, ValueError, OverflowError, RuntimeError, msgspec.MsgspecError, OffbeatError) as error:
         raise ContractViolation(
@@ -325,14 +325,14 @@ def _tensors_in(payload: Tensor, announced: list[_Announced]) -> list[Tensor]:
     return tensors
 
 
-def _plan_of_peer(name: str) -> _Plan:
-    kind = Message.kinds.get(name)
+def _plan_of_peer(key: str) -> _Plan:
+    kind = Message.kinds.get(key)
     if kind is None:
-        raise WireError(f"there is no message called {name[:40]!r} here; every rank must run the same strategy")
+        raise WireError(f"there is no message called {key[:80]!r} here; every rank must run the same strategy")
     try:
         return _plan(kind)
     except (TypeError, NameError) as error:
-        raise WireError(f"a message {name} cannot be read: {error}") from None
+        raise WireError(f"a message {key} cannot be read: {error}") from None
 
 
 # How a kind of message is made
