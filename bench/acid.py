@@ -48,7 +48,8 @@ from offbeat.core.examples import Indices
 from offbeat.core.randomness import stream
 from offbeat.core.splits import Split
 from offbeat.records.comparison import interval
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 
 PEERS = (16, 32, 64)
 SEEDS = 10
@@ -194,8 +195,8 @@ def one_run(task: Task) -> Found:
     distance = statistics.fmean(watch.distances[BURN_IN * LOOKS :])
     if task.workload != CNN:
         return Found(task, distance)
-    average_loss = simulation.computing.evaluate(outcome.finishes[0].parameters, ()).loss
-    peer_losses = [simulation.computing.evaluate(replica, ())[0] for replica in watch.replicas]
+    average_loss = simulation.gradient_computer.evaluate(outcome.finishes[0].parameters, ()).loss
+    peer_losses = [simulation.gradient_computer.evaluate(replica, ())[0] for replica in watch.replicas]
     return Found(task, distance, average_loss, statistics.fmean(peer_losses))
 
 

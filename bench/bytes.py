@@ -46,7 +46,8 @@ from offbeat.core.actions import Record
 from offbeat.core.configuration import to_plain
 from offbeat.core.workload import Measured
 from offbeat.records.schema import Evaluation, Traffic
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 from offbeat.strategies.local_steps import DecoupledDiLoCo, DiLoCo, LocalSGD
 
 WORKERS = 8

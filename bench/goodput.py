@@ -50,7 +50,8 @@ import offbeat as ob
 from offbeat.core.actions import Action, Record, Report, SetTimer
 from offbeat.core.events import Event, TimerFired
 from offbeat.records.schema import Membership, Undone, Update
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 from offbeat.strategies.local_steps import DecoupledDiLoCo
 
 WORKERS = 64
@@ -204,7 +205,7 @@ def one_run(task: Task) -> dict[str, Any]:
     if watch.values is None:
         watch.take(simulation)
     assert watch.values is not None
-    loss = simulation.computing.evaluate(watch.values, ()).loss
+    loss = simulation.gradient_computer.evaluate(watch.values, ()).loss
     rate = sum(1.0 / factor for factor in factors or [1.0] * WORKERS) * BATCH / STEP_SECONDS
     return {
         **dataclasses.asdict(task),

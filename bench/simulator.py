@@ -21,7 +21,8 @@ import offbeat as ob
 from offbeat.core.examples import Order
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Round
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 
 WORKERS = 16
 BATCH = 64

@@ -13,7 +13,8 @@ from offbeat.core.actions import Action, Send
 from offbeat.core.events import Event, GradientReady, MessageArrived
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.gossip_messages import Answer
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.replica import SHARE
@@ -62,7 +63,7 @@ class Disagreement:
             state["parameters"] = torch.randn(
                 state["parameters"].shape, generator=self._random, dtype=state["parameters"].dtype
             )
-            other = simulation.fresh_node(rank)
+            other = simulation.new_node(rank, simulation.processes[rank].life)
             other.restore(state)
             simulation.swap(rank, other)
             self._moved.add(rank)

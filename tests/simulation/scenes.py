@@ -9,7 +9,8 @@ import offbeat as ob
 from offbeat.core.actions import Budget, Record
 from offbeat.core.strategy import Cadence
 from offbeat.records.files import MemoryWriter
-from offbeat.simulation.simulator import Outcome, Scenario, Simulation
+from offbeat.simulation.simulator import Simulation, SimulationResult
+from offbeat.simulation.state import Scenario
 from offbeat.testing import Invariants
 
 Kind = TypeVar("Kind", bound=Record)
@@ -22,7 +23,7 @@ HUB_NAMES = [name for name in NAMES if not ob.Strategy.members[name]().computes(
 @dataclass
 class Scene:
     records: list[Record]
-    outcome: Outcome
+    outcome: SimulationResult
     simulation: Simulation
 
     def of(self, kind: type[Kind]) -> list[Kind]:

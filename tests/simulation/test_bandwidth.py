@@ -20,7 +20,8 @@ from offbeat.core.messages import Message
 from offbeat.lab.simulated_runs import record_bytes
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import LinkUse
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 
 LARGE = 44_000_000
 """As many bytes as the parameters of a ResNet-18 take."""

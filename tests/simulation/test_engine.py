@@ -28,7 +28,8 @@ from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Contribution, Update
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 
 Script = Callable[["Scripted", Event], Iterable[Action]]
 

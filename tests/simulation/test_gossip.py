@@ -17,7 +17,8 @@ from offbeat.core.randomness import stream
 from offbeat.records.files import MemoryWriter
 from offbeat.records.metrics import evaluations
 from offbeat.records.schema import Consensus, Dropped, Exchange, Notice, Round, Update, of_kind
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.topology import Graph

@@ -116,7 +116,7 @@ def test_batch_statistics_travel_and_are_averaged_by_samples() -> None:
     )
     scene = play(ob.FixedMinibatch(batch=64, microbatch=64), workload, until=ob.Samples(64 * 3 * 60))
     finish = scene.outcome.finishes[0]
-    flat = scene.simulation.computing.flat
+    flat = scene.simulation.gradient_computer.flat
     flat.load(finish.parameters, finish.buffers)
     norm = flat.module[1]
     with torch.no_grad():

@@ -19,7 +19,7 @@ from offbeat.core.flat import layout_of
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
 from offbeat.records.schema import Evaluation, Notice, Update
-from offbeat.simulation.gradients import Computing
+from offbeat.simulation.gradients import GradientComputer
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters
 from offbeat.strategies.population.population_member import (
     PopulationMember,
@@ -78,7 +78,7 @@ def grow(sources: object, preempt_above: float | None, rates: tuple[float, ...] 
 
 def losses(scene: Scene) -> list[float]:
     """Held-out losses of what the members ended with, each by itself."""
-    computing = Computing(scene.simulation.scenario.workload, seed=0)
+    computing = GradientComputer(scene.simulation.scenario.workload, seed=0)
     members = [cast(PopulationMember, process.node) for process in scene.simulation.processes[1:]]
     return [computing.evaluate(member._parameters, member._buffers)[0] for member in members]
 
@@ -106,7 +106,7 @@ def test_the_result_is_the_best_by_held_out_score_and_says_which() -> None:
     assert notice.text.startswith("the result is worker ")
     assert "held-out loss" in notice.text
     assert "worker 1's" not in notice.text
-    computing = Computing(scene.simulation.scenario.workload, seed=0)
+    computing = GradientComputer(scene.simulation.scenario.workload, seed=0)
     result = scene.outcome.finishes[0]
     loss = computing.evaluate(result.parameters, result.buffers).loss
     assert f"{loss:.4g}" in notice.text

@@ -20,7 +20,7 @@ from offbeat.core.randomness import stream
 from offbeat.core.strategy import EveryUpdates, Node, NodeContext
 from offbeat.lab.live_runs import workers_in
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
-from offbeat.simulation.gradients import Batches, Computing
+from offbeat.simulation.gradients import GradientComputer, GradientRequest
 from offbeat.strategies.serial import ArtificialDelay, Serial
 from offbeat.testing import check_strategy
 
@@ -51,7 +51,7 @@ def plain_loop(
     workload: ob.Workload, optimizer: ob.nodes.Optimizer, steps: int, delay: int
 ) -> tuple[Tensor, list[int]]:
     """The algorithm as one would write it down: all iterates in a list, and the gradient at one of the last ones."""
-    computing = Computing(workload, SEED)
+    computing = GradientComputer(workload, SEED)
     parameters = computing.flat.parameters.clone()
     buffers = tuple(buffer.clone() for buffer in computing.flat.buffers)
     stepper = optimizer.build(parameters, computing.flat.layout)
@@ -60,7 +60,7 @@ def plain_loop(
     iterates, delays = [parameters.clone()], []
     for step in range(steps):
         delays.append(int(random.integers(min(delay, step + 1))))
-        batches = Batches(order, step * BATCH, BATCH, 16, (SEED, 0))
+        batches = GradientRequest(order, step * BATCH, BATCH, 16, (SEED, 0))
         found = computing.gradient(iterates[step - delays[-1]], buffers, batches)
         buffers = found.buffers
         stepper.step(found.gradient / BATCH, step * BATCH)
@@ -165,7 +165,7 @@ def test_delays_beyond_those_of_the_fuzz_keep_the_contract() -> None:
 
 
 def node_of(strategy: Serial, members: int = 1, evaluate: EveryUpdates | None = None) -> Node:
-    computing = Computing(WORKLOADS["quadratic"](), 0)
+    computing = GradientComputer(WORKLOADS["quadratic"](), 0)
     flat = computing.flat
     return strategy.node(
         NodeContext(0, tuple(range(members)), flat.layout, flat.parameters.clone(), (), stream(0, "node", 0, 0),

@@ -35,7 +35,7 @@ from offbeat.lab.calibration import (
 from offbeat.lab.simulated_runs import record_bytes
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.schema import Round, RunRecords
-from offbeat.simulation.round_timing import Pace
+from offbeat.simulation.round_timing import RoundTiming
 
 PIECES = Pieces(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
 CUTS = (Cut(16, 1), Cut(16, 16), Cut(64, 4))
@@ -214,13 +214,13 @@ def test_a_trace_without_time_is_refused(factors: tuple[float, ...]) -> None:
 
 def test_a_factor_of_the_spread_lasts_for_its_samples() -> None:
     speed = Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20))
-    assert Pace(speed, CALM, 10).seconds(40) == pytest.approx(0.2 + 0.6)
-    assert Pace(speed, CALM, 10, position=20).seconds(10) == pytest.approx(0.3)
-    assert Pace(speed, CALM, 10, position=30).seconds(25) == pytest.approx(0.3 + 0.1 + 0.05)
+    assert RoundTiming(speed, CALM, 10).seconds(40) == pytest.approx(0.2 + 0.6)
+    assert RoundTiming(speed, CALM, 10, position=20).seconds(10) == pytest.approx(0.3)
+    assert RoundTiming(speed, CALM, 10, position=30).seconds(25) == pytest.approx(0.3 + 0.1 + 0.05)
 
 
 def test_a_time_limit_counts_what_the_spread_allows() -> None:
-    pace = Pace(Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20)), RoundDelay(0.1, 1.0), 10)
+    pace = RoundTiming(Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20)), RoundDelay(0.1, 1.0), 10)
     assert pace.samples(ob.Seconds(0.1 + 0.2)) == 20
     assert pace.samples(ob.Seconds(0.1 + 0.21)) == 30
     assert pace.samples(ob.Seconds(0.05)) == 10
@@ -231,13 +231,13 @@ def test_on_average_a_time_limit_is_as_fast_as_rounds_of_fixed_size() -> None:
     speed = Speed(seconds_per_sample=0.001, spread=Trace((0.5, 1.5), samples=50))
     position, samples, limit = 0, 0, 0.04
     for _ in range(500):
-        done = Pace(speed, CALM, 1, position).samples(ob.Seconds(limit))
+        done = RoundTiming(speed, CALM, 1, position).samples(ob.Seconds(limit))
         position, samples = position + done, samples + done
     assert samples * 0.001 == pytest.approx(500 * limit, rel=0.03)
 
 
 def test_a_round_costs_what_it_costs_on_top() -> None:
-    pace = Pace(Speed(seconds_per_sample=0.01, seconds_per_round=0.5), RoundDelay(1.0, 2.0), 10)
+    pace = RoundTiming(Speed(seconds_per_sample=0.01, seconds_per_round=0.5), RoundDelay(1.0, 2.0), 10)
     assert pace.seconds(10) == pytest.approx(1.0 + 2.0 * (0.1 + 0.5))
     assert pace.samples(ob.Seconds(1.2)) == 10
 

@@ -27,7 +27,7 @@ from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import ConfigurationError
 from offbeat.lab.experiment import built
 from offbeat.lab.simulated_runs import one_thread
-from offbeat.simulation.gradients import Batches, Computing
+from offbeat.simulation.gradients import GradientComputer, GradientRequest
 
 BATCH = 256
 SECONDS = 20.0
@@ -186,7 +186,7 @@ class _Bench:
     """The workload's model and data, and how long the gradient of some samples takes."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        self.computing = Computing(workload, seed, joins=False)
+        self.computing = GradientComputer(workload, seed, joins=False)
         flat, self._seed = self.computing.flat, seed
         # Two copies by turns: values that are loaded already would not be loaded again, as new ones are in training.
         self._values = itertools.cycle([flat.parameters.clone(), flat.parameters.clone()])
@@ -196,7 +196,7 @@ class _Bench:
 
     def seconds(self, samples: int, size: int) -> float:
         """How long the gradient of so many samples takes in micro-batches of this size; of none, what is left."""
-        batches = Batches(self._order, self._draw, samples, size, (self._seed, 0))
+        batches = GradientRequest(self._order, self._draw, samples, size, (self._seed, 0))
         self._draw += samples
         values = next(self._values)
         began = time.perf_counter()

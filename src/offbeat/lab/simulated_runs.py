@@ -25,8 +25,9 @@ from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunHeader, RunRecords
-from offbeat.simulation.gradients import Computing
-from offbeat.simulation.simulator import Scenario, Simulation
+from offbeat.simulation.gradients import GradientComputer
+from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import Scenario
 from offbeat.version import __version__
 
 
@@ -52,7 +53,7 @@ class Run:
         """The trained model."""
         if self.finish is None:
             raise RunFailed(f"the run failed and has no result: {self.summary.failure}")
-        computing = Computing(self._workload, self._seed)
+        computing = GradientComputer(self._workload, self._seed)
         computing.flat.load(self.finish.parameters, self.finish.buffers)
         return computing.flat.module
 
@@ -114,7 +115,7 @@ def simulate_experiment(
         memory = MemoryWriter()
         recorder = _Recorder(memory, experiment, on_record)
         simulation = Simulation(scenario, recorder)
-        header = header_of(experiment, workload, simulation.computing.flat.layout.numel)
+        header = header_of(experiment, workload, simulation.gradient_computer.flat.layout.numel)
         directory = None if out is None else Path(out)
         if directory is not None:
             require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")

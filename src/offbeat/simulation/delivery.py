@@ -8,19 +8,16 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from offbeat.core.actions import Send
-from offbeat.core.events import Event, GradientReady, MessageArrived, Sent, StepReady
+from offbeat.core.events import Event, GradientReady, MessageArrived, PeerJoined, PeerLost, Sent, StepReady
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
 from offbeat.records.traffic import TrafficCount, Weight, weigh
 from offbeat.simulation.network import LinkState, Outbox
-
-if TYPE_CHECKING:
-    from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.state import SimulationState
 
 
 class SentTensors:
@@ -52,18 +49,24 @@ class SentTensors:
 class Delivery:
     """Carries out `Send`."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._sim = simulation
+    def __init__(self, state: SimulationState) -> None:
+        self._state = state
         self.sent = SentTensors()
         self.traffic = TrafficCount()
 
+    def record_traffic(self, at: float) -> None:
+        """Write what all ranks together have sent and received."""
+        traffic = self.traffic.record(at)
+        if traffic is not None:
+            self._state.writer.write(traffic)
+
     def send(self, rank: int, send: Send) -> None:
-        link = self._sim.network.link(rank, send.to)
+        link = self._state.network.link(rank, send.to)
         if link is None:
             raise ContractViolation(f"rank {rank} sent to {send.to}, which its strategy does not name as a peer")
         for tensor in send.message.tensors():
             self.sent.add(tensor)
-        if link.up and self._sim.processes[rank].known.get(send.to) == link.incarnation:
+        if link.up and self._state.processes[rank].known.get(send.to) == link.incarnation:
             link.outboxes[rank].put(send)
             self._transmit(rank, link)
 
@@ -73,7 +76,7 @@ class Delivery:
         while outbox.leaving is None and outbox.queue and self._has_its_turn(rank, link, outbox):
             leaving = self._begin(rank, link, outbox)
             if outbox.out is not None:
-                self._sim.at(self._sim.now + leaving.seconds, rank, functools.partial(self._left, leaving))
+                self._state.schedule(self._state.now + leaving.seconds, rank, functools.partial(self._left, leaving))
             else:
                 self._leave(leaving)
 
@@ -81,11 +84,11 @@ class Delivery:
         """Whether the first in the queue may leave, and the card is free; otherwise its turn will come."""
         to = outbox.queue[0].to
         if outbox.rate_limit is not None:
-            due = outbox.rate_limit.ready_at(outbox.queue[0].message.nbytes, self._sim.now)
-            if due > self._sim.now:
+            due = outbox.rate_limit.ready_at(outbox.queue[0].message.nbytes, self._state.now)
+            if due > self._state.now:
                 if due != outbox.alarm:
                     outbox.alarm = due
-                    self._sim.at(due, rank, functools.partial(self._ready, rank, link, due))
+                    self._state.schedule(due, rank, functools.partial(self._ready, rank, link, due))
                 return False
         if outbox.out is not None and outbox.out.sending is not None:
             outbox.out.waiting[to] = None
@@ -98,7 +101,7 @@ class Delivery:
             outbox.alarm = None
             self._transmit(rank, link)
 
-    def _begin(self, rank: int, link: LinkState, outbox: Outbox) -> Leaving:
+    def _begin(self, rank: int, link: LinkState, outbox: Outbox) -> Transmission:
         send = outbox.leaving = outbox.queue.popleft()
         weight = weigh(send.message)
         self.traffic.sent(weight)
@@ -109,9 +112,9 @@ class Delivery:
         if outbox.out is not None:
             outbox.out.sending = send
             seconds = weight.nbytes / outbox.out.bytes_per_second
-        return Leaving(rank, send, link, link.incarnation, weight, self._sim.now, seconds)
+        return Transmission(rank, send, link, link.incarnation, weight, self._state.now, seconds)
 
-    def _left(self, leaving: Leaving) -> None:
+    def _left(self, leaving: Transmission) -> None:
         """The last byte has left: the card goes on with the next whose turn it is."""
         rank, card = leaving.rank, leaving.link.outboxes[leaving.rank].out
         if leaving.counts:
@@ -121,36 +124,36 @@ class Delivery:
             return
         card.sending = None
         while card.sending is None and (peer := card.next()) is not None:
-            self._transmit(rank, self._sim.fault_injector.link(rank, peer))
+            self._transmit(rank, self.link(rank, peer))
 
-    def _leave(self, leaving: Leaving) -> None:
+    def _leave(self, leaving: Transmission) -> None:
         rank, send = leaving.rank, leaving.send
-        self._sim.processes[rank].send_seconds = leaving.seconds
-        self._sim.deliver(self._sim.now, rank, lambda at: Sent(at, send.to, send.supersedes))
+        self._state.processes[rank].send_seconds = leaving.seconds
+        self._state.emit(self._state.now, rank, lambda at: Sent(at, send.to, send.supersedes))
         free_at = self._travel(leaving)
-        if free_at > self._sim.now:
-            self._sim.at(free_at, rank, functools.partial(self._free, leaving))
+        if free_at > self._state.now:
+            self._state.schedule(free_at, rank, functools.partial(self._free, leaving))
         else:
             self._end(leaving)
 
-    def _free(self, leaving: Leaving) -> None:
+    def _free(self, leaving: Transmission) -> None:
         """The receiver's card has had time for a message, so the next of its link may begin to leave."""
         if leaving.counts:
             self._end(leaving)
             self._transmit(leaving.rank, leaving.link)
 
-    def _end(self, leaving: Leaving) -> None:
+    def _end(self, leaving: Transmission) -> None:
         leaving.link.outboxes[leaving.rank].leaving = None
-        if self._sim.processes[leaving.rank].finish is not None:
+        if self._state.processes[leaving.rank].finish is not None:
             self.close(leaving.rank, leaving.send.to)
 
-    def _travel(self, leaving: Leaving) -> float:
+    def _travel(self, leaving: Transmission) -> float:
         """Let a message that has left arrive; returns when its link is free for the next."""
-        send, now, outbox = leaving.send, self._sim.now, leaving.link.outboxes[leaving.rank]
+        send, now, outbox = leaving.send, self._state.now, leaving.link.outboxes[leaving.rank]
         delay = outbox.config.latency_seconds
         last = now + delay
         if outbox.config.delay_std_seconds > 0:
-            delay += outbox.config.draw_delay(self._sim.processes[send.to].delay_random)
+            delay += outbox.config.draw_delay(self._state.processes[send.to].delay_random)
         arrives = now + delay
         free_at = now
         if outbox.into is not None:
@@ -160,35 +163,75 @@ class Delivery:
                 arrives, free_at = received + delay - latency, received - latency
         arrival = Arrival(self, leaving.rank, send, leaving.link, leaving.incarnation, leaving.weight)
         outbox.last_arrival = max(outbox.last_arrival, arrives)
-        self._sim.deliver(arrives, send.to, arrival)
+        self._state.emit(arrives, send.to, arrival)
         return free_at
 
     def hold(self, until: float, rank: int, arrival: Arrival) -> None:
         """Let a message arrive later."""
-        self._sim.deliver(until, rank, arrival)
+        self._state.emit(until, rank, arrival)
 
     def arrived(self, at: float, source: int, message: Message, weight: Weight) -> MessageArrived:
         self.traffic.received(weight)
         for tensor in message.tensors():
             if self.sent.changed(tensor):
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
-        if self._sim.strict:
+        if self._state.strict:
             lease = Lease(message.copy())
             return MessageArrived(at, source, lease.message, lease)
         return MessageArrived(at, source, message, lambda: message)
 
     def close(self, rank: int, peer: int) -> None:
         """A process that has finished is gone once its last message has arrived; who is left gets to know."""
-        link = self._sim.fault_injector.link(rank, peer)
+        link = self.link(rank, peer)
         outbox = link.outboxes[rank]
-        if not link.up or outbox.leaving is not None or outbox.queue or not self._sim.processes[peer].active:
+        if not link.up or outbox.leaving is not None or outbox.queue or not self._state.processes[peer].active:
             return
         gone = max(
-            self._sim.now + self._sim.scenario.cluster.crash_seen_seconds,
+            self._state.now + self._state.scenario.cluster.crash_seen_seconds,
             outbox.last_arrival,
             link.held_until,
         )
-        self._sim.at(gone, peer, lambda: self._sim.fault_injector.cut(rank, peer, link, f"end of {rank}", told=(peer,)))
+        self._state.schedule(gone, peer, lambda: self.cut(rank, peer, f"end of {rank}", notify=(peer,)))
+
+    def announce(self, a: int, b: int) -> None:
+        """Send `PeerJoined` to both ends of a link."""
+        self._notify(PeerJoined, a, b, notify=(a, b))
+
+    def cut(self, a: int, b: int, reason: str, notify: tuple[int, ...]) -> None:
+        """Take a link down. It stays down until `restore` was called for every reason that it was cut for.
+
+        a, b: the ends of the link.
+        reason: identifies this cut; a second call with the same reason has no effect.
+        notify: the ends that get `PeerLost`.
+        """
+        link = self.link(a, b)
+        if reason in link.cuts:
+            return
+        was_up = link.up
+        link.cuts.add(reason)
+        link.cut()
+        if was_up:
+            self._notify(PeerLost, a, b, notify)
+
+    def restore(self, a: int, b: int, reason: str) -> None:
+        """Remove one reason why a link is down; the last one removed brings it up under the next incarnation."""
+        link = self.link(a, b)
+        link.cuts.discard(reason)
+        if not link.cuts and not link.up and self._state.processes[a].active and self._state.processes[b].active:
+            link.restore()
+            self.announce(a, b)
+
+    def _notify(self, kind: type[PeerJoined] | type[PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
+        incarnation = self.link(a, b).incarnation
+        for rank, peer in ((a, b), (b, a)):
+            if rank in notify:
+                self._state.emit(self._state.now, rank, functools.partial(kind, peer=peer, incarnation=incarnation))
+
+    def link(self, a: int, b: int) -> LinkState:
+        """The link between two ranks that are peers."""
+        link = self._state.network.link(a, b)
+        assert link is not None
+        return link
 
     def take_back(self, event: Event) -> None:
         """Overwrite what was lent with an event, unless it was kept or sent."""
@@ -217,7 +260,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class Transmission:
     """A message that has begun to leave, and keeps its card busy for so many seconds."""
 
     rank: int

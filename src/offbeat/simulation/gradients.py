@@ -27,7 +27,7 @@ SAMPLES_PER_CALL_MAX = 1024
 """A call of more samples than this is no faster, and needs memory."""
 
 
-class Differentiated(NamedTuple):
+class GradientResult(NamedTuple):
     """`gradient` and `loss` are sums over the samples."""
 
     gradient: Tensor
@@ -37,7 +37,7 @@ class Differentiated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batches:
+class GradientRequest:
     """Which samples to differentiate, cut how. `key` names the random stream of dropout and the like."""
 
     order: Order
@@ -47,7 +47,7 @@ class Batches:
     key: tuple[int, int]
 
 
-class Computing:
+class GradientComputer:
     """The model of this process, and how to differentiate and evaluate it."""
 
     def __init__(self, workload: Workload, seed: int, *, joins: bool = True) -> None:
@@ -59,7 +59,7 @@ class Computing:
         self._joins_microbatches = joins and not self.flat.buffers and not self.batch_norm
         self._works = False
 
-    def gradient(self, parameters: Tensor, buffers: Buffers, batches: Batches) -> Differentiated:
+    def gradient(self, parameters: Tensor, buffers: Buffers, batches: GradientRequest) -> GradientResult:
         """The sum of gradients over the batches, in a tensor of its own."""
         self._load(parameters, buffers)
         self.flat.zero_gradients()
@@ -78,7 +78,7 @@ class Computing:
         loss = sum(map(float, losses))
         statistics = [buffer for buffer in new_buffers if buffer.is_floating_point()]
         finite = math.isfinite(loss) and all(map(is_finite, [gradient, *statistics]))
-        return Differentiated(gradient, loss, new_buffers, finite)
+        return GradientResult(gradient, loss, new_buffers, finite)
 
     def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         batch = on_device(batch, self.flat.parameters.device)
@@ -113,7 +113,7 @@ class Computing:
             ) from error
         self._works = True
 
-    def _calls(self, batches: Batches) -> list[tuple[int, int]]:
+    def _calls(self, batches: GradientRequest) -> list[tuple[int, int]]:
         size = batches.microbatch
         if self._joins_microbatches:
             size *= max(1, SAMPLES_PER_CALL_MAX // size)

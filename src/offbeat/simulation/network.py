@@ -68,7 +68,7 @@ class LinkState:
         for outbox in self.outboxes.values():
             outbox.clear()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self.up = True
         self.incarnation += 1
 

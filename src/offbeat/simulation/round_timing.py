@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 
 from offbeat.cluster.stragglers import RoundDelay, Speed
-from offbeat.core.actions import Budget, Samples, Seconds
+from offbeat.core.actions import Budget, Compute, Samples, Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RoundTiming:
     """One round's round_delay at one worker's speed."""
 
     speed: Speed
@@ -72,3 +72,18 @@ class Pace:
         if self.speed.spread is not None:
             factor *= self.speed.spread.factor_at(self.position + done)
         return self.speed.microbatch_seconds(samples, factor)
+
+
+@dataclass
+class Computation:
+    """The outstanding computation of a rank."""
+
+    action: Compute
+    timing: RoundTiming
+    samples: int
+    start: float
+    ends: float
+    parameters_version: int
+    """torch's count of in-place changes when it began, to detect a node that changes its parameters meanwhile"""
+    paused: float = 0.0
+    """Seconds of the round during which the process was paused."""

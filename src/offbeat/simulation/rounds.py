@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,38 +19,37 @@ from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
 from offbeat.core.examples import Order
 from offbeat.errors import ContractViolation
 from offbeat.records.schema import Consensus, Round
-from offbeat.simulation.gradients import Batches
-from offbeat.simulation.process import Computation, Process
-from offbeat.simulation.round_timing import Pace
-
-if TYPE_CHECKING:
-    from offbeat.simulation.simulator import Simulation
+from offbeat.simulation.delivery import Delivery
+from offbeat.simulation.gradients import GradientRequest
+from offbeat.simulation.round_timing import Computation, RoundTiming
+from offbeat.simulation.state import Process, SimulationState
 
 
 class Rounds:
     """Carries out `Compute`, `Cancel` and `Evaluate`."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._sim = simulation
+    def __init__(self, state: SimulationState, delivery: Delivery) -> None:
+        self._state = state
+        self._delivery = delivery
         self._orders: dict[int, Order] = {}
 
     def compute(self, rank: int, action: Compute) -> None:
-        process = self._sim.processes[rank]
+        process = self._state.processes[rank]
         if process.worker is None:
             raise ContractViolation(f"rank {rank} asked for Compute, but its strategy says that it does not compute")
         if process.computation is not None:
             raise ContractViolation(f"rank {rank} asked for a second Compute while one was outstanding")
-        pace = Pace(process.speed, next(process.round_delays), action.microbatch, process.position)
-        samples = pace.samples(action.budget)
-        ends = self._sim.now + pace.seconds(samples)
+        timing = RoundTiming(process.speed, next(process.round_delays), action.microbatch, process.position)
+        samples = timing.samples(action.budget)
+        ends = self._state.now + timing.seconds(samples)
         snapshot = self._snapshot(action)
-        computation = Computation(snapshot, pace, samples, self._sim.now, ends, snapshot.parameters._version)
+        computation = Computation(snapshot, timing, samples, self._state.now, ends, snapshot.parameters._version)
         process.computation = computation
         self._compute_ends(rank, computation)
 
     def _snapshot(self, action: Compute) -> Compute:
         """The values as they are now. A tensor that has been sent is immutable by contract and need not be copied."""
-        if action.parameters in self._sim.delivery.sent or action.parameters is self._sim.initial:
+        if action.parameters in self._delivery.sent or action.parameters is self._state.initial:
             return action
         return Compute(
             action.parameters.clone(),
@@ -64,52 +62,52 @@ class Rounds:
 
     def _compute_ends(self, rank: int, computation: Computation) -> None:
         def event(at: float) -> Event | None:
-            if self._sim.processes[rank].computation is not computation:
+            if self._state.processes[rank].computation is not computation:
                 return None
             if computation.ends > at:  # it was paused
                 self._compute_ends(rank, computation)
                 return None
             return self._computed(rank, computation)
 
-        self._sim.deliver(computation.ends, rank, event)
+        self._state.emit(computation.ends, rank, event)
 
     def cancel(self, rank: int) -> None:
-        process, computation = self._sim.processes[rank], self._sim.processes[rank].computation
+        process, computation = self._state.processes[rank], self._state.processes[rank].computation
         if computation is None:
             return
-        computed = self._sim.now - computation.start - computation.paused
-        samples = computation.pace.samples_when_cancelled(computed, computation.samples)
+        computed = self._state.now - computation.start - computation.paused
+        samples = computation.timing.samples_when_cancelled(computed, computation.samples)
         if samples >= computation.samples:
             return
-        ends = computation.start + computation.paused + computation.pace.seconds(samples) if samples else self._sim.now
-        process.computation = dataclasses.replace(computation, samples=samples, ends=max(self._sim.now, ends))
+        ends = computation.start + computation.paused + computation.timing.seconds(samples) if samples else 0.0
+        process.computation = dataclasses.replace(computation, samples=samples, ends=max(self._state.now, ends))
         self._compute_ends(rank, process.computation)
 
     def _computed(self, rank: int, computation: Computation) -> GradientReady | StepReady:
-        process, action = self._sim.processes[rank], computation.action
+        process, action = self._state.processes[rank], computation.action
         if action.parameters._version != computation.parameters_version:
             raise ContractViolation(f"rank {rank} changed a tensor that it had sent, while it was differentiated at")
         process.computation = None
         process.position += computation.samples
-        batches = Batches(
+        batches = GradientRequest(
             self._order(rank),
             action.draw,
             computation.samples,
             action.microbatch,
-            (self._sim.scenario.seed, rank),
+            (self._state.scenario.seed, rank),
         )
-        result = self._sim.computing.gradient(action.parameters, action.buffers, batches)
+        result = self._state.gradient_computer.gradient(action.parameters, action.buffers, batches)
         gradient, finite = result.gradient, result.finite
         if self._is_corrupt(rank):
             gradient, finite = gradient.fill_(float("nan")), False
         draws = (action.draw, action.draw + computation.samples)
-        induced = min(computation.pace.round_delay.delay_seconds, self._sim.now - computation.start)
-        self._sim.writer.write(
+        induced = min(computation.timing.round_delay.delay_seconds, self._state.now - computation.start)
+        self._state.writer.write(
             Round(
-                at=self._sim.now,
+                at=self._state.now,
                 rank=rank,
                 start=computation.start,
-                seconds=self._sim.now - computation.start,
+                seconds=self._state.now - computation.start,
                 induced_seconds=induced,
                 samples=computation.samples,
                 loss=result.loss,
@@ -120,31 +118,31 @@ class Rounds:
                 finite=finite,
             )
         )
-        process.free_since = self._sim.now
-        if self._sim.scenario.user_optimizer is not None:
+        process.free_since = self._state.now
+        if self._state.scenario.user_optimizer is not None:
             kind, value = StepReady, self._user_step(process, action.parameters, gradient, computation.samples)
         else:
             kind, value = GradientReady, gradient  # type: ignore[assignment]
         return kind(
-            self._sim.now,
+            self._state.now,
             value,
             computation.samples,
             result.loss,
             result.buffers,
             action.version,
             draws,
-            self._sim.now - computation.start,
+            self._state.now - computation.start,
             induced,
             finite,
         )
 
     def _user_step(self, process: Process, parameters: Tensor, gradient: Tensor, samples: int) -> Tensor:
         """The change that the worker's own optimizer makes of this gradient."""
-        assert self._sim.scenario.user_optimizer is not None
+        assert self._state.scenario.user_optimizer is not None
         if process.stepper is None:
             own = parameters.clone()
             process.stepper = (
-                self._sim.scenario.user_optimizer.build(own, self._sim.computing.flat.layout),
+                self._state.scenario.user_optimizer.build(own, self._state.gradient_computer.flat.layout),
                 own,
             )
         stepper, own = process.stepper
@@ -153,14 +151,14 @@ class Rounds:
         return own - parameters
 
     def _is_corrupt(self, rank: int) -> bool:
-        faults = (f for f in self._sim.scenario.cluster.faults if isinstance(f, Corrupt) and f.rank == rank)
-        return any(fault.at_seconds <= self._sim.now < fault.at_seconds + fault.seconds for fault in faults)
+        faults = (f for f in self._state.scenario.cluster.faults if isinstance(f, Corrupt) and f.rank == rank)
+        return any(fault.at_seconds <= self._state.now < fault.at_seconds + fault.seconds for fault in faults)
 
     def evaluate(self, rank: int, action: Evaluate) -> None:
-        measured = self._sim.computing.evaluate(action.parameters, action.buffers)
-        self.record_consensus(self._sim.now, (process for process in self._sim.processes if process.active))
-        self._sim.record_traffic(self._sim.now)
-        self._sim.deliver(self._sim.now, rank, lambda at: Evaluated(at, action.version, *measured))
+        measured = self._state.gradient_computer.evaluate(action.parameters, action.buffers)
+        self.record_consensus(self._state.now, (process for process in self._state.processes if process.active))
+        self._delivery.record_traffic(self._state.now)
+        self._state.emit(self._state.now, rank, lambda at: Evaluated(at, action.version, *measured))
 
     def record_consensus(self, at: float, processes: Iterable[Process]) -> None:
         """Write down how far these are apart, where two of them or more have parameters of their own."""
@@ -169,25 +167,25 @@ class Rounds:
             return
         distance = consensus_distance(replicas)
         if math.isfinite(distance):
-            self._sim.writer.write(Consensus(at=at, peers=len(replicas), distance=distance))
+            self._state.writer.write(Consensus(at=at, peers=len(replicas), distance=distance))
 
     def _order(self, rank: int) -> Order:
         if rank not in self._orders:
-            workload, seed = self._sim.scenario.workload, self._sim.scenario.seed
-            worker = self._sim.computing_ranks.index(rank)
-            indices = workload.split.indices(workload.train.targets, worker, len(self._sim.computing_ranks), seed)
+            workload, seed = self._state.scenario.workload, self._state.scenario.seed
+            worker = self._state.computing_ranks.index(rank)
+            indices = workload.split.indices(workload.train.targets, worker, len(self._state.computing_ranks), seed)
             self._orders[rank] = Order(indices, seed, rank)
         return self._orders[rank]
 
     def hold_up(self, computation: Computation, seconds: float) -> None:
         """A pause adds to the round. The clock of a time limit runs on meanwhile, so what is left of it shrinks."""
-        budget, done = computation.action.budget, self._sim.now - computation.start - computation.paused
+        budget, done = computation.action.budget, self._state.now - computation.start - computation.paused
         computation.paused += seconds
         if isinstance(budget, Seconds):
             left = max(budget.seconds - computation.paused, done, 1e-9)
-            samples = computation.pace.samples(Seconds(left, samples_max=budget.samples_max))
+            samples = computation.timing.samples(Seconds(left, samples_max=budget.samples_max))
             computation.samples = min(computation.samples, samples)
-        computation.ends = computation.start + computation.paused + computation.pace.seconds(computation.samples)
+        computation.ends = computation.start + computation.paused + computation.timing.seconds(computation.samples)
 
 
 def _replica(process: Process) -> Tensor | None:

@@ -17,7 +17,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.workload import Workload
 from offbeat.errors import OffbeatError, unknown
 from offbeat.lab.simulated_runs import one_thread, record_bytes
-from offbeat.simulation.simulator import Outcome, Simulation
+from offbeat.simulation.simulator import Simulation, SimulationResult
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation, demand
 
@@ -89,7 +89,7 @@ def _promises(strategy: Strategy) -> dict[str, Any]:
 
 class _Ran(NamedTuple):
     records: list[Record]
-    outcome: Outcome
+    outcome: SimulationResult
 
 
 def _run(case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[str], None] | None = None) -> _Ran:
@@ -119,7 +119,7 @@ class _Swapping(Invariants):
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
         super().before(simulation, rank, event)
         if self._random.random() < self._probability:
-            node = simulation.fresh_node(rank)
+            node = simulation.new_node(rank, simulation.processes[rank].life)
             state = plain_copy(simulation.processes[rank].node.state(), f"state of rank {rank}")
             node.restore(plain_copy(state, ""))
             again = plain_copy(node.state(), "")

@@ -35,7 +35,7 @@ from offbeat.core.schedules import Linear
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import Workload
 from offbeat.lab.workloads import Quadratic
-from offbeat.simulation.simulator import Scenario
+from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip import (
     Acid,
     FirstAvailable,

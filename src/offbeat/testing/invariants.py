@@ -29,7 +29,7 @@ from offbeat.core.messages import Stop, Stopped
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.errors import ContractViolation
 from offbeat.records.schema import Dropped, Round, Undone, Update
-from offbeat.simulation.simulator import Outcome, Simulation
+from offbeat.simulation.simulator import Simulation, SimulationResult
 
 
 class Violation(ContractViolation):
@@ -170,7 +170,7 @@ class Invariants:
 
     # At the end
 
-    def ended(self, simulation: Simulation, outcome: Outcome) -> None:
+    def ended(self, simulation: Simulation, outcome: SimulationResult) -> None:
         for rank, draws in sorted(self._accounted.items()):
             begin = draws.ranges[0][0] if draws.ranges and self._replicas else 0
             gaps = [gap for gap in draws.missing_below(draws.stop) if gap[0] >= begin]
