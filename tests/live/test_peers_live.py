@@ -66,7 +66,7 @@ class Patient(ob.Gossip, name=""):
         node = super().node(context)
         assert isinstance(node, Peer)
         enough, rank = node._has_enough, context.rank
-        node._has_enough = lambda: enough() and (rank == self.back or node._members.live.get(self.back, 0) > 0)  # type: ignore[method-assign]
+        node._has_enough = lambda: enough() and (rank == self.back or node._view.live.get(self.back, 0) > 0)  # type: ignore[method-assign]
         return node
 
 

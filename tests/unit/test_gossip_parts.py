@@ -16,7 +16,7 @@ from offbeat.core.randomness import restore, state_of, stream
 from offbeat.records.files import read_run
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
 from offbeat.strategies.gossip.gossip_messages import Average, PartialSum, ReduceStart
-from offbeat.strategies.gossip.gossip_view import Members, linked_to
+from offbeat.strategies.gossip.membership_view import MembershipView, linked_to
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children, parents
 
@@ -139,7 +139,7 @@ def test_the_matchmaker_serves_the_first_who_may_meet() -> None:
 
 
 def test_members_see_what_is_left_of_the_graph() -> None:
-    members = Members(0, 6, ob.graphs.Cycle(), 1.0)
+    members = MembershipView(0, 6, ob.graphs.Cycle(), 1.0)
     for rank in range(1, 6):
         members.joined(rank, 0)
     assert sorted(members.neighbours) == [1, 5]
@@ -155,7 +155,7 @@ def test_members_see_what_is_left_of_the_graph() -> None:
 def test_with_many_peers_only_the_lowest_ranks_are_linked_to_everybody() -> None:
     assert linked_to(ob.graphs.Cycle(), 3, 40) == [rank for rank in range(40) if rank != 3]
     assert linked_to(ob.graphs.Cycle(), 30, 40) == [*range(16), 29, 31]
-    members = Members(30, 40, ob.graphs.Cycle(), 1.0)
+    members = MembershipView(30, 40, ob.graphs.Cycle(), 1.0)
     for rank in linked_to(ob.graphs.Cycle(), 30, 40):
         members.joined(rank, 0)
     assert len(members.topology.members) == 40

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,9 @@ from offbeat.core.strategy import State
 from offbeat.records.schema import Exchange, Notice, Outcome
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
 from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, Paired, Ready
-from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, Random
-from offbeat.strategies.gossip.gossip_view import Members
+from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, GossipBase, Random
+from offbeat.strategies.gossip.membership_view import MembershipView
 from offbeat.strategies.gossip.replica import SHARE, Replica
-
-if TYPE_CHECKING:
-    from offbeat.strategies.gossip.gossip_strategies import Gossip
 
 TIMER = "exchange"
 OWED_MAX = 32
@@ -45,13 +42,15 @@ class Outstanding(NamedTuple):
 
 
 class Averaging:
-    def __init__(self, config: Gossip, members: Members, replica: Replica, random: np.random.Generator) -> None:
+    def __init__(
+        self, config: GossipBase, members: MembershipView, replica: Replica, random: np.random.Generator
+    ) -> None:
         self._config = config
-        self._members = members
+        self._view = members
         self._replica = replica
         self._random = random
         by_chance = isinstance(config.partner, Random)
-        self._pulse = ExchangeSchedule(config.clock, config.rate / 2 if by_chance else config.rate, random)
+        self._schedule = ExchangeSchedule(config.clock, config.rate / 2 if by_chance else config.rate, random)
         self.gradient_seconds: float | None = None
         self._round_trip: float | None = None
         self._mixed_at = 0.0
@@ -94,27 +93,27 @@ class Averaging:
 
     def _eta(self) -> float:
         assert self.gradient_seconds is not None
-        eta = self._members.constants.eta
+        eta = self._view.constants.eta
         guarded = isinstance(self._config.momentum, Acid) and self._config.momentum.guard
         if not guarded or not self._round_trip:
             return eta
         return eta * min(1.0, ROUND_TRIPS / (self._config.rate * self._round_trip / self.gradient_seconds))
 
     def _alpha_tilde(self) -> float:
-        return SHARE if self._replica.acid_offset is None else self._members.constants.alpha_tilde
+        return SHARE if self._replica.acid_offset is None else self._view.constants.alpha_tilde
 
     def gradient(self, at: float, seconds: float) -> Iterator[Action]:
         """A gradient has been computed: the clock of exchanges goes on."""
         self.gradient_seconds = _smoothed(self.gradient_seconds, seconds)
-        self._pulse.gradient(at)
+        self._schedule.gradient(at)
         yield from self.beat(at)
 
     def beat(self, at: float) -> Iterator[Action]:
         """Begin what is due, and wait for what is next."""
         if not self.active or self.gradient_seconds is None:
             return
-        while (seconds := self._pulse.seconds(at, self.gradient_seconds)) is not None and seconds <= 0.0:
-            self._pulse.tick()
+        while (seconds := self._schedule.seconds(at, self.gradient_seconds)) is not None and seconds <= 0.0:
+            self._schedule.tick()
             self.ticks += 1
             yield from self._wish(at)
         yield from self.go_on(at)
@@ -136,10 +135,10 @@ class Averaging:
 
     def _matched(self) -> int | None:
         """The partner of this turn, where it is this peer's turn to begin: theirs and ours, by turns."""
-        matchings = self._config.matchings(self._members.size)
+        matchings = self._config.matchings(self._view.size)
         turn, place = divmod(self.ticks - 1, len(matchings)) if matchings else (0, 0)
-        other = matchings[place].get(self._members.rank) if matchings else None
-        if other is None or (self._members.rank < other) != (turn % 2 == 0):
+        other = matchings[place].get(self._view.rank) if matchings else None
+        if other is None or (self._view.rank < other) != (turn % 2 == 0):
             return None
         return other
 
@@ -150,20 +149,20 @@ class Averaging:
             self._warned = True
             length = self._round_trip / self.gradient_seconds
             text = (
-                f"peer {self._members.rank} cannot keep up with rate {self._config.rate:g}: an exchange takes "
+                f"peer {self._view.rank} cannot keep up with rate {self._config.rate:g}: an exchange takes "
                 f"{length:.3g} times as long as a gradient, so about {2 / length:.2g} per gradient are possible; "
                 "lower the rate, or compute more samples per gradient (batch)"
             )
-            yield Report(Notice(at=at, rank=self._members.rank, text=text))
+            yield Report(Notice(at=at, rank=self._view.rank, text=text))
 
     def go_on(self, at: float) -> Iterator[Action]:
         """Begin an exchange, if one is owed and none is outstanding."""
         while self.active and self.outstanding is None and self._owed:
             partner, pairing = self._owed.popleft()
             if partner is None:
-                around = self._members.neighbours
+                around = self._view.neighbours
                 partner = around[int(self._random.integers(len(around)))] if around else None
-            if partner in self._members.live:
+            if partner in self._view.live:
                 yield self._offer(at, partner, pairing)
         yield from self._ask(at)
 
@@ -172,7 +171,7 @@ class Averaging:
         self._sequence += 1
         self.outstanding = Outstanding(partner, self._sequence, at)
         parameters, buffers = self._replica.snapshot()
-        return Send(partner, Offer(parameters, buffers, self._sequence, pairing, self._members.told_counts))
+        return Send(partner, Offer(parameters, buffers, self._sequence, pairing, self._view.told_counts))
 
     # The first that is available
 
@@ -183,14 +182,14 @@ class Averaging:
             return
         self._wishes -= 1
         self._asked = True
-        if self._members.leads:
-            yield from self.ready(at, self._members.rank)
+        if self._view.leads:
+            yield from self.ready(at, self._view.rank)
         else:
-            yield Send(self._members.root, Ready())
+            yield Send(self._view.root, Ready())
 
     def ready(self, at: float, rank: int) -> Iterator[Action]:
         """For the matchmaker: a peer is ready."""
-        pair = self._matchmaker.ready(rank, self._members.may_meet if self.active else _not_yet)
+        pair = self._matchmaker.ready(rank, self._view.may_meet if self.active else _not_yet)
         if pair is None:
             return
         told = {
@@ -198,7 +197,7 @@ class Averaging:
             pair.other: Paired(pair.number, pair.begins, begins=False),
         }
         for rank, message in told.items():
-            if rank == self._members.rank:
+            if rank == self._view.rank:
                 yield from self.paired(at, message)
             else:
                 yield Send(rank, message)
@@ -211,13 +210,13 @@ class Averaging:
             self._owed.append((told.partner, told.pairing))
         elif told.pairing in self._met:
             self._met.remove(told.pairing)
-        elif told.partner in self._members.live:
+        elif told.partner in self._view.live:
             self._promised = told.partner, told.pairing
         yield from self.go_on(at)
 
     def root_changed(self, at: float) -> Iterator[Action]:
         """There is another matchmaker, who does not know yet who is ready."""
-        if not self._members.leads:
+        if not self._view.leads:
             self._matchmaker = Matchmaker()
         self._met.clear()
         if self._asked:
@@ -235,7 +234,7 @@ class Averaging:
             self.mix(event.at)
             alpha_tilde = self._alpha_tilde()
             met = self._replica.meet(message.parameters, message.buffers, alpha_tilde)
-        counts = self._members.told_counts
+        counts = self._view.told_counts
         if met is None:
             yield Send(event.source, Declined(message.sequence, counts))
         else:
@@ -265,7 +264,7 @@ class Averaging:
         assert self.outstanding is not None
         partner, _, began_at = self.outstanding
         self.outstanding = None
-        rank = self._members.rank
+        rank = self._view.rank
         return Report(
             Exchange(at=at, rank=rank, peer=partner, seconds=at - began_at, distance=distance, outcome=outcome)
         )
@@ -289,9 +288,9 @@ class Averaging:
     def state(self) -> State:
         return {
             "random": randomness.state_of(self._random),
-            "gradients": self._pulse.gradients,
-            "began_at": self._pulse.began_at,
-            "next": self._pulse.next,
+            "gradients": self._schedule.gradients,
+            "began_at": self._schedule.began_at,
+            "next": self._schedule.next,
             "gradient_seconds": self.gradient_seconds,
             "round_trip": self._round_trip,
             "mixed_at": self._mixed_at,
@@ -311,9 +310,9 @@ class Averaging:
 
     def restore(self, state: State) -> None:
         randomness.restore(self._random, state["random"])
-        self._pulse.gradients = state["gradients"]
-        self._pulse.began_at = state["began_at"]
-        self._pulse.next = state["next"]
+        self._schedule.gradients = state["gradients"]
+        self._schedule.began_at = state["began_at"]
+        self._schedule.next = state["next"]
         self.gradient_seconds = state["gradient_seconds"]
         self._round_trip = state["round_trip"]
         self._mixed_at = state["mixed_at"]

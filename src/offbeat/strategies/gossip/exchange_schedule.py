@@ -47,7 +47,7 @@ class ExchangeSchedule:
 # The matchmaker of `FirstAvailable`: pairs those who are ready, first come, first served. Whoever waits computes.
 
 
-class Pair(NamedTuple):
+class Pairing(NamedTuple):
     """Two that are to average; the one that has waited longer begins."""
 
     number: int
@@ -61,7 +61,7 @@ class Matchmaker:
         """Ranks that are ready, in the order in which they said so."""
         self.pairs = 0
 
-    def ready(self, rank: int, may_meet: Callable[[int, int], bool]) -> Pair | None:
+    def ready(self, rank: int, may_meet: Callable[[int, int], bool]) -> Pairing | None:
         """A rank is ready: the pair that this makes, or None."""
         if rank in self.waiting:
             return None
@@ -69,7 +69,7 @@ class Matchmaker:
             if may_meet(other, rank):
                 self.waiting.remove(other)
                 self.pairs += 1
-                return Pair(self.pairs, other, rank)
+                return Pairing(self.pairs, other, rank)
         self.waiting.append(rank)
         return None
 

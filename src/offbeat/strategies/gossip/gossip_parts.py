@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from offbeat.core.configuration import Family, option
+from offbeat.core.optimizers import Optimizer
+from offbeat.core.strategy import Strategy
+from offbeat.core.validation import check_types, require, require_positive
 from offbeat.errors import ConfigurationError
+from offbeat.topology import Complete, Cycle, Graph, Topology
 
 
 class Partner(Family):
@@ -60,3 +65,43 @@ class Acid(Momentum, name="acid"):
     """A²CiD²: a second copy of the parameters that the first is drawn to, all the time, a little."""
 
     guard: bool = option(True, "mix more slowly where exchanges take long; without, that diverges")
+
+
+@dataclass(frozen=True)
+class GossipBase(Strategy):
+    """The fields of `Gossip` and what follows from them; `Gossip` adds the links and `node()`."""
+
+    graph: Graph = option(Cycle(), "who may average with whom: cycle, exponential, complete, star, or a file of edges")
+    rate: float = option(1.0, "averagings that a peer takes part in per gradient")
+    partner: Partner = option(Random(), "who of them: random, first-available, or by turns (matchings)")
+    clock: Clock = option(Poisson(), "when: at random (poisson) or at equal intervals (regular)")
+    momentum: Momentum | None = option(None, "momentum of averaging: acid (A²CiD²), or none")
+    optimizer: Optimizer | None = option(None, "how every peer updates; none: the one that suits the workload")
+    batch: int = option(64, "samples per gradient")
+    microbatch: int = option(16, "samples per forward and backward call")
+    nonfinite_max: int = option(5, "gradients in a row that may be NaN or infinite before a peer gives up")
+    patience_seconds: float = option(60.0, "seconds that peers wait for each other at the start")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require_positive(self, "rate", "batch", "microbatch", "nonfinite_max", "patience_seconds")
+        require(
+            self.momentum is None or not isinstance(self.graph, Complete),
+            "acid has nothing to gain on a complete graph, where everybody is everybody's neighbour; choose "
+            "--graph exponential or cycle, or leave the momentum out",
+        )
+
+    def processes(self, workers: int) -> int:
+        self.graph.check(workers)
+        if isinstance(self.partner, Matchings):
+            self.matchings(workers)
+        return workers
+
+    def matchings(self, size: int) -> tuple[dict[int, int], ...]:
+        """The cycle of perfect matchings at that size."""
+        return _matchings(self.graph, size)
+
+
+@functools.lru_cache(maxsize=8)
+def _matchings(graph: Graph, size: int) -> tuple[dict[int, int], ...]:
+    return Topology(graph, size).matchings() if size > 1 else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from offbeat.core.actions import Action, ClearTimer, Report, Seconds, Send, SetTimer
 from offbeat.core.events import MessageArrived, PeerJoined, PeerLost
@@ -28,15 +28,13 @@ from offbeat.strategies.gossip.gossip_messages import (
     ReduceStart,
     Status,
 )
-from offbeat.strategies.gossip.gossip_view import COORDINATORS
+from offbeat.strategies.gossip.gossip_parts import GossipBase
+from offbeat.strategies.gossip.membership_view import COORDINATORS
 from offbeat.strategies.gossip.termination import ENDING, GATHERING, HOLDING, TRAINING, TerminationNode
-
-if TYPE_CHECKING:
-    from offbeat.strategies.gossip.gossip_strategies import Gossip
 
 
 class MembershipNode(TerminationNode):
-    def __init__(self, config: Gossip, context: NodeContext) -> None:
+    def __init__(self, config: GossipBase, context: NodeContext) -> None:
         super().__init__(config, context)
         self._began_at = 0.0
         self._patient = True
@@ -75,7 +73,7 @@ class MembershipNode(TerminationNode):
                 return self._told_through(at, source)
             case MemberList(ranks=ranks):
                 if source == self._root:
-                    self._members.told(ranks)
+                    self._view.told(ranks)
                 return ()
             case Stop(version=version):
                 return self._told_stop(at, source, version)
@@ -88,7 +86,7 @@ class MembershipNode(TerminationNode):
     # Who is there
 
     def _start(self, at: float) -> Iterator[Action]:
-        if self._phase == GATHERING and self._members.size == 1:
+        if self._phase == GATHERING and self._view.size == 1:
             yield from self._begin(at, 0.0)
         elif self._phase == GATHERING:
             self._forget_all()  # a checkpoint may know of some who have joined the process before
@@ -109,46 +107,46 @@ class MembershipNode(TerminationNode):
             yield from self._meet(at)
 
     def _forget_all(self) -> None:
-        self._members.forget_all()
+        self._view.forget_all()
         self._averaging.forget_all()
         self._evaluations.forget()
         self._root, self._computing = self._rank, False
         self._awaiting, self._unstopped, self._throughs = set(), set(), set()
-        self._assembly, self._source, self._sources, self._early = None, None, set(), []
+        self._reduce, self._source, self._sources, self._early = None, None, set(), []
 
     def _joined(self, event: PeerJoined) -> Iterator[Action]:
         at, rank = event.at, event.peer
         yield self._seen(event, joined=True)
-        self._members.joined(rank, event.incarnation)
+        self._view.joined(rank, event.incarnation)
         if self._phase != GATHERING:
             yield Send(rank, Status(training=True))
-        if self._root != self._members.root:
+        if self._root != self._view.root:
             yield from self._new_root(at)
         elif self._to_meet:
             yield from self._meet(at)
         elif self._phase == GATHERING:
             yield from self._start_if_ready(at)
-        elif self._members.leads and self._phase == ENDING:
-            yield from self._assemble(at, final=True)
-        elif rank in self._audience() and self._members.leads and self._phase == HOLDING:
+        elif self._view.leads and self._phase == ENDING:
+            yield from self._start_reduce(at, final=True)
+        elif rank in self._audience() and self._view.leads and self._phase == HOLDING:
             self._awaiting.add(rank)
             yield self._directly(rank)
-        elif self._members.leads:
+        elif self._view.leads:
             yield from self._tell_roster()
 
     def _lost(self, event: PeerLost) -> Iterator[Action]:
         at, rank = event.at, event.peer
-        if rank not in self._members.live:
+        if rank not in self._view.live:
             return
         yield self._seen(event, joined=False)
-        self._members.lost(rank)
+        self._view.lost(rank)
         yield from self._averaging.lost(at, rank)
         self._awaiting.discard(rank)
         self._unstopped.discard(rank)
         self._throughs.discard(rank)
         self._early = [(source, part) for source, part in self._early if source != rank]
         yield from self._source_lost(rank)
-        if self._root != self._members.root:
+        if self._root != self._view.root:
             yield from self._new_root(at)
         else:
             yield from self._one_less(at, rank)
@@ -157,8 +155,8 @@ class MembershipNode(TerminationNode):
 
     def _one_less(self, at: float, rank: int) -> Iterator[Action]:
         """Somebody is gone who was not the root."""
-        tree_reduce = self._assembly
-        if not self._members.leads:
+        tree_reduce = self._reduce
+        if not self._view.leads:
             if tree_reduce is not None and tree_reduce.concerns(rank):
                 yield Send(self._root, ReduceRetry(tree_reduce.gather.round))
         elif self._phase == HOLDING:
@@ -166,10 +164,10 @@ class MembershipNode(TerminationNode):
                 yield self._directly(missing)
             yield from self._stop_if_all_have(at)
         elif self._phase == GATHERING:
-            self._assembly = None
+            self._reduce = None
             yield from self._start_if_ready(at)
         elif tree_reduce is not None:
-            yield from self._assemble(at, final=True)
+            yield from self._start_reduce(at, final=True)
         elif self._phase == TRAINING:
             yield from self._tell_roster()
             yield from self._end_if_all_through(at)
@@ -178,9 +176,9 @@ class MembershipNode(TerminationNode):
 
     def _new_root(self, at: float) -> Iterator[Action]:
         """Another rank is the lowest now, perhaps this one: whatever concerns all goes on there."""
-        self._root = self._members.root
-        leads = self._members.leads
-        self._assembly = None
+        self._root = self._view.root
+        leads = self._view.leads
+        self._reduce = None
         self._awaiting.clear()
         self._to_meet.clear()
         self._stopping = False
@@ -192,7 +190,7 @@ class MembershipNode(TerminationNode):
                 yield Send(self._root, Status(training=False))
         elif self._phase in (ENDING, HOLDING):
             if leads:
-                yield from self._assemble(at, final=True)
+                yield from self._start_reduce(at, final=True)
             else:
                 yield Send(self._root, self._enough())
         else:
@@ -206,15 +204,15 @@ class MembershipNode(TerminationNode):
 
     def _tell_roster(self) -> Iterator[Action]:
         """Where not everybody is linked to everybody, the root, which is, says who is there."""
-        if self._members.size > COORDINATORS > self._rank:
-            for rank in sorted(self._members.live):
-                yield Send(rank, MemberList(self._members.all()), supersedes="roster")
+        if self._view.size > COORDINATORS > self._rank:
+            for rank in sorted(self._view.live):
+                yield Send(rank, MemberList(self._view.all()), supersedes="roster")
 
     def _warn_if_cut_off(self, at: float) -> Iterator[Action]:
         """The root says it, for all."""
-        cut_off = self._members.cut_off
-        if cut_off and cut_off != self._warned_of and self._members.leads:
-            here, there = (", ".join(map(str, ranks)) for ranks in (self._members.topology.members, cut_off))
+        cut_off = self._view.cut_off
+        if cut_off and cut_off != self._warned_of and self._view.leads:
+            here, there = (", ".join(map(str, ranks)) for ranks in (self._view.topology.members, cut_off))
             text = (
                 f"without those who are lost, the graph is in pieces: peers {here} no longer average, not even through "
                 f"others, with {there}; they meet again in the final average"
@@ -230,23 +228,23 @@ class MembershipNode(TerminationNode):
     # The start
 
     def _start_if_ready(self, at: float) -> Iterator[Action]:
-        if self._phase != GATHERING or not self._members.leads or self._source is not None:
+        if self._phase != GATHERING or not self._view.leads or self._source is not None:
             return
-        complete = self._expected <= self._members.live.keys()
-        if complete or (self._members.live and not self._patient):
-            yield from self._assemble(at, final=False)
+        complete = self._expected <= self._view.live.keys()
+        if complete or (self._view.live and not self._patient):
+            yield from self._start_reduce(at, final=False)
 
     def _patience_over(self, at: float) -> Iterator[Action]:
         if self._phase != GATHERING:
             return
         self._patient = False
-        if self._members.live:
+        if self._view.live:
             yield SetTimer("gather", self._config.patience_seconds)
-            if self._assembly is None:
+            if self._reduce is None:
                 yield from self._start_if_ready(at)
             return
         if self._met_beginners:
-            yield from self._assemble(at, final=False)
+            yield from self._start_reduce(at, final=False)
             return
         others = "none of the others" if len(self._expected) > 1 else "no other peer"
         yield from self._give_up(
@@ -259,15 +257,15 @@ class MembershipNode(TerminationNode):
             self._met_beginners = True
             if self._phase == TRAINING:
                 yield Send(source, Status(training=True))
-            elif self._assembly is not None and self._members.leads:
-                yield Send(source, self._assembly.gather)  # it did not know yet that this peer leads
+            elif self._reduce is not None and self._view.leads:
+                yield Send(source, self._reduce.gather)  # it did not know yet that this peer leads
         elif self._phase == GATHERING:
             self._sources.add(source)
             yield from self._choose_source()
 
     def _choose_source(self) -> Iterator[Action]:
         if self._phase == GATHERING and self._source is None and self._sources:
-            near = self._sources & set(self._members.neighbours)
+            near = self._sources & set(self._view.neighbours)
             self._source = min(near or self._sources)
             yield Send(self._source, CopyRequest())
 
@@ -281,24 +279,24 @@ class MembershipNode(TerminationNode):
         if self._phase == TRAINING and self._replica.finite:
             self._averaging.mix(at)
             values = self._replica.mean_point()
-            yield Send(source, CopyReply(*values, self._members.told_counts, at - self._began_at))
+            yield Send(source, CopyReply(*values, self._view.told_counts, at - self._began_at))
 
     def _copied(self, at: float, message: CopyReply) -> Iterator[Action]:
         if self._phase == GATHERING:
             self._replica.reset(message.parameters, message.buffers)
-            self._draw = self._members.counts[self._rank]  # what the others know of; the rest is repeated
+            self._draw = self._view.counts[self._rank]  # what the others know of; the rest is repeated
             yield from self._begin(at, message.elapsed_seconds)
-            for rank in sorted(self._members.live):  # somebody may have been called by this peer, and wait
+            for rank in sorted(self._view.live):  # somebody may have been called by this peer, and wait
                 yield Send(rank, Status(training=True))
 
     def _begin(self, at: float, elapsed_seconds: float) -> Iterator[Action]:
         self._phase = TRAINING
-        self._assembly, self._source, self._sources = None, None, set()
+        self._reduce, self._source, self._sources = None, None, set()
         self._began_at = at - elapsed_seconds
         yield ClearTimer("gather")
         yield from self._averaging.begin(at)
         yield from self._set_until(at)
-        if self._members.leads:
+        if self._view.leads:
             yield from self._tell_roster()
         yield from self._train(at)
 

@@ -12,7 +12,6 @@ Here is the training. How peers begin and who is there is in `together.py`, aver
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -44,19 +43,17 @@ from offbeat.strategies.gossip.gossip_messages import (
     Ready,
     SampleCounts,
 )
+from offbeat.strategies.gossip.gossip_parts import GossipBase
 from offbeat.strategies.gossip.membership import MembershipNode
 from offbeat.strategies.gossip.termination import ENDING, HOLDING, TRAINING
 from offbeat.strategies.gossip.tree_reduce import TreeReduce
-
-if TYPE_CHECKING:
-    from offbeat.strategies.gossip.gossip_strategies import Gossip
 
 TALLIES = 100
 """How often in a run a peer tells the root of its samples."""
 
 
 class Peer(MembershipNode):
-    def __init__(self, config: Gossip, context: NodeContext) -> None:
+    def __init__(self, config: GossipBase, context: NodeContext) -> None:
         super().__init__(config, context)
         optimizer = config.optimizer
         self._stepper = None if optimizer is None else optimizer.build(self._replica.parameters, context.layout)
@@ -102,7 +99,7 @@ class Peer(MembershipNode):
         message, at, source = event.message, event.at, event.source
         counts = getattr(message, "counts", None)
         if counts is not None:
-            self._members.count(counts)
+            self._view.count(counts)
         match message:
             case Offer():
                 yield from self._averaging.offered(event)
@@ -121,7 +118,7 @@ class Peer(MembershipNode):
     # Training
 
     def _train(self, at: float) -> Iterator[Action]:
-        if self._members.leads:
+        if self._view.leads:
             yield from self._evaluate(at)
         yield from self._compute(at)
 
@@ -161,8 +158,8 @@ class Peer(MembershipNode):
 
     def _update(self, event: GradientReady | StepReady) -> Iterator[Action]:
         self._averaging.mix(event.at)
-        before = self._members.samples
-        self._members.counts[self._rank] += event.samples
+        before = self._view.samples
+        self._view.counts[self._rank] += event.samples
         rate = 0.0
         if isinstance(event, StepReady):
             self._replica.parameters.add_(event.delta)
@@ -186,7 +183,7 @@ class Peer(MembershipNode):
                 contributions=(Contribution(self._rank, *event.draws, 0),),
             )
         )
-        if self._members.leads:
+        if self._view.leads:
             if self._evaluations.due(event.at, self._version):
                 yield from self._evaluate(event.at)
         else:
@@ -194,10 +191,10 @@ class Peer(MembershipNode):
 
     def _tally(self) -> Iterator[Action]:
         """Tell the root how far it is, a hundred times in a run: exchanges alone spread the news too slowly."""
-        until, mine = self._setup.until, self._members.counts[self._rank]
-        if isinstance(until, Samples) and mine - self._tallied >= until.count / (TALLIES * self._members.size):
+        until, mine = self._setup.until, self._view.counts[self._rank]
+        if isinstance(until, Samples) and mine - self._tallied >= until.count / (TALLIES * self._view.size):
             self._tallied = mine
-            yield Send(self._root, SampleCounts(self._members.told_counts), supersedes="tally")
+            yield Send(self._root, SampleCounts(self._view.told_counts), supersedes="tally")
 
     def _drop(self, event: GradientReady | StepReady, reason: Reason) -> Iterator[Action]:
         first, stop = event.draws
@@ -207,7 +204,7 @@ class Peer(MembershipNode):
     def _has_enough(self) -> bool:
         until = self._setup.until
         samples_max = until.count if isinstance(until, Samples) else getattr(until, "samples_max", None)
-        return samples_max is not None and self._members.samples >= samples_max
+        return samples_max is not None and self._view.samples >= samples_max
 
     # Evaluate
 
@@ -215,7 +212,7 @@ class Peer(MembershipNode):
         """The lowest rank measures its own replica on the way, and the average in the end."""
         if self._evaluations.wants(self._version):
             values = self._replica.snapshot()
-            yield from self._evaluations.begin(at, self._version, self._members.samples, values)
+            yield from self._evaluations.begin(at, self._version, self._view.samples, values)
 
     def _evaluated(self, event: Evaluated) -> Iterator[Action]:
         yield from self._evaluations.ended(event)
@@ -250,10 +247,10 @@ class Peer(MembershipNode):
             "before": [buffer.clone() for buffer in self._before],
             "optimizer": None if self._stepper is None else self._stepper.state(),
             "averaging": self._averaging.state(),
-            "live": {str(rank): incarnation for rank, incarnation in self._members.live.items()},
-            "absent": sorted(self._members.absent),
-            "counts": list(self._members.counts),
-            "tree_reduce": None if self._assembly is None else self._assembly.state(),
+            "live": {str(rank): incarnation for rank, incarnation in self._view.live.items()},
+            "absent": sorted(self._view.absent),
+            "counts": list(self._view.counts),
+            "tree_reduce": None if self._reduce is None else self._reduce.state(),
             "early": [[source, packed(part)] for source, part in self._early],
             "result": None if self._result is None else packed(self._result),
             "heard": list(self._heard),
@@ -274,11 +271,11 @@ class Peer(MembershipNode):
             self._stepper.restore(state["optimizer"])
         self._averaging.restore(state["averaging"])
         for rank, incarnation in state["live"].items():
-            self._members.joined(int(rank), incarnation)
-        self._members.absent = frozenset(state["absent"])
-        self._members.counts = list(state["counts"])
+            self._view.joined(int(rank), incarnation)
+        self._view.absent = frozenset(state["absent"])
+        self._view.counts = list(state["counts"])
         if state["tree_reduce"] is not None:
-            self._assembly = TreeReduce.restored(self._rank, state["tree_reduce"])
+            self._reduce = TreeReduce.restored(self._rank, state["tree_reduce"])
         self._early = [(source, unpacked(PartialSum, part)) for source, part in state["early"]]
         self._result = None if state["result"] is None else unpacked(Average, state["result"])
         root, incarnation, number = state["heard"]

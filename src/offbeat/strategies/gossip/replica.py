@@ -25,7 +25,7 @@ SHARE = 0.5
 """α: how much of the difference each end takes."""
 
 
-class Met(NamedTuple):
+class ExchangeResult(NamedTuple):
     """What the end that answers has found, and hands on."""
 
     difference: Tensor
@@ -72,7 +72,7 @@ class Replica:
         """Whether its values may go to others."""
         return bool(torch.isfinite(self.parameters).all()) and all(map(_finite, self.buffers))
 
-    def meet(self, theirs: Tensor, their_buffers: Buffers, alpha_tilde: float) -> Met | None:
+    def meet(self, theirs: Tensor, their_buffers: Buffers, alpha_tilde: float) -> ExchangeResult | None:
         """Take this end's share of the difference to a peer; None, and nothing is changed, where it is not finite."""
         difference = torch.sub(theirs, self.parameters, out=self._copies.like(self.parameters))
         distance = float(torch.linalg.vector_norm(difference)) ** 2
@@ -82,7 +82,7 @@ class Replica:
             difference = self._compression.roundtrip(difference, self._copies)
         mine = tuple(buffer.clone() for buffer in self.buffers)
         self._take(difference, their_buffers, SHARE, alpha_tilde - SHARE)
-        return Met(difference, mine, distance)
+        return ExchangeResult(difference, mine, distance)
 
     def settle(self, difference: Tensor, buffers: Buffers, alpha_tilde: float) -> None:
         """Take the share of the end that began, to whatever it has become since; `buffers` are the other's."""

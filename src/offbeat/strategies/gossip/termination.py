@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,18 +29,16 @@ from offbeat.strategies.gossip.gossip_messages import (
     ReduceStart,
     Status,
 )
-from offbeat.strategies.gossip.gossip_view import COORDINATORS, Members
+from offbeat.strategies.gossip.gossip_parts import GossipBase
+from offbeat.strategies.gossip.membership_view import COORDINATORS, MembershipView
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children
-
-if TYPE_CHECKING:
-    from offbeat.strategies.gossip.gossip_strategies import Gossip
 
 GATHERING, TRAINING, ENDING, HOLDING = "gathering", "training", "ending", "holding"
 
 
 class TerminationNode(Node):
-    def __init__(self, config: Gossip, context: NodeContext) -> None:
+    def __init__(self, config: GossipBase, context: NodeContext) -> None:
         self._config = config
         self._setup = context
         self._rank = context.rank
@@ -54,8 +51,8 @@ class TerminationNode(Node):
             accelerated=config.momentum is not None,
             compression=config.compression,
         )
-        self._members = Members(context.rank, size, config.graph, config.rate)
-        self._averaging = Averaging(config, self._members, self._replica, context.random)
+        self._view = MembershipView(context.rank, size, config.graph, config.rate)
+        self._averaging = Averaging(config, self._view, self._replica, context.random)
         self._evaluations = Evaluations(context.rank, context.evaluate)
         self._version = 0
         self._draw = 0
@@ -70,7 +67,7 @@ class TerminationNode(Node):
         """The last round that this peer has called for, as root; none is called twice, not even in another life."""
         self._heard: tuple[int, int, int] = (-1, -1, -1)
         """root, its incarnation, and the last round that it called for"""
-        self._assembly: TreeReduce | None = None
+        self._reduce: TreeReduce | None = None
         self._early: list[tuple[int, PartialSum]] = []
         """Parts of a round that this peer has not been called to yet."""
         self._fresh = False
@@ -95,7 +92,7 @@ class TerminationNode(Node):
 
     # Global averages
 
-    def _assemble(self, at: float, final: bool) -> Iterator[Action]:
+    def _start_reduce(self, at: float, final: bool) -> Iterator[Action]:
         """For the root: call for an average over all that are there; again, and directly, where one was under way."""
         self._round += 1
         members = (self._rank, *sorted(self._audience()))
@@ -104,8 +101,8 @@ class TerminationNode(Node):
                 f"peer {self._rank} goes on by itself: none of the {COORDINATORS} lowest ranks is left to call for all"
             )
             yield Report(Notice(at=at, rank=self._rank, text=text))
-        gather = ReduceStart(self._round, final, members, direct=self._assembly is not None)
-        self._assembly = TreeReduce(self._rank, self._rank, gather)
+        gather = ReduceStart(self._round, final, members, direct=self._reduce is not None)
+        self._reduce = TreeReduce(self._rank, self._rank, gather)
         if final and self._phase == GATHERING:
             self._come_too_late()
         for rank in gather.members:
@@ -115,13 +112,13 @@ class TerminationNode(Node):
 
     def _audience(self) -> set[int]:
         """Whom this peer, as root, calls: all, or nobody, where none is left of those that all are linked to."""
-        return set(self._members.live) if self._rank < COORDINATORS else set()
+        return set(self._view.live) if self._rank < COORDINATORS else set()
 
     def _come_too_late(self) -> None:
         self._phase, self._fresh = ENDING, True
 
     def _gather(self, at: float, root: int, gather: ReduceStart) -> Iterator[Action]:
-        call = (root, self._members.live.get(root, -1), gather.round)
+        call = (root, self._view.live.get(root, -1), gather.round)
         if root != self._root or (call[:2] == self._heard[:2] and gather.round <= self._heard[2]):
             return
         self._heard = call
@@ -133,16 +130,16 @@ class TerminationNode(Node):
         elif self._phase == TRAINING:
             yield from self._freeze()
         self._met_beginners = True
-        self._assembly = TreeReduce(self._rank, root, gather)
+        self._reduce = TreeReduce(self._rank, root, gather)
         early, self._early = self._early, []
         for source, part in early:
-            if self._assembly.is_of(part):
-                self._assembly.add(source, part)
+            if self._reduce.is_of(part):
+                self._reduce.add(source, part)
         yield from self._contribute(at)
 
     def _contribute(self, at: float) -> Iterator[Action]:
         """Add this peer's own part, once nothing changes it any more."""
-        tree_reduce = self._assembly
+        tree_reduce = self._reduce
         if tree_reduce is None:
             return
         if not tree_reduce.contributed:
@@ -164,26 +161,26 @@ class TerminationNode(Node):
             return
         if tree_reduce.parent is None:
             yield from self._complete(at, tree_reduce)
-        elif tree_reduce.parent in self._members.live:
-            yield Send(tree_reduce.parent, tree_reduce.part(self._replica.parameters, self._members.told_counts))
+        elif tree_reduce.parent in self._view.live:
+            yield Send(tree_reduce.parent, tree_reduce.part(self._replica.parameters, self._view.told_counts))
         else:
             yield Send(self._root, ReduceRetry(tree_reduce.gather.round))
 
     def _part(self, at: float, source: int, part: PartialSum) -> Iterator[Action]:
-        if self._assembly is not None and self._assembly.is_of(part):
-            if source in self._assembly.awaited:
-                self._assembly.add(source, part)
+        if self._reduce is not None and self._reduce.is_of(part):
+            if source in self._reduce.awaited:
+                self._reduce.add(source, part)
                 yield from self._contribute(at)
         else:
             self._early.append((source, part))
 
     def _retry(self, at: float, source: int, number: int) -> Iterator[Action]:
-        if self._phase == HOLDING and self._members.leads:
+        if self._phase == HOLDING and self._view.leads:
             yield self._directly(source)
         elif self._phase == TRAINING:
             yield Send(source, Status(training=True))
-        elif self._assembly is not None and self._members.leads and number == self._assembly.gather.round:
-            yield from self._assemble(at, final=self._assembly.gather.final)
+        elif self._reduce is not None and self._view.leads and number == self._reduce.gather.round:
+            yield from self._start_reduce(at, final=self._reduce.gather.final)
 
     def _complete(self, at: float, tree_reduce: TreeReduce) -> Iterator[Action]:
         """For the root: everybody's part is there."""
@@ -201,7 +198,7 @@ class TerminationNode(Node):
             members=gather.members,
             direct=gather.direct,
             version=tree_reduce.version if tree_reduce.result else tree_reduce.version + 1,
-            counts=self._members.told_counts,
+            counts=self._view.told_counts,
         )
         yield from self._take(at, average)
 
@@ -216,17 +213,17 @@ class TerminationNode(Node):
         if average.members:
             for rank in children(self._rank, average.members, average.direct):
                 yield Send(rank, average)
-        self._assembly = None
+        self._reduce = None
         if not average.final:
             self._replica.reset(average.parameters, average.buffers)
             yield from self._begin(at, 0.0)
             return
         self._result, self._phase = average, HOLDING
-        if self._members.leads:
+        if self._view.leads:
             self._awaiting = self._audience()
             if self._evaluations.wants(average.version):
                 values = average.parameters, average.buffers
-                yield from self._evaluations.begin(at, average.version, self._members.samples, values)
+                yield from self._evaluations.begin(at, average.version, self._view.samples, values)
             yield from self._stop_if_all_have(at)
         else:
             self._owes_have = True
@@ -245,7 +242,7 @@ class TerminationNode(Node):
             members=(),
             direct=True,
             version=held.version,
-            counts=self._members.told_counts,
+            counts=self._view.told_counts,
         )
         return Send(rank, message, supersedes="result")
 
@@ -256,8 +253,8 @@ class TerminationNode(Node):
         if self._phase != TRAINING or self._leaving:
             return
         yield from self._freeze()
-        if self._members.leads:
-            yield from self._assemble(at, final=True)
+        if self._view.leads:
+            yield from self._start_reduce(at, final=True)
         else:
             yield Send(self._root, self._enough())
 
@@ -271,18 +268,18 @@ class TerminationNode(Node):
             yield Cancel()
 
     def _enough(self) -> GoalReached:
-        return GoalReached(self._members.told_counts, self._members.all())
+        return GoalReached(self._view.told_counts, self._view.all())
 
     def _told_enough(self, at: float, source: int, members: tuple[int, ...]) -> Iterator[Action]:
         if self._phase == TRAINING:
             yield from self._end(at)
-        elif not self._members.leads:
+        elif not self._view.leads:
             return
         elif self._phase == HOLDING and not self._to_meet:
             self._awaiting.add(source)
             yield self._directly(source)
-        elif self._assembly is not None and self._assembly.gather.final:
-            yield Send(source, self._assembly.gather)  # it did not know yet that this peer leads
+        elif self._reduce is not None and self._reduce.gather.final:
+            yield Send(source, self._reduce.gather)  # it did not know yet that this peer leads
         elif self._phase == GATHERING:
             self._to_meet |= {*members} - {self._rank}
             yield SetTimer("meet", self._config.patience_seconds / 10)
@@ -290,23 +287,23 @@ class TerminationNode(Node):
 
     def _meet(self, at: float) -> Iterator[Action]:
         """Call for the end, once those are there who are known to be."""
-        if self._to_meet <= self._members.live.keys() and self._members.leads and self._phase != TRAINING:
+        if self._to_meet <= self._view.live.keys() and self._view.leads and self._phase != TRAINING:
             self._to_meet.clear()
             yield ClearTimer("meet")
-            yield from self._assemble(at, final=True)
+            yield from self._start_reduce(at, final=True)
 
     def _say_through(self, at: float) -> Iterator[Action]:
-        if self._members.leads:
+        if self._view.leads:
             yield from self._told_through(at, self._rank)
         else:
-            yield Send(self._root, LoopEnded(self._members.told_counts))
+            yield Send(self._root, LoopEnded(self._view.told_counts))
 
     def _told_through(self, at: float, rank: int) -> Iterator[Action]:
         self._throughs.add(rank)
         yield from self._end_if_all_through(at)
 
     def _end_if_all_through(self, at: float) -> Iterator[Action]:
-        if self._members.leads and self._throughs >= set(self._members.all()):
+        if self._view.leads and self._throughs >= set(self._view.all()):
             yield from self._end(at)
 
     def _settled(self, at: float) -> Iterator[Action]:
@@ -316,15 +313,15 @@ class TerminationNode(Node):
         if self._leaving:
             yield from self._finish(*self._replica.mean_point(), self._version, None)
             return
-        if self._assembly is not None and not self._assembly.contributed:
+        if self._reduce is not None and not self._reduce.contributed:
             yield from self._contribute(at)
-        if self._phase == HOLDING and self._owes_have and not self._members.leads:
+        if self._phase == HOLDING and self._owes_have and not self._view.leads:
             assert self._result is not None
             self._owes_have = False
             yield Send(self._root, AverageReceived(self._result.version))
 
     def _have(self, at: float, source: int, version: int) -> Iterator[Action]:
-        if self._result is None or self._result.version != version or not self._members.leads:
+        if self._result is None or self._result.version != version or not self._view.leads:
             return
         self._awaiting.discard(source)
         if self._stopping:
@@ -332,7 +329,7 @@ class TerminationNode(Node):
         yield from self._stop_if_all_have(at)
 
     def _stop_if_all_have(self, at: float) -> Iterator[Action]:
-        if not self._awaiting and not self._stopping and self._members.leads:
+        if not self._awaiting and not self._stopping and self._view.leads:
             self._stopping = True
             for rank in sorted(self._audience()):
                 yield self._stop(rank)
@@ -348,13 +345,13 @@ class TerminationNode(Node):
         if self._result is None or self._result.version != version:
             return
         self._told_to_stop = True
-        yield Send(source, Stopped(draws_stop=self._draw, samples=self._members.counts[self._rank]))
+        yield Send(source, Stopped(draws_stop=self._draw, samples=self._view.counts[self._rank]))
         yield from self._finish_if_done(at)
 
     def _finish_if_done(self, at: float) -> Iterator[Action]:
         if self._finished or self._phase != HOLDING or self._unstopped:
             return
-        alone = self._members.leads and self._stopping and not self._awaiting and not self._evaluations.under_way
+        alone = self._view.leads and self._stopping and not self._awaiting and not self._evaluations.under_way
         if self._told_to_stop or alone:
             assert self._result is not None
             yield from self._finish(self._result.parameters, self._result.buffers, self._result.version, None)

@@ -13,7 +13,7 @@ from offbeat.core.flat import is_averaged
 from offbeat.core.messages import Buffers
 from offbeat.core.strategy import State
 from offbeat.strategies.gossip.gossip_messages import Counts, PartialSum, ReduceStart
-from offbeat.strategies.gossip.gossip_view import COORDINATORS
+from offbeat.strategies.gossip.membership_view import COORDINATORS
 
 
 def parents(members: tuple[int, ...], direct: bool) -> dict[int, int]:

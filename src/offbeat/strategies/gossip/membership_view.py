@@ -29,7 +29,7 @@ def _left(graph: Graph, size: int, there: frozenset[int]) -> Topology:
     return Topology(graph, size, there)
 
 
-class Members:
+class MembershipView:
     def __init__(self, rank: int, size: int, graph: Graph, rate: float) -> None:
         self.rank = rank
         self.size = size
