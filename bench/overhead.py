@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import offbeat as ob
 from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, workload
-from offbeat.launch.process_settings import keep_memory
+from offbeat.launch.process_settings import keep_freed_memory
 from offbeat.records.schema import Ended, Round
 
 REPEATS = 5
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def _plain(rank: int, seconds: float) -> Trace:
-    keep_memory()  # as workers of ours do
+    keep_freed_memory()  # as workers of ours do
     until = time.monotonic() + seconds
     return plain_loop(rank + 1, lambda number: time.monotonic() < until)
 

@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat as ob
 from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, workload
-from offbeat.launch.process_settings import keep_memory
+from offbeat.launch.process_settings import keep_freed_memory
 
 WORKERS = 2
 REPEATS = 6
@@ -193,7 +193,7 @@ def alone(straggler: bool, seconds: float) -> Trace:
 
 
 def _alone(rank: int, together: Barrier, straggler: bool, seconds: float) -> Trace:
-    keep_memory()
+    keep_freed_memory()
     together.wait()
     until = time.monotonic() + seconds
     return plain_loop(rank, lambda number: time.monotonic() < until, _delay(rank, straggler))
@@ -208,7 +208,7 @@ def ddp(straggler: bool, seconds: float, keeps: bool) -> Trace:
 
 def _ddp(rank: int, last: Synchronized[int], store: Path, straggler: bool, seconds: float, keeps: bool) -> Trace:
     if keeps:
-        keep_memory()
+        keep_freed_memory()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS)
     try:

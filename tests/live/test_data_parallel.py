@@ -255,7 +255,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], 
     def run(processes: int, loop: Callable[[int], Any]) -> list[Any]:
         listener, address, token = open_listener(None, None)
         mine = threading.local()
-        monkeypatch.setattr("offbeat.live.session_base.seat", lambda: mine.rank_info)
+        monkeypatch.setattr("offbeat.live.session_base.read_rank_info", lambda: mine.rank_info)
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
 
@@ -502,7 +502,7 @@ def scripts(directory: Path, *words: str) -> Iterator[list[subprocess.Popen[str]
         processes = []
         for rank in range(len(words)):
             place = RankInfo(rank, len(words), address, token, directory=directory / "run")
-            handed = {"OFFBEAT_DOOR": str(listener.fileno())} if rank == 0 else {}
+            handed = {"OFFBEAT_LISTENER": str(listener.fileno())} if rank == 0 else {}
             process = subprocess.Popen(
                 [sys.executable, str(path), *words],
                 env={**known, "OMP_NUM_THREADS": "1", **environment_of(place), **handed},

@@ -26,8 +26,7 @@ from offbeat.core.strategy import Node
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.worker_main import read_result
-from offbeat.live.clock import Clock
-from offbeat.live.node_runner import NodeRunner
+from offbeat.live.node_runner import Clock, NodeRunner
 from offbeat.records.files import MemoryWriter, read_run
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Dropped, Evaluation, Notice, RunRecords, Update, of_kind

@@ -16,8 +16,7 @@ from offbeat.core.actions import Action, Finish, Send
 from offbeat.core.events import Event, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
-from offbeat.live.clock import Clock
-from offbeat.live.node_runner import NodeRunner
+from offbeat.live.node_runner import Clock, NodeRunner
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Ended, LinkUse, Round, RunRecords, Traffic, of_kind
 from offbeat.transports.loopback import Loopback

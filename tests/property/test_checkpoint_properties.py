@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigurationError
-from offbeat.live.checkpoint_file import load, save
+from offbeat.live.state_file import load, save
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

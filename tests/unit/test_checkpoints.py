@@ -20,18 +20,8 @@ import torch
 import offbeat as ob
 from offbeat.core.flat import layout_of
 from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
-from offbeat.live import checkpoint_file as checkpoints
-from offbeat.live.checkpoint_file import (
-    DTYPES,
-    HEAD,
-    MAGIC,
-    VERSION,
-    Checkpoint,
-    checkpoint_files,
-    checkpoint_path,
-    load,
-    save,
-)
+from offbeat.live.checkpoints import Checkpoint, checkpoint_files, checkpoint_path
+from offbeat.live.state_file import DTYPES, HEAD, MAGIC, PARTIAL, VERSION, load, save
 
 LIST, TUPLE, DICT, TENSOR, BIG = range(5)
 
@@ -230,7 +220,7 @@ def test_it_is_on_the_disk_before_it_takes_the_name_and_the_name_follows(
 
 
 def test_what_was_left_of_one_is_written_over(path: Path) -> None:
-    partial = path.with_name(path.name + checkpoints.PARTIAL)
+    partial = path.with_name(path.name + PARTIAL)
     partial.write_bytes(b"x" * 10_000)
     assert checkpoint_files(path.parent) == [path.with_name(partial.name)]
     assert through(path, "new") == "new"

@@ -19,7 +19,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.lab.workloads import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
 from offbeat.lab.workloads.images import ImageWorkload, balanced
 from offbeat.lab.workloads.models import CifarCNN, LeNet5, MnistCNN, Model
-from offbeat.live.batch_sources import source_of
+from offbeat.live.batch_sources import batch_source_for
 
 NAMED = [Mnist, FashionMnist, Cifar10, Cinic10, ImageNet32]
 
@@ -56,7 +56,7 @@ def test_a_draw_is_the_same_picture_however_and_wherever_it_is_taken(augment: bo
         inputs, targets = workload.train.drawn(again, first, stop)
         assert torch.equal(inputs, whole[first:stop])
         assert torch.equal(targets, labels[first:stop])
-    live = source_of(workload.train, Shared(), worker=0, workers=1, rank=2, seed=5)
+    live = batch_source_for(workload.train, Shared(), worker=0, workers=1, rank=2, seed=5)
     (inputs, _), _ = live.take(230, 20)
     assert torch.equal(inputs, whole[230:250])
     assert torch.equal(whole, workload.train.take(order.take(0, 3 * TRAIN))[0]) is not augment

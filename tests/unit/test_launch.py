@@ -18,8 +18,8 @@ from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _with_script_apart, appli
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.live_runs import _cut_back, workers_in
 from offbeat.lab.worker_main import local_ranks
-from offbeat.launch import Child, Watch, start_command, start_forked
-from offbeat.live.clock import Clock
+from offbeat.launch import Child, RunMonitor, start_command, start_forked
+from offbeat.live.node_runner import Clock
 from offbeat.live.rank_allocator import RankAllocator
 from offbeat.records.files import RankWriter, rank_file, read_rank
 from offbeat.records.schema import Notice
@@ -30,7 +30,7 @@ Lines = list[tuple[int, str]]
 
 def start(script: str, lines: Lines, **options: object) -> Child:
     argv = [sys.executable, "-I", "-S", "-c", script]
-    given: dict[str, object] = {"rank": 1, "life": 0, "environment": {}, **options}
+    given: dict[str, object] = {"rank": 1, "incarnation": 0, "environment": {}, **options}
     return start_command(argv, on_line=lambda *line: lines.append(line), **given)  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def test_a_door_is_handed_over_and_only_the_child_listens_then() -> None:
     place, lines = listener.getsockname(), Lines()
     script = (
         "import os, socket\n"
-        "door = socket.socket(fileno=int(os.environ['OFFBEAT_DOOR']))\n"
+        "door = socket.socket(fileno=int(os.environ['OFFBEAT_LISTENER']))\n"
         "visitor, _ = door.accept()\n"
         "visitor.sendall(b'welcome')\n"
     )
@@ -108,7 +108,7 @@ def test_lines_that_are_not_text_are_shown_all_the_same() -> None:
 
 
 def forked(function: object, lines: Lines, **options: object) -> Child:
-    given: dict[str, object] = {"rank": 2, "life": 0, "environment": {"MINE": "b"}, **options}
+    given: dict[str, object] = {"rank": 2, "incarnation": 0, "environment": {"MINE": "b"}, **options}
     return start_forked(function, on_line=lambda *line: lines.append(line), **given)  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def test_among_peers_there_are_as_many_workers_as_processes() -> None:
 
 
 def rank_allocator(is_elastic: bool) -> RankAllocator:
-    return RankAllocator(3, (0, 1, 2), frozenset({1}), Clock(), None, is_elastic, "all of them are there")
+    return RankAllocator(3, (0, 1, 2), frozenset({1}), Clock().now, None, is_elastic, "all of them are there")
 
 
 def test_rank_0_is_taken_by_who_gives_out_ranks() -> None:
@@ -200,7 +200,7 @@ def test_a_watch_knows_when_the_run_began_and_who_has_computed(tmp_path: Path) -
         def say(self, sentence: str) -> None: ...
         def line(self, rank: int, text: str) -> None: ...
 
-    watch = Watch(tmp_path, Nobody())
+    watch = RunMonitor(tmp_path, Nobody())
     watch()
     assert watch.began is None
     now = time.monotonic()

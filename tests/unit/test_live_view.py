@@ -14,11 +14,11 @@ from rich.console import Console
 from offbeat.cli.live_view import LINE_SECONDS, RECENT_SECONDS, Board, Lines, Quiet, view, watching, worker_line
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.workloads import Quadratic
-from offbeat.launch.process_settings import hub_and_workers, names_of
+from offbeat.launch.process_settings import hub_or_worker_name, rank_names
 from offbeat.records.schema import Evaluation, Membership, Notice
 from offbeat.strategies.hub import FixedMinibatch
 
-HUB = hub_and_workers
+HUB = hub_or_worker_name
 
 
 def board() -> Board:
@@ -180,8 +180,8 @@ def test_where_everybody_computes_they_are_peers() -> None:
         def computes(self, rank: int) -> bool:
             return True
 
-    assert [names_of(Peers())(rank) for rank in range(2)] == ["peer 0", "peer 1"]
-    assert [names_of(FixedMinibatch())(rank) for rank in range(2)] == ["hub", "worker 1"]
+    assert [rank_names(Peers())(rank) for rank in range(2)] == ["peer 0", "peer 1"]
+    assert [rank_names(FixedMinibatch())(rank) for rank in range(2)] == ["hub", "worker 1"]
 
 
 def test_peers_have_no_version_in_common_and_their_samples_are_added_up() -> None:

@@ -19,9 +19,8 @@ from offbeat.cluster import Corrupt, Crash, Partition, Pause
 from offbeat.cluster.faults import Fault
 from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child, start_command
-from offbeat.launch.faults import check_faults
 from offbeat.launch.process_settings import peers
-from offbeat.launch.supervisor import Supervisor, backoff_seconds
+from offbeat.launch.supervisor import Supervisor, backoff_seconds, check_faults
 
 KILL_YOURSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "raise ValueError('there is no x')"
@@ -64,11 +63,13 @@ class Company:
             grace_seconds=0.05,
         ).run(tick)
 
-    def _start(self, rank: int, life: int) -> Child:
-        script = self.lives[rank][min(life, len(self.lives[rank]) - 1)]
+    def _start(self, rank: int, incarnation: int) -> Child:
+        script = self.lives[rank][min(incarnation, len(self.lives[rank]) - 1)]
         argv = [sys.executable, "-I", "-S", "-c", script]
-        child = start_command(argv, rank=rank, life=life, environment={}, on_line=lambda *line: self.lines.append(line))
-        self.children[rank, life] = child
+        child = start_command(
+            argv, rank=rank, incarnation=incarnation, environment={}, on_line=lambda *line: self.lines.append(line)
+        )
+        self.children[rank, incarnation] = child
         return child
 
     def _tell(self, script: str) -> bool:
@@ -82,8 +83,8 @@ class Company:
         os.close(pipe)
         return True
 
-    def has(self, rank: int, life: int) -> Callable[[], bool]:
-        return lambda: (rank, life) in self.children
+    def has(self, rank: int, incarnation: int) -> Callable[[], bool]:
+        return lambda: (rank, incarnation) in self.children
 
     def heard(self, text: str) -> Callable[[], bool]:
         return lambda: text in [line for _, line in self.lines]
@@ -245,8 +246,8 @@ class Peers(Company):
 
         return told
 
-    def ended(self, rank: int, life: int = 0) -> Callable[[], bool]:
-        return lambda: self.children[rank, life].poll() is not None
+    def ended(self, rank: int, incarnation: int = 0) -> Callable[[], bool]:
+        return lambda: self.children[rank, incarnation].poll() is not None
 
 
 def test_among_equals_the_run_is_over_when_all_have_ended(tmp_path: Path) -> None:
@@ -431,12 +432,12 @@ equals, *scripts = sys.argv[1:]
 def show(rank, text):
     print(f"[{rank}] {text}", flush=True)
 
-def start(rank, life):
-    return start_command([sys.executable, "-I", "-S", "-c", scripts[rank]], rank=rank, life=life, environment={},
-                         on_line=show)
+def start(rank, incarnation):
+    argv = [sys.executable, "-I", "-S", "-c", scripts[rank]]
+    return start_command(argv, rank=rank, incarnation=incarnation, environment={}, on_line=show)
 
 supervisor = Supervisor(start, range(len(scripts)), say=print, has_joined=lambda rank: True, grace_seconds=60,
-                        essential=lambda rank: rank == 0 and not equals)
+                        is_required=lambda rank: rank == 0 and not equals)
 try:
     print("failure:", supervisor.run(lambda: None))
 except KeyboardInterrupt:

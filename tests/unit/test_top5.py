@@ -12,7 +12,7 @@ import offbeat as ob
 from offbeat.core.flat import FlatModule
 from offbeat.core.workload import Measured, Workload
 from offbeat.errors import RunFailed
-from offbeat.live.user_code import measure_with
+from offbeat.live.evaluation import measure_with
 from offbeat.records.schema import RECORD_DECODER, Evaluation
 
 CROSS_ENTROPY = functools.partial(F.cross_entropy, reduction="none")

@@ -26,10 +26,10 @@ from offbeat.launch import (
     TRANSPORTS,
     Child,
     RankInfo,
+    RunMonitor,
     Supervisor,
-    Watch,
+    advertised_address,
     environment_of,
-    invited,
     open_listener,
     read_token,
     start_command,
@@ -120,9 +120,9 @@ def _supervise(
 ) -> int:
     assert place.address is not None
     assert place.directory is not None
-    watch = Watch(place.directory, watcher)
+    watch = RunMonitor(place.directory, watcher)
     if listen is not None:
-        there = invited(listen, place.address)
+        there = advertised_address(listen, place.address)
         watcher.say(f"others join with: offbeat work {there} --token-file FILE {' '.join(script)}")
     supervisor = Supervisor(
         _starter(script, place, listener, watch, watcher.line),
@@ -145,15 +145,21 @@ def _supervise(
 
 
 def _starter(
-    script: Sequence[str], place: RankInfo, listener: socket.socket, watch: Watch, on_line: Callable[[int, str], None]
+    script: Sequence[str],
+    place: RankInfo,
+    listener: socket.socket,
+    watch: RunMonitor,
+    on_line: Callable[[int, str], None],
 ) -> Callable[[int, int], Child]:
-    def start(rank: int, life: int) -> Child:
-        began = watch.began if life and rank == 0 else None
-        rank_info = dataclasses.replace(place, rank=rank, resume=place.resume and life == 0, life=life, began=began)
+    def start(rank: int, incarnation: int) -> Child:
+        began = watch.began if incarnation and rank == 0 else None
+        rank_info = dataclasses.replace(
+            place, rank=rank, resume=place.resume and incarnation == 0, incarnation=incarnation, began=began
+        )
         return start_command(
             [sys.executable, *script],
             rank=rank,
-            life=life,
+            incarnation=incarnation,
             environment=environment_of(rank_info),
             on_line=on_line,
             listener=listener.dup() if rank == 0 else None,

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from offbeat.cli.output import say as say_line
 from offbeat.lab.report.formatting import NONE, fixed, number, percent, size
-from offbeat.launch.process_settings import names_of
+from offbeat.launch.process_settings import rank_names
 from offbeat.records.schema import AnyRecord, Ended, Evaluation, Membership, Notice, Round, Traffic, Undone, Update
 
 if TYPE_CHECKING:
     from offbeat.lab.experiment import Experiment
-    from offbeat.launch import Watcher
+    from offbeat.launch import RunObserver
 
 
 RECENT_SECONDS = 5.0
@@ -340,12 +340,12 @@ def _cells(board: Board, worker: Worker) -> list[str]:
 
 
 @contextmanager
-def watching(experiment: Experiment, quiet: bool, position: str = "") -> Iterator[Watcher]:
+def watching(experiment: Experiment, quiet: bool, position: str = "") -> Iterator[RunObserver]:
     """Somebody to look on while an experiment runs; `position` is its place among several, such as `[2/4]`."""
     strategy = experiment.strategy
     ranks = range(strategy.processes(experiment.workers))
     computing = [rank for rank in ranks if strategy.computes(rank)]
-    name = names_of(strategy)
+    name = rank_names(strategy)
     title = " ".join(filter(None, [position, f"{experiment.name}, seed {experiment.seed}"]))
     board = Board(computing)
     if quiet:

@@ -36,7 +36,7 @@ from offbeat.lab.plots.style import save
 from offbeat.lab.plots.sweeps import microbatch_figure
 from offbeat.lab.report.formatting import number, percent
 from offbeat.launch import read_rank_info
-from offbeat.launch.process_settings import hub_and_workers, keep_memory
+from offbeat.launch.process_settings import hub_or_worker_name, keep_freed_memory
 
 FILE = "cluster.toml"
 CALIBRATE_KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch": int, "straggle": StragglerModel}
@@ -108,7 +108,7 @@ class _Watcher(Quiet):
     """Says once what every probe would say again, such as where workers may join."""
 
     def __init__(self) -> None:
-        super().__init__(hub_and_workers)
+        super().__init__(hub_or_worker_name)
         self._said: set[str] = set()
 
     def say(self, sentence: str) -> None:
@@ -238,7 +238,7 @@ def microbatch(
     told = given(flags, microbatch_flags())
     workload = workload_of(words, told)
     chosen = {name: from_plain(MICROBATCH_KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
-    keep_memory()  # as in the processes of a live run
+    keep_freed_memory()  # as in the processes of a live run
     curve = measure_microbatches(workload, **chosen)
     place = None if plot is None else save(microbatch_figure(curve), Path(plot))
     if json:

@@ -21,7 +21,7 @@ from offbeat.lab.network_test.processes import TestOptions, join_there, probe_he
 from offbeat.lab.network_test.result import Network, write_result
 from offbeat.lab.plots.rank_pairs import Panel, heat_maps
 from offbeat.lab.plots.style import save
-from offbeat.launch import TRANSPORTS, RankInfo, invited, read_token
+from offbeat.launch import TRANSPORTS, RankInfo, advertised_address, read_token
 from offbeat.transports.rendezvous import Address
 
 EXAMPLE = "type, for example: offbeat network -n 3"
@@ -131,7 +131,7 @@ def _from_here(crew: _Crew, probe: Probe, transport: str, options: TestOptions, 
 
     def invite(opened: Address) -> None:
         assert crew.listen is not None
-        say(f"others join with: offbeat network {invited(crew.listen, opened)} --token-file FILE")
+        say(f"others join with: offbeat network {advertised_address(crew.listen, opened)} --token-file FILE")
 
     return probe_here(
         probe,

@@ -40,8 +40,8 @@ from offbeat.lab.experiment import Experiment, Plan
 from offbeat.lab.live_runs import run_follower, train_experiment, train_in_seat, workers_in
 from offbeat.lab.simulated_runs import Run
 from offbeat.lab.worker_main import Live, local_ranks, read_live
-from offbeat.launch import RankInfo, Watcher, check_faults
-from offbeat.live.checkpoint_file import checkpoint_path
+from offbeat.launch import RankInfo, RunObserver, check_faults
+from offbeat.live.checkpoints import checkpoint_path
 from offbeat.records.files import HEADER, find_runs, read_header, read_run
 from offbeat.records.schema import Ended, RunRecords
 
@@ -151,7 +151,7 @@ def _check_links(plan: Plan, told: Given) -> None:
 
 
 def recorded(
-    experiment: Experiment, directory: Path, live: Live, watcher: Watcher, place: RankInfo, resume: bool = False
+    experiment: Experiment, directory: Path, live: Live, watcher: RunObserver, place: RankInfo, resume: bool = False
 ) -> RunRecords:
     """The records of a run. One that failed has them, too, and they say why."""
     try:

@@ -43,7 +43,7 @@ from offbeat.lab.live_runs import DEFAULT_WORKERS, EVALUATE_LIVE, train_experime
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.worker_main import Live
 from offbeat.lab.workloads import Quadratic
-from offbeat.launch import Watcher
+from offbeat.launch import RunObserver
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub import AsyncAdaptive, AsyncFixed, FixedMinibatch
 from offbeat.strategies.hub.hub_strategies import HubStrategy
@@ -135,7 +135,7 @@ def calibrate(
     microbatch: int = MICROBATCH,
     straggle: StragglerModel = NoStragglers(),  # noqa: B008  (frozen)
     live: Live = Live(),  # noqa: B008  (frozen)
-    watcher: Watcher | None = None,
+    watcher: RunObserver | None = None,
     on_probe: OnProbe | None = None,
 ) -> Calibration:
     """Measure a workload on `workers` workers for about `seconds`.
@@ -182,7 +182,7 @@ class _Probing:
     seconds: float
     disturbed: bool
     live: Live
-    watcher: Watcher | None
+    watcher: RunObserver | None
     on_probe: OnProbe | None
     begun: int = 0
 

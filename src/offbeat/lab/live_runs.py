@@ -33,22 +33,21 @@ from offbeat.lab.worker_main import Live, local_ranks, read_live, read_result, r
 from offbeat.launch import (
     Child,
     RankInfo,
+    RunMonitor,
+    RunObserver,
     Supervisor,
-    Watch,
-    Watcher,
+    advertised_address,
     check_faults,
     environment_of,
-    invited,
     open_listener,
     read_rank_info,
     read_token,
     start_command,
     start_forked,
 )
-from offbeat.launch.process_settings import keep_memory, names_of
+from offbeat.launch.process_settings import keep_freed_memory, rank_names
 from offbeat.live import LIVE_SECONDS_PER_SAMPLE
-from offbeat.live.checkpoint_file import checkpoint_path
-from offbeat.live.checkpoint_writer import read_checkpoint
+from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
 from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
 from offbeat.records.schema import AnyRecord, RunHeader, RunRecords
@@ -106,7 +105,7 @@ def train_experiment(
     experiment: Experiment,
     out: Path | None,
     live: Live = Live(),  # noqa: B008  (frozen)
-    watcher: Watcher | None = None,
+    watcher: RunObserver | None = None,
     resume: bool = False,
 ) -> Run:
     """Train an experiment on local processes and whoever joins them; raises `RunFailed` where that fails."""
@@ -135,7 +134,7 @@ def train_in_seat(
     out: Path | None,
     place: RankInfo,
     live: Live = Live(),  # noqa: B008  (frozen)
-    watcher: Watcher | None = None,
+    watcher: RunObserver | None = None,
     resume: bool = False,
 ) -> Run:
     """Be one of the processes that a launcher has started for an experiment. Only rank 0 writes, and knows it all.
@@ -152,7 +151,7 @@ def train_in_seat(
         else:
             _prepare(directory, experiment, workload, live)
         place = dataclasses.replace(place, directory=directory, resume=resume)
-        with _watched(Watch(directory, watcher or _Nobody())):
+        with _watched(RunMonitor(directory, watcher or _Nobody())):
             run_rank(experiment, workload, read_header(directory), live, place)
         return _ended(directory, out, experiment, workload)
 
@@ -164,7 +163,7 @@ def run_follower(
     experiment, workload = _seated(experiment, place, live)
     if resume and out is not None:
         _check_unfinished(out)
-    session = run_rank(experiment, workload, _header(experiment, workload), live, place, journal=True)
+    session = run_rank(experiment, workload, _header(experiment, workload), live, place, sends_records=True)
     records, leads = session.records, session.is_main
     if leads and session.finish is not None and out is not None and (out / HEADER).exists():
         records = _taken_over(out, records, session.finish)
@@ -193,7 +192,7 @@ def _seated(experiment: Experiment, place: RankInfo, live: Live) -> tuple[Experi
             f"{place.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use here; "
             "leave it out",
         )
-    keep_memory()
+    keep_freed_memory()
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
     experiment.cluster.check(place.processes, experiment.workers)
     check_faults(experiment.cluster.faults, ())
@@ -228,7 +227,7 @@ def _needed(strategy: Strategy, workers: int) -> int | None:
 
 
 @contextmanager
-def _watched(watch: Watch) -> Iterator[None]:
+def _watched(watch: RunMonitor) -> Iterator[None]:
     """Look at the records of a run while this thread is part of it."""
     over = threading.Event()
 
@@ -323,7 +322,7 @@ def _check_unfinished(directory: Path) -> None:
 
 
 def _supervise(
-    directory: Path, experiment: Experiment, workload: Workload, live: Live, watcher: Watcher, resume: bool
+    directory: Path, experiment: Experiment, workload: Workload, live: Live, watcher: RunObserver, resume: bool
 ) -> str | None:
     strategy = experiment.strategy
     processes = strategy.processes(experiment.workers)
@@ -331,19 +330,23 @@ def _supervise(
     token = None if live.token_file is None else read_token(live.token_file)
     listener, address, token = open_listener(live.listen, token)
     if live.listen is not None:
-        watcher.say(f"workers may join: offbeat work {invited(live.listen, address)}")
+        watcher.say(f"workers may join: offbeat work {advertised_address(live.listen, address)}")
     forks = _may_fork(experiment)
     if forks:  # torch loads a good part of itself when the first optimizer is made: once, before it is copied
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
-    watch = Watch(directory, watcher)
+    watch = RunMonitor(directory, watcher)
 
-    def start(rank: int, life: int) -> Child:
-        resumes, began = (resume and life == 0, watch.began if life else None) if rank == 0 else (False, None)
-        place = RankInfo(rank, processes, address, token, None, directory, resumes, "offbeat", life=life, began=began)
+    def start(rank: int, incarnation: int) -> Child:
+        resumes, began = (
+            (resume and incarnation == 0, watch.began if incarnation else None) if rank == 0 else (False, None)
+        )
+        place = RankInfo(
+            rank, processes, address, token, None, directory, resumes, "offbeat", incarnation=incarnation, began=began
+        )
         common: dict[str, Any] = {
             "rank": rank,
-            "life": life,
+            "incarnation": incarnation,
             "environment": environment_of(place),
             "on_line": watcher.line,
             "listener": listener.dup() if rank == 0 else None,
@@ -362,7 +365,7 @@ def _supervise(
             rounds=watch.rounds.__getitem__,
             is_required=strategy.is_required,
             faults=experiment.cluster.faults,
-            name=names_of(strategy),
+            name=rank_names(strategy),
             others=live.listen is not None,
             on_gone=lambda rank: None if rank else listener.close(),
         )

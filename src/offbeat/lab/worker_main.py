@@ -26,7 +26,7 @@ from offbeat.lab.experiment import Experiment
 from offbeat.launch import TRANSPORTS, RankInfo
 from offbeat.launch.process_settings import name_process
 from offbeat.live import Session, SessionOptions
-from offbeat.live.checkpoint_file import load, save
+from offbeat.live.state_file import load, save
 from offbeat.records.files import LIVE, RESULT, read_header
 from offbeat.records.schema import RunHeader
 from offbeat.transports.rendezvous import Address, request_assignment
@@ -116,7 +116,7 @@ def work(
     live = Live(**header.live)
     if threads is not None:
         live = dataclasses.replace(live, threads=threads)
-    run_rank(experiment, workload, header.header, live, place, journal=True)
+    run_rank(experiment, workload, header.header, live, place, sends_records=True)
     return 0
 
 
@@ -128,9 +128,14 @@ class _Told(msgspec.Struct):
 
 
 def run_rank(
-    experiment: Experiment, workload: Workload, header: RunHeader, live: Live, place: RankInfo, journal: bool = False
+    experiment: Experiment,
+    workload: Workload,
+    header: RunHeader,
+    live: Live,
+    place: RankInfo,
+    sends_records: bool = False,
 ) -> Session:
-    """Be the rank that a seat says, until the run has ended. With `journal` its records travel to rank 0."""
+    """Be the rank that a seat says, until the run has ended. With `sends_records` its records travel to rank 0."""
     assert experiment.until is not None
     torch.set_num_threads(live.threads)
     name_process(f"offbeat {place.rank}")
@@ -152,7 +157,7 @@ def run_rank(
         ),
         experiment=None if header.experiment is None else msgspec.json.encode(_Told(header, dataclasses.asdict(live))),
         split=workload.split,
-        journal=journal,
+        sends_records=sends_records,
     )
     model = workload.initial_model(experiment.seed)
     session = Session(model, experiment.strategy, assignment, place, workload.evaluate)

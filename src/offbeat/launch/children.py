@@ -52,9 +52,15 @@ class Child:
     """One process of a run: one life of one rank."""
 
     def __init__(
-        self, rank: int, life: int, pid: int, errors: int, on_line: OnLine, popen: subprocess.Popen[bytes] | None = None
+        self,
+        rank: int,
+        incarnation: int,
+        pid: int,
+        errors: int,
+        on_line: OnLine,
+        popen: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        self.rank, self.life, self.pid = rank, life, pid
+        self.rank, self.incarnation, self.pid = rank, incarnation, pid
         self._popen = popen
         self._code: int | None = None
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
@@ -130,7 +136,7 @@ def start_command(
     argv: Sequence[str],
     *,
     rank: int,
-    life: int,
+    incarnation: int,
     environment: Mapping[str, str],
     on_line: OnLine,
     listener: socket.socket | None = None,
@@ -139,10 +145,10 @@ def start_command(
     """Start a program; `environment` is added to ours.
 
     stdout joins stderr and comes through `on_line`, unless the child keeps its `own_stdout`. A `listener`,
-    a socket that listens, is handed over: the child finds its number in OFFBEAT_DOOR, and here it is closed.
+    a socket that listens, is handed over: the child finds its number in OFFBEAT_LISTENER, and here it is closed.
     """
     mine, theirs = os.pipe()
-    handed = {} if listener is None else {"OFFBEAT_DOOR": str(listener.fileno())}
+    handed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
     bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())] if _LINUX else []
     try:
         popen = subprocess.Popen(
@@ -161,14 +167,14 @@ def start_command(
         os.close(theirs)
         if listener is not None:
             listener.close()
-    return Child(rank, life, popen.pid, mine, on_line, popen)
+    return Child(rank, incarnation, popen.pid, mine, on_line, popen)
 
 
 def start_forked(
     function: Callable[[], int],
     *,
     rank: int,
-    life: int,
+    incarnation: int,
     environment: Mapping[str, str],
     on_line: OnLine,
     listener: socket.socket | None = None,
@@ -176,7 +182,7 @@ def start_forked(
     """Run a function in a copy of this process, for what cannot be written down for another program to read."""
     parent = os.getpid()
     mine, theirs = os.pipe()
-    handed = {} if listener is None else {"OFFBEAT_DOOR": str(listener.fileno())}
+    handed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -193,7 +199,7 @@ def start_forked(
     os.close(theirs)
     if listener is not None:
         listener.close()
-    return Child(rank, life, pid, mine, on_line)
+    return Child(rank, incarnation, pid, mine, on_line)
 
 
 def _forked(function: Callable[[], int], parent: int, errors: int, environment: Mapping[str, str]) -> int:
@@ -209,7 +215,7 @@ def _forked(function: Callable[[], int], parent: int, errors: int, environment: 
     os.close(errors)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  (as long as the process)
     os.environ.update(environment)
-    memory.keep_memory()
+    memory.keep_freed_memory()
     return _outcome(function)
 
 

@@ -17,7 +17,7 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def hub_and_workers(rank: int) -> str:
+def hub_or_worker_name(rank: int) -> str:
     """What the ranks of a run with a hub are called."""
     return "hub" if rank == 0 else f"worker {rank}"
 
@@ -27,9 +27,9 @@ def peers(rank: int) -> str:
     return f"peer {rank}"
 
 
-def names_of(strategy: Strategy) -> Callable[[int], str]:
+def rank_names(strategy: Strategy) -> Callable[[int], str]:
     """What the ranks of a strategy are called."""
-    return peers if strategy.computes(0) else hub_and_workers
+    return peers if strategy.computes(0) else hub_or_worker_name
 
 
 # Let a process keep the memory that it has used, as training wants it again a moment later.
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
     return {name: str(value) for name, value in _SETTINGS.values()}
 
 
-def keep_memory() -> None:
+def keep_freed_memory() -> None:
     """Tell glibc in a process that runs already. Other libraries have no such function, and stay as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

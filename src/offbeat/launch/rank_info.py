@@ -43,7 +43,7 @@ class RankInfo:
     """How it reaches the others."""
     first_here: bool = True
     """Whether no lower rank is on this machine, as far as the launcher tells."""
-    life: int = 0
+    incarnation: int = 0
     """How often this rank has been started before, in the same run."""
     began: float | None = None
     """For a rank 0 that is started again, when the run began, by this machine's monotonic clock."""
@@ -119,8 +119,8 @@ def environment_of(rank_info: RankInfo) -> dict[str, str]:
         variables["OFFBEAT_RESUME"] = "1"
     if rank_info.member:
         variables["OFFBEAT_MEMBER"] = rank_info.member
-    if rank_info.life:
-        variables["OFFBEAT_LIFE"] = str(rank_info.life)
+    if rank_info.incarnation:
+        variables["OFFBEAT_INCARNATION"] = str(rank_info.incarnation)
     if rank_info.began is not None:
         variables["OFFBEAT_BEGAN"] = repr(rank_info.began)
     return variables
@@ -160,18 +160,18 @@ def _ours(known: Environment) -> RankInfo:
         processes=processes,
         address=None if address is None else Address.parse(address),
         token=_token(known),
-        listener=_number(known, "OFFBEAT_DOOR") if known.get("OFFBEAT_DOOR") else None,
+        listener=_number(known, "OFFBEAT_LISTENER") if known.get("OFFBEAT_LISTENER") else None,
         directory=_directory(known),
         resume=_resume(known),
         launcher="offbeat",
         member=known.get("OFFBEAT_MEMBER", ""),
-        life=_number(known, "OFFBEAT_LIFE") if known.get("OFFBEAT_LIFE") else 0,
+        incarnation=_number(known, "OFFBEAT_INCARNATION") if known.get("OFFBEAT_INCARNATION") else 0,
         began=float(known["OFFBEAT_BEGAN"]) if known.get("OFFBEAT_BEGAN") else None,
     )
 
 
 def _of_torchrun(known: Environment) -> RankInfo:
-    from offbeat.launch.torchrun import meet
+    from offbeat.launch.listeners import meet
 
     rank, processes = _number(known, "RANK"), _number(known, "WORLD_SIZE", least=1)
     _check_rank(rank, processes, "RANK", "WORLD_SIZE")

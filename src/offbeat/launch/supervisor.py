@@ -14,14 +14,14 @@ from types import FrameType
 from typing import Protocol
 
 from offbeat.cluster.faults import Crash, Fault, Pause
+from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child
-from offbeat.launch.faults import check_faults
-from offbeat.launch.process_settings import hub_and_workers
+from offbeat.launch.process_settings import hub_or_worker_name
 from offbeat.records.files import Tail
 from offbeat.records.schema import AnyRecord, Membership, Round
 
 
-class Watcher(Protocol):
+class RunObserver(Protocol):
     """Looks on while a run goes on."""
 
     def records(self, records: Sequence[AnyRecord]) -> None: ...
@@ -29,10 +29,10 @@ class Watcher(Protocol):
     def line(self, rank: int, text: str) -> None: ...
 
 
-class Watch:
+class RunMonitor:
     """Reads on in the files of a run whenever it is called, and remembers who has ever joined or computed."""
 
-    def __init__(self, directory: Path, watcher: Watcher) -> None:
+    def __init__(self, directory: Path, watcher: RunObserver) -> None:
         self.joined: set[int] = set()
         self.rounds: Counter[int] = Counter()
         """How often each rank has computed."""
@@ -83,12 +83,12 @@ def backoff_seconds(restarts: int) -> float:
 
 
 @dataclass
-class _Post:
+class _RankState:
     """One rank: who holds it now, or when it is held again."""
 
     rank: int
     child: Child | None = None
-    life: int = 0
+    incarnation: int = 0
     restarts: int = 0
     due: float | None = None
     """When the next life begins; None where nothing is planned."""
@@ -107,7 +107,7 @@ class _Post:
 
 
 @dataclass(order=True)
-class _Planned:
+class _FaultAction:
     """Something that a fault does, so many seconds after the run began."""
 
     at: float
@@ -134,7 +134,7 @@ class Supervisor:
         rounds: Callable[[int], int] = lambda rank: 0,
         is_required: Callable[[int], bool] = lambda rank: rank == 0,
         faults: Sequence[Fault] = (),
-        name: Callable[[int], str] = hub_and_workers,
+        name: Callable[[int], str] = hub_or_worker_name,
         others: bool = False,
         on_gone: Callable[[int], None] = lambda rank: None,
         grace_seconds: float = GRACE_SECONDS,
@@ -142,7 +142,7 @@ class Supervisor:
         self._start_child, self._say, self._has_joined, self._name = start, say, has_joined, name
         self._essential, self._rounds, self._on_gone = is_required, rounds, on_gone
         self._restarts_max, self._others, self._grace = restarts_max, others, grace_seconds
-        self._posts = {rank: _Post(rank) for rank in ranks}
+        self._posts = {rank: _RankState(rank) for rank in ranks}
         if 0 not in self._posts:
             raise ValueError("a supervisor looks after rank 0 and others, but rank 0 was not among them")
         check_faults(faults, self._posts, is_required)
@@ -202,7 +202,7 @@ class Supervisor:
             self._ticked_at = now
             self._tick()
 
-    def _look_at(self, post: _Post) -> str | None:
+    def _look_at(self, post: _RankState) -> str | None:
         if post.child is None:
             if post.due is not None and time.monotonic() >= post.due and not self._interrupts:
                 self._begin(post)
@@ -227,7 +227,7 @@ class Supervisor:
             return self._why(ended, code)
         return self._again(post, self._why(ended, code))
 
-    def _again(self, post: _Post, why: str) -> str | None:
+    def _again(self, post: _RankState, why: str) -> str | None:
         """Plan another life, or go on without."""
         if self._among_equals() and not self._anybody_at_work():
             return f"nobody is left who knows how far the training was: {why}"
@@ -242,7 +242,7 @@ class Supervisor:
             self._say(f"{why}, and it is not started again")
         return self._unless_nobody(why)
 
-    def _after_a_fault(self, post: _Post) -> str | None:
+    def _after_a_fault(self, post: _RankState) -> str | None:
         post.struck = False
         if post.back_after is None:
             return self._unless_nobody(f"{_the(self._name(post.rank))} was killed, as was asked for")
@@ -266,9 +266,9 @@ class Supervisor:
     def _anybody_at_work(self) -> bool:
         return any(map(self._at_work, self._posts.values()))
 
-    def _at_work(self, post: _Post) -> bool:
+    def _at_work(self, post: _RankState) -> bool:
         """Whether it has had a part in the training in this life; who is in its first will have."""
-        return post.child is not None and (post.life == 1 or self._rounds(post.rank) > post.rounds)
+        return post.child is not None and (post.incarnation == 1 or self._rounds(post.rank) > post.rounds)
 
     def _end_latecomers(self) -> None:
         """Who came back when everybody else was ending finds nobody to learn from, and would wait in vain."""
@@ -288,10 +288,10 @@ class Supervisor:
                 post.child.kill(signal.SIGKILL)
                 self._say(f"{_the(self._name(post.rank))} had come back when the others were ending, and was ended")
 
-    def _begin(self, post: _Post) -> None:
+    def _begin(self, post: _RankState) -> None:
         post.rounds = self._rounds(post.rank)
-        post.child, post.due = self._start_child(post.rank, post.life), None
-        post.life += 1
+        post.child, post.due = self._start_child(post.rank, post.incarnation), None
+        post.incarnation += 1
 
     def _why(self, ended: Child, code: int) -> str:
         name = self._name(ended.rank)
@@ -304,12 +304,12 @@ class Supervisor:
 
     # Faults
 
-    def _events(self, fault: Fault) -> Iterator[_Planned]:
+    def _events(self, fault: Fault) -> Iterator[_FaultAction]:
         if isinstance(fault, Crash):
-            yield _Planned(fault.at_seconds, lambda: self._crash(fault))
+            yield _FaultAction(fault.at_seconds, lambda: self._crash(fault))
         elif isinstance(fault, Pause):
-            yield _Planned(fault.at_seconds, lambda: self._signal(fault.rank, signal.SIGSTOP))
-            yield _Planned(fault.at_seconds + fault.seconds, lambda: self._signal(fault.rank, signal.SIGCONT))
+            yield _FaultAction(fault.at_seconds, lambda: self._signal(fault.rank, signal.SIGSTOP))
+            yield _FaultAction(fault.at_seconds + fault.seconds, lambda: self._signal(fault.rank, signal.SIGCONT))
 
     def _strike(self) -> None:
         """Carry out what is due. The run begins when the first worker has joined."""
@@ -342,7 +342,7 @@ class Supervisor:
 
     # The end
 
-    def _deciding(self) -> list[_Post]:
+    def _deciding(self) -> list[_RankState]:
         """Those by whose end the run is over: who is essential, or everybody."""
         posts = list(self._posts.values())
         return [post for post in posts if self._essential(post.rank)] or posts
@@ -420,3 +420,31 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# Which of the faults of a cluster can be done to real processes.
+
+
+def check_faults(
+    faults: Iterable[Fault],
+    ranks: Iterable[int] | None = None,
+    is_required: Callable[[int], bool] = lambda rank: rank == 0,
+) -> None:
+    """Refuse what cannot be done to real processes, or to others than those that are started here.
+
+    A rank with which the run stands and falls is not started again.
+    """
+    here = None if ranks is None else set(ranks)
+    for fault in faults:
+        if not isinstance(fault, Crash | Pause):
+            raise ConfigurationError(
+                f"the fault {fault.name!r} can only be simulated; a live run takes crash and pause, "
+                "or type: offbeat simulate"
+            )
+        if here is not None and fault.rank not in here:
+            raise ConfigurationError(f"the fault {fault.name!r} names rank {fault.rank}, which is not started here")
+        if isinstance(fault, Crash) and is_required(fault.rank) and fault.back_after_seconds is not None:
+            raise ConfigurationError(
+                f"rank {fault.rank} does not come back by itself in a live run; leave out back_after_seconds, "
+                "and go on with --resume"
+            )

@@ -15,14 +15,14 @@ from offbeat.core.splits import Shared, Split
 from offbeat.errors import ConfigurationError
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Gives micro-batches."""
 
     def take(self, draw: int, samples: int) -> tuple[Any, int] | None:
         """A micro-batch of at most so many samples, and how many are in it; None where there are no more."""
 
 
-class Drawn:
+class IndexedSource:
     """Data with a length: draw d of a rank is always the same sample, so what was lost can be repeated."""
 
     def __init__(self, data: Any, order: Order) -> None:
@@ -36,7 +36,7 @@ class Drawn:
         return default_collate([self._data[int(index)] for index in indices]), samples
 
 
-class Streamed:
+class IterableSource:
     """A DataLoader, or anything else that iterates: counted, but what was lost cannot be repeated.
 
     Its batches are cut to what the strategy asks for; the rest is kept for the next micro-batch. A DataLoader begins
@@ -75,7 +75,7 @@ class Streamed:
         return False
 
 
-def source_of(data: Any, split: Split, *, worker: int, workers: int, rank: int, seed: int) -> Source:
+def batch_source_for(data: Any, split: Split, *, worker: int, workers: int, rank: int, seed: int) -> BatchSource:
     """What `run.batches` was given, as something that gives micro-batches."""
     if isinstance(data, Data | TensorDataset | tuple) or _is_tensors(data):
         data = data_of(data)
@@ -90,7 +90,7 @@ def source_of(data: Any, split: Split, *, worker: int, workers: int, rank: int, 
                 f"a {type(data).__name__} cannot be split by offbeat; give run.batches the dataset itself, or split it "
                 "in the loader by run.rank"
             )
-        return Streamed(data)
+        return IterableSource(data)
     size = len(data)
     if not size:
         raise ConfigurationError("there are no examples in the data; give at least one")
@@ -99,7 +99,7 @@ def source_of(data: Any, split: Split, *, worker: int, workers: int, rank: int, 
     else:
         targets = data.targets if isinstance(data, Data) else torch.as_tensor(getattr(data, "targets", range(size)))
         indices = split.indices(targets, worker, workers, seed)
-    return Drawn(data, Order(indices, seed, rank))
+    return IndexedSource(data, Order(indices, seed, rank))
 
 
 def _is_tensors(data: Any) -> bool:

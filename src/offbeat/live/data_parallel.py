@@ -29,10 +29,11 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.events import StepReady
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require
+from offbeat.errors import ConfigurationError
 from offbeat.live.batch_sources import samples_in
+from offbeat.live.evaluation import Evaluation
 from offbeat.live.local_ranks import SessionOptions
-from offbeat.live.session_base import SessionBase, goal, place_for
-from offbeat.live.user_code import Evaluation, check_optimizer, check_unwrapped, mean_loss
+from offbeat.live.session_base import SessionBase, parse_until, rank_info_for
 from offbeat.strategies.gossip import Acid, Clock, Gossip, Partner
 from offbeat.topology import Graph
 
@@ -91,16 +92,16 @@ class AsyncDataParallel(SessionBase):
             "a strategy is given, and words that choose another; put into the strategy what they say",
         )
         strategy = _gossip(*words) if strategy is None else _among_equals(strategy)
-        place = place_for(out)
-        require(not place.resume, CANNOT_RESUME)
+        rank_info = rank_info_for(out)
+        require(not rank_info.resume, CANNOT_RESUME)
         options = SessionOptions(
-            until=NO_GOAL if until is None else goal(until),
+            until=NO_GOAL if until is None else parse_until(until),
             seed=seed,
             every=every,
             checkpoint_seconds=None,
-            reserved=frozenset(range(place.processes)),
+            reserved=frozenset(range(rank_info.processes)),
         )
-        super().__init__(model, strategy, options, place, evaluate)
+        super().__init__(model, strategy, options, rank_info, evaluate)
         self.optimizer = optimizer
         model.zero_grad()  # gradients are the user's own here, so that memory serves another purpose
         self._before = self._flat.gradients
@@ -126,7 +127,7 @@ class AsyncDataParallel(SessionBase):
     @property
     def done(self) -> bool:
         """Whether training is over: all peers together have reached `until`."""
-        return self._round is None or self._mine.ended
+        return self._round is None or self._runner.ended
 
     def step(self, closure: None = None, *, samples: int | None = None, loss: Tensor | float | None = None) -> None:
         """`optimizer.step()`, and share the change. The newest parameters are in the model afterwards.
@@ -141,7 +142,7 @@ class AsyncDataParallel(SessionBase):
         )
         require(not self._closed, "peer.step was called after peer.close(), which belongs after the last step")
         if self.done:
-            self._mine.check()
+            self._runner.check()
             return
         assert self._round is not None
         count = self._count(samples)
@@ -197,9 +198,9 @@ class AsyncDataParallel(SessionBase):
 
     def _next_round(self) -> None:
         """Wait for the newest parameters; they are in the model then."""
-        self._round = self._mine.next_round()
+        self._round = self._runner.next_round()
         if self._round is None:
-            self._mine.check()
+            self._runner.check()
         else:
             self._before.copy_(self._flat.parameters)
             self._seen.samples = 0
@@ -244,7 +245,7 @@ class AsyncDataParallel(SessionBase):
         self._over(error)
 
     def _end(self) -> None:
-        if not self._mine.ended:
+        if not self._runner.ended:
             self._leave(stay=True)
 
     def _left_open(self) -> None:
@@ -302,3 +303,48 @@ def _among_equals(strategy: Strategy) -> Strategy:
         f"of the {name}",
     )
     return strategy
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """A model of the user's own, and not yet one of DDP's."""
+    check_instance(model, (nn.Module,), "the model", "offbeat.AsyncDataParallel(model, optimizer)")
+    require(
+        not isinstance(model, nn.parallel.DistributedDataParallel),
+        "the model is wrapped in DistributedDataParallel, which would make every peer wait for all others; leave that "
+        "wrapper out, or pass model.module",
+    )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Every trained parameter is stepped, and whatever is stepped is averaged."""
+    example = "torch.optim.SGD(model.parameters(), lr=0.1)"
+    check_instance(optimizer, (torch.optim.Optimizer,), "the optimizer", example)
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = dict(model.named_parameters())
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    missing = [name for name in trained if id(named[name]) not in stepped]
+    require(
+        not trained or len(missing) < len(trained),
+        f"the optimizer holds none of the model's parameters, perhaps those of a copy; type {example}",
+    )
+    require(
+        not missing,
+        f"the optimizer does not hold {len(missing)} of the model's {len(trained)} trainable parameters "
+        f"({', '.join(missing)[:80]}); give it all of model.parameters(), or freeze these with requires_grad_(False)",
+    )
+    require(
+        stepped <= {id(parameter) for parameter in named.values()},
+        "the optimizer also holds parameters that are not the model's, and these would not be averaged; put all that "
+        "is trained into one module, for example nn.ModuleList([model, head])",
+    )
+
+
+def mean_loss(loss: Tensor | float) -> float:
+    """The mean loss that a step is told of, as a number."""
+    try:
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            "peer.step takes the mean loss of its samples as one number, but was given "
+            f"{f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else repr(loss)}; type loss=loss.mean()"
+        ) from None

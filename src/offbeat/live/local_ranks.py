@@ -26,12 +26,10 @@ from offbeat.core.strategy import Cadence, Node, NodeContext, Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import Target
 from offbeat.launch import RankInfo
-from offbeat.live.checkpoint_file import Checkpoint, checkpoint_path
-from offbeat.live.checkpoint_writer import Checkpointing, read_checkpoint
-from offbeat.live.clock import Clock
-from offbeat.live.evaluator import Measure
+from offbeat.live.checkpoints import Checkpoint, CheckpointWriter, checkpoint_path, read_checkpoint
+from offbeat.live.evaluation import Measure
 from offbeat.live.injected_delay import InjectedDelay
-from offbeat.live.node_runner import NodeRunner
+from offbeat.live.node_runner import Clock, NodeRunner
 from offbeat.live.rank_allocator import RankAllocator
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import RECORD_DECODER, RunHeader
@@ -69,27 +67,27 @@ class SessionOptions:
     experiment: bytes | None = None
     """What a worker that joins from elsewhere is told."""
     split: Split = Shared()
-    journal: bool = False
+    sends_records: bool = False
     """Whether records travel to rank 0, because no directory is shared with it."""
 
 
 class LocalRanks:
-    """The participants of this process. `mine` is the one whose compute is the thread that made it."""
+    """The participants of this process. `own_runner` is the one whose compute is the thread that made it."""
 
     def __init__(
         self,
         strategy: Strategy,
         flat: FlatModule,
         options: SessionOptions,
-        place: RankInfo,
+        rank_info: RankInfo,
         measure: Measure | None,
         label: str,
     ) -> None:
-        self.strategy, self.options, self.place = strategy, options, place
+        self.strategy, self.options, self.rank_info = strategy, options, rank_info
         self._flat, self._measure, self._label = flat, measure, label
         self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
-        alone = place.alone
-        self.processes = strategy.processes(1) if alone else place.processes
+        alone = rank_info.alone
+        self.processes = strategy.processes(1) if alone else rank_info.processes
         computing = [rank for rank in range(self.processes) if strategy.computes(rank)]
         least = strategy.processes(1)
         require(
@@ -97,48 +95,48 @@ class LocalRanks:
             f"with {self.processes} process{'es' if self.processes > 1 else ''} nobody would compute; start {least} or "
             f"more, for example: offbeat launch -n {least} script.py",
         )
-        if not alone and place.rank >= self.processes:  # one more than were expected
-            computing += range(self.processes, place.rank + 1)
-        self.rank = computing[0] if alone else place.rank
+        if not alone and rank_info.rank >= self.processes:  # one more than were expected
+            computing += range(self.processes, rank_info.rank + 1)
+        self.rank = computing[0] if alone else rank_info.rank
         self.workers = {rank: worker for worker, rank in enumerate(computing)}
         """rank → which worker it is, from 0"""
         self.saved = self._checkpoint()
         self.memory = MemoryWriter()
         self._files: list[RankWriter] = []
-        self.checkpointing: Checkpointing | None = None
+        self.checkpoint_writer: CheckpointWriter | None = None
         held = range(self.processes) if alone else [self.rank]
         self._nodes = {rank: self._node(rank) for rank in held}  # takes seconds where an optimizer is the first one
         self.clock = Clock(self._elapsed())
         if alone:
             loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
             links = {rank: loopback.transport(rank) for rank in range(self.processes)}
-            self.participants = {rank: self._participant(rank, link) for rank, link in links.items()}
+            self.runners = {rank: self._runner(rank, link) for rank, link in links.items()}
         else:
-            rank_allocator = self._desk()
-            self.participants = {self.rank: self._participant(self.rank, self._connected(rank_allocator))}
-            rank_allocator.linked = self.participants[self.rank].linked
-        self.mine = self.participants[self.rank]
-        for participant in self.participants.values():
-            participant.on_failure = self._failed
+            rank_allocator = self._rank_allocator()
+            self.runners = {self.rank: self._runner(self.rank, self._connected(rank_allocator))}
+            rank_allocator.linked = self.runners[self.rank].linked
+        self.own_runner = self.runners[self.rank]
+        for runner in self.runners.values():
+            runner.on_failure = self._failed
 
     def start(self) -> None:
-        for participant in self.participants.values():
-            participant.start()
-        if self.checkpointing is not None:
-            self.checkpointing.start()
+        for runner in self.runners.values():
+            runner.start()
+        if self.checkpoint_writer is not None:
+            self.checkpoint_writer.start()
 
     @property
     def leads(self) -> bool:
         """Whether rank 0 is here or, among equals, nobody below this rank was left when it finished."""
-        if 0 in self.participants:
+        if 0 in self.runners:
             return True
-        if self.mine.finish is None or not self._among_equals():
+        if self.own_runner.finish is None or not self._among_equals():
             return False
-        if self.place.transport == "mpi":  # who was silent for a while is not heard any more, but may be there
+        if self.rank_info.transport == "mpi":  # who was silent for a while is not heard any more, but may be there
             from offbeat.transports.mpi import dead_ranks
 
             return dead_ranks() >= set(range(self.rank))
-        return not any(rank < self.rank for rank in self.mine.linked_at_end)
+        return not any(rank < self.rank for rank in self.own_runner.linked_at_end)
 
     def _among_equals(self) -> bool:
         return self.strategy.is_decentralized
@@ -164,18 +162,18 @@ class LocalRanks:
 
     def _failed(self, error: BaseException) -> None:
         """Ranks of one process fail together: the others would wait for this one."""
-        for participant in self.participants.values():
-            if not participant.ended:  # in another thread: who calls may hold a lock that it waits for
-                threading.Thread(target=participant.fail, args=(error,), daemon=True).start()
+        for runner in self.runners.values():
+            if not runner.ended:  # in another thread: who calls may hold a lock that it waits for
+                threading.Thread(target=runner.fail, args=(error,), daemon=True).start()
 
     # Transports
 
-    def _desk(self) -> RankAllocator:
+    def _rank_allocator(self) -> RankAllocator:
         return RankAllocator(
             processes=self.processes,
             computing=tuple(self.workers),
             reserved=self.options.reserved,
-            clock=self.clock,
+            now=self.clock.now,
             experiment=self.options.experiment,
             is_elastic=isinstance(self.options.split, Shared) and self.strategy.is_elastic,
             full=self._full(),
@@ -191,25 +189,25 @@ class LocalRanks:
         return f"this run has {among} peers and all of them are there; start it with more --workers"
 
     def _connected(self, rank_allocator: RankAllocator) -> Transport:
-        place, options = self.place, self.options
+        rank_info, options = self.rank_info, self.options
         common: dict[str, Any] = {
             "rank": self.rank,
             "processes": self.processes,
             "peers": self._peers(self.rank),
-            "fingerprint": f"{self._flat.layout.fingerprint()} {described(self.strategy)}",
+            "fingerprint": f"{self._flat.layout.fingerprint()} {describe_strategy(self.strategy)}",
             "silence_seconds": options.cluster.silence_seconds,
             "checksum": options.checksum,
         }
-        if place.transport == "mpi":
+        if rank_info.transport == "mpi":
             from offbeat.transports.mpi import MpiTransport
 
             return MpiTransport(elapsed=self.clock.now, **common)
-        assert place.address is not None
-        first = place.life if self.saved is None else self.saved.resumes + 1
-        common |= {"token": place.token, "shared_memory": options.shared_memory, "first_incarnation": first}
+        assert rank_info.address is not None
+        first = rank_info.incarnation if self.saved is None else self.saved.resumes + 1
+        common |= {"token": rank_info.token, "shared_memory": options.shared_memory, "first_incarnation": first}
         if self.rank != 0:
-            return GlooTransport(rendezvous=place.address, member=place.member or uuid.uuid4().hex, **common)
-        listener = Listener(place.address, place.token, place.listener)
+            return GlooTransport(rendezvous=rank_info.address, member=rank_info.member or uuid.uuid4().hex, **common)
+        listener = Listener(rank_info.address, rank_info.token, rank_info.listener)
         return GlooTransport(
             rendezvous=listener,
             assign=rank_allocator,
@@ -244,26 +242,26 @@ class LocalRanks:
         """How long the run has lasted: where rank 0 is started anew, or again, and has nobody to ask."""
         if self.saved is not None:
             return self.saved.elapsed_seconds
-        return 0.0 if self.place.began is None else time.monotonic() - self.place.began
+        return 0.0 if self.rank_info.began is None else time.monotonic() - self.rank_info.began
 
     def _irreplaceable(self, rank: int) -> Iterable[int]:
         """Without whom a rank cannot go on, as nobody comes back under MPI. A peer among equals goes on alone."""
-        if self.place.transport != "mpi" or self._among_equals():
+        if self.rank_info.transport != "mpi" or self._among_equals():
             return ()
         return self._peers(rank)
 
     def _members(self) -> tuple[int, ...]:
         """Who can take part: under MPI not those who were lost in an earlier run of the same processes."""
-        if self.place.transport != "mpi":
+        if self.rank_info.transport != "mpi":
             return tuple(range(self.processes))
         from offbeat.transports.mpi import lost_ranks
 
         return tuple(rank for rank in range(self.processes) if rank == self.rank or rank not in lost_ranks())
 
-    def _participant(self, rank: int, transport: Transport) -> NodeRunner:
+    def _runner(self, rank: int, transport: Transport) -> NodeRunner:
         options, node = self.options, self._nodes[rank]
         writer = self._writer(rank, node)
-        participant = NodeRunner(
+        runner = NodeRunner(
             node,
             transport,
             rank=rank,
@@ -272,32 +270,32 @@ class LocalRanks:
             load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
             evaluate=self._measure if self._measures(rank) else None,
             induced=InjectedDelay.of(options.cluster, self.workers, rank, self._peers(rank), options.seed),
-            on_journal=self._journalled if rank == 0 or self._among_equals() else None,
+            on_remote_records=self._journalled if rank == 0 or self._among_equals() else None,
             irreplaceable=self._irreplaceable(rank),
-            returned=self.place.life > 0 and self._among_equals(),
+            returned=self.rank_info.incarnation > 0 and self._among_equals(),
             device=self._flat.parameters.device,
             bytes_per_second=options.bytes_per_second,
         )
         if rank == 0 and isinstance(writer, RankWriter) and options.checkpoint_seconds is not None:
-            self.checkpointing = Checkpointing(
+            self.checkpoint_writer = CheckpointWriter(
                 checkpoint_path(writer.directory),
-                participant,
+                runner,
                 writer,
                 seconds=options.checkpoint_seconds,
                 fingerprint=self._flat.layout.fingerprint(),
-                strategy=described(self.strategy),
+                strategy=describe_strategy(self.strategy),
                 before=self.saved,
             )
-        return participant
+        return runner
 
     def _writer(self, rank: int, node: Node) -> Writer:
         """Where the records of a rank go."""
-        directory = self.place.directory
-        if self.options.journal or (self.place.member and directory is None):
-            return RemoteRecordWriter(self.memory, whole=not self.place.member)
+        directory = self.rank_info.directory
+        if self.options.sends_records or (self.rank_info.member and directory is None):
+            return RemoteRecordWriter(self.memory, whole=not self.rank_info.member)
         if directory is None:
             return self.memory
-        begins = rank == 0 and self.options.header is None and self.saved is None and self.place.life == 0
+        begins = rank == 0 and self.options.header is None and self.saved is None and self.rank_info.incarnation == 0
         require(
             not begins or not (directory / HEADER).exists(),
             f"{directory} holds a run already; name another directory, or go on with that one: resume=True",
@@ -311,26 +309,26 @@ class LocalRanks:
             node.restore(self.saved.node)
         return writer
 
-    def _journalled(self, rank: int, journal: RecordLines) -> None:
-        if self.place.directory is not None:
-            with RankWriter(self.place.directory, rank) as writer:
-                for line in journal.lines:
+    def _journalled(self, rank: int, sends_records: RecordLines) -> None:
+        if self.rank_info.directory is not None:
+            with RankWriter(self.rank_info.directory, rank) as writer:
+                for line in sends_records.lines:
                     writer.write(RECORD_DECODER.decode(line))
         elif self.rank:  # rank 0 is lost, and this one has to say how the run went
-            for line in journal.lines:
+            for line in sends_records.lines:
                 self.memory.write(RECORD_DECODER.decode(line))
 
     def _checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""
-        holds_rank_0 = self.place.alone or self.place.rank == 0
-        if not self.place.resume or self.place.directory is None or not holds_rank_0:
+        holds_rank_0 = self.rank_info.alone or self.rank_info.rank == 0
+        if not self.rank_info.resume or self.rank_info.directory is None or not holds_rank_0:
             return None
-        saved = read_checkpoint(self.place.directory)
-        saved.check_fits(self._flat.layout.fingerprint(), described(self.strategy))
+        saved = read_checkpoint(self.rank_info.directory)
+        saved.check_fits(self._flat.layout.fingerprint(), describe_strategy(self.strategy))
         return saved
 
 
-def described(strategy: Strategy) -> str:
+def describe_strategy(strategy: Strategy) -> str:
     """A strategy as text that is the same in every process; a function's place in memory is not.
 
     Without a compression it says nothing of that, as it did before there was any.

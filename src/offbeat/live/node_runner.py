@@ -43,8 +43,7 @@ from offbeat.core.events import (
 from offbeat.core.messages import Buffers, Stopped
 from offbeat.core.strategy import Node
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
-from offbeat.live.clock import Clock
-from offbeat.live.evaluator import Evaluator, Measure
+from offbeat.live.evaluation import Evaluator, Measure
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
@@ -52,6 +51,20 @@ from offbeat.records.traffic import TrafficCount, Weight, weigh
 from offbeat.transports.link import CLOSED
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
+
+
+class Clock:
+    """Seconds since the run began; a rank that joins later sets it by the hub's."""
+
+    def __init__(self, elapsed_seconds: float = 0.0) -> None:
+        self._zero = time.monotonic() - elapsed_seconds
+
+    def now(self) -> float:
+        return time.monotonic() - self._zero
+
+    def set(self, elapsed_seconds: float, at_monotonic: float) -> None:
+        """It was `elapsed_seconds` when this machine's monotonic clock said `at_monotonic`."""
+        self._zero = at_monotonic - elapsed_seconds
 
 
 @dataclass
@@ -110,7 +123,7 @@ WAIT_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 10.0
 """How long a node that was asked to leave may take before it is left behind."""
 
-Ready = Callable[..., GradientReady | StepReady]
+ResultEvent = Callable[..., GradientReady | StepReady]
 """Makes the event by which a computation ends: one of the two, which have the same fields in the same order."""
 
 JOURNAL = "journal "
@@ -121,13 +134,13 @@ TRAFFIC_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class OutboxDue:
     """What waits for this peer may leave."""
 
     peer: int
 
 
-Due = str | Arrived | Lost | Turn
+Due = str | Arrived | Lost | OutboxDue
 """What becomes due: a timer by its name, a message or a loss that was held up, a turn."""
 
 
@@ -161,7 +174,7 @@ class NodeRunner:
         load: Callable[[Tensor, Buffers], None] | None = None,
         evaluate: Measure | None = None,
         induced: InjectedDelay | None = None,
-        on_journal: Callable[[int, RecordLines], None] | None = None,
+        on_remote_records: Callable[[int, RecordLines], None] | None = None,
         device: torch.device | None = None,
         irreplaceable: Iterable[int] = (),
         returned: bool = False,
@@ -180,7 +193,7 @@ class NodeRunner:
         self._writer = writer
         self._load = load
         self._induced = induced or InjectedDelay()
-        self._on_journal = on_journal
+        self._on_journal = on_remote_records
         self._irreplaceable = set(irreplaceable)
         self._knows_nothing = returned
         self._device = device if device is not None and device.type != "cpu" else None
@@ -204,7 +217,9 @@ class NodeRunner:
         """peer → bytes that have left for it, without records"""
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._serve, name=f"offbeat rank {rank}", daemon=True)
-        self._evaluator = None if evaluate is None else Evaluator(evaluate, self._deliver_evaluated, self.fail, clock)
+        self._evaluator = (
+            None if evaluate is None else Evaluator(evaluate, self._deliver_evaluated, self.fail, clock.now)
+        )
 
     # From outside
 
@@ -228,7 +243,7 @@ class NodeRunner:
             return None if self.ended else self._round
 
     def complete(
-        self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, ready: Ready = GradientReady
+        self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, ready: ResultEvent = GradientReady
     ) -> None:
         """The outstanding round has ended with this sum of gradients over its samples, or with this step.
 
@@ -387,7 +402,7 @@ class NodeRunner:
 
     def _is_stale(self, number: int, entry: Due) -> bool:
         """Whether it is a timer that was cleared or set anew, or a turn that has been moved."""
-        if isinstance(entry, Turn):
+        if isinstance(entry, OutboxDue):
             return self._turns.get(entry.peer) != number
         return isinstance(entry, str) and self._timers.get(entry) != number
 
@@ -400,7 +415,7 @@ class NodeRunner:
                 self._take(entry)
             elif self._is_stale(number, entry):
                 continue
-            elif isinstance(entry, Turn):
+            elif isinstance(entry, OutboxDue):
                 del self._turns[entry.peer]
                 self._pace(entry.peer)
             else:
@@ -601,7 +616,7 @@ class NodeRunner:
         due = self._limited.ready_at(peer, now)
         if due is not None:
             number = self._turns[peer] = next(self._numbers)
-            heapq.heappush(self._due, (self.clock.now() + due - now, number, Turn(peer)))
+            heapq.heappush(self._due, (self.clock.now() + due - now, number, OutboxDue(peer)))
             if threading.current_thread() is not self._thread:
                 self._transport.wake()
         elif self.ended:

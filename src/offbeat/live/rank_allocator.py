@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from offbeat.live.clock import Clock
 from offbeat.transports.rendezvous import Assignment, CallRequest
 
 RESERVED_SECONDS = 60.0
@@ -21,7 +20,7 @@ class RankAllocator:
     processes: int
     computing: tuple[int, ...]
     reserved: frozenset[int]
-    clock: Clock
+    now: Callable[[], float]
     experiment: bytes | None
     is_elastic: bool
     """Whether more may come than were expected: not where the data is split among those."""
@@ -39,7 +38,7 @@ class RankAllocator:
                 return self.full
             if request.rank is None or request.member:
                 self._members[request.member] = rank, time.monotonic()
-        return Assignment(rank, self.processes, self.clock.now(), self.experiment)
+        return Assignment(rank, self.processes, self.now(), self.experiment)
 
     def _rank_for(self, member: str, linked: frozenset[int]) -> int | None:
         if member in self._members:

@@ -26,12 +26,13 @@ from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require, require_bandwidth_limit
 from offbeat.core.workload import Target
+from offbeat.errors import ConfigurationError
 from offbeat.launch import RankInfo
-from offbeat.live.batch_sources import source_of
+from offbeat.live.batch_sources import batch_source_for
+from offbeat.live.evaluation import Evaluation
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions
 from offbeat.live.node_runner import LiveRound
-from offbeat.live.session_base import LINGER_SECONDS, SessionBase, goal, place_for
-from offbeat.live.user_code import Evaluation, summed
+from offbeat.live.session_base import LINGER_SECONDS, SessionBase, parse_until, rank_info_for
 
 
 def join(
@@ -58,14 +59,14 @@ def join(
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
-    until = goal(until)
+    until = parse_until(until)
     check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
     check_instance(cluster, (Cluster, type(None)), "the cluster", "cluster=offbeat.Cluster()")
     require_bandwidth_limit(bytes_per_second)
-    place = place_for(out)
-    has_directory = place.directory is not None
+    rank_info = rank_info_for(out)
+    has_directory = rank_info.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
-    place = dataclasses.replace(place, resume=resume or place.resume)
+    rank_info = dataclasses.replace(rank_info, resume=resume or rank_info.resume)
     options = SessionOptions(
         until=until,
         seed=seed,
@@ -74,9 +75,9 @@ def join(
         every=every,
         target=target,
         checkpoint_seconds=checkpoint_seconds,
-        reserved=frozenset(range(place.processes)),
+        reserved=frozenset(range(rank_info.processes)),
     )
-    return Session(model, strategy.with_default_timing(LIVE_SECONDS_PER_SAMPLE), options, place, evaluate)
+    return Session(model, strategy.with_default_timing(LIVE_SECONDS_PER_SAMPLE), options, rank_info, evaluate)
 
 
 class Session(SessionBase):
@@ -87,10 +88,10 @@ class Session(SessionBase):
         model: nn.Module,
         strategy: Strategy,
         options: SessionOptions,
-        place: RankInfo,
+        rank_info: RankInfo,
         evaluate: Evaluation | None,
     ) -> None:
-        super().__init__(model, strategy, options, place, evaluate)
+        super().__init__(model, strategy, options, rank_info, evaluate)
         self._pending = 0
         self._losses: list[Tensor] = []
         self._entered = False
@@ -114,7 +115,7 @@ class Session(SessionBase):
         if not self.computes:
             self._serve()
             return
-        source = source_of(
+        source = batch_source_for(
             data,
             split,
             worker=self._ranks.workers[self.rank],
@@ -122,7 +123,7 @@ class Session(SessionBase):
             rank=self.rank,
             seed=self._ranks.options.seed,
         )
-        while (current := self._mine.next_round()) is not None:
+        while (current := self._runner.next_round()) is not None:
             self._begin_round(current)
             while wanted := current.wanted():
                 taken = source.take(current.action.draw + current.samples, wanted)
@@ -170,7 +171,7 @@ class Session(SessionBase):
 
     def _serve(self) -> None:
         """Wait until training is over; a rank that does not compute does nothing else in this thread."""
-        self._mine.wait()
+        self._runner.wait()
 
     @property
     def begins_round(self) -> bool:
@@ -189,13 +190,38 @@ class Session(SessionBase):
 
     def _end(self) -> None:
         if self.computes:
-            if not self._mine.ended:  # the loop was left before training was over
+            if not self._runner.ended:  # the loop was left before training was over
                 self._leave()
         else:
             self._serve()
-        others = [participant for rank, participant in self._ranks.participants.items() if rank != self.rank]
+        others = [runner for rank, runner in self._ranks.runners.items() if rank != self.rank]
         if others:
-            self._mine.close(LINGER_SECONDS)
-        for participant in others:
+            self._runner.close(LINGER_SECONDS)
+        for runner in others:
             # It ends by itself, after an evaluation perhaps, unless ours was left behind.
-            participant.wait(None if self._mine.finish is not None else LINGER_SECONDS * 2)
+            runner.wait(None if self._runner.finish is not None else LINGER_SECONDS * 2)
+
+
+def summed(loss: Any, reduction: str, count: int) -> Tensor:
+    """The sum of the losses of a micro-batch."""
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(f"run.backward takes the tensor of losses, but was given {type(loss).__name__}")
+    if reduction == "none":
+        if loss.dim() == 1 and len(loss) == count:
+            return loss.sum()
+        if loss.dim() == 0:
+            raise ConfigurationError(
+                f"run.backward takes one loss per sample, here of shape ({count},), but was given a scalar; type "
+                "reduction='none' in the loss function, or run.backward(loss, reduction='mean')"
+            )
+        raise ConfigurationError(
+            f"run.backward takes one loss per sample, here of shape ({count},), but was given shape "
+            f"{tuple(loss.shape)}; average what belongs to one sample, for example losses.flatten(1).mean(1)"
+        )
+    require(reduction in ("sum", "mean"), f"reduction must be 'none', 'sum' or 'mean', but is {reduction!r}")
+    require(
+        loss.dim() == 0,
+        f"with reduction={reduction!r} the loss must be a scalar, but has shape {tuple(loss.shape)}; "
+        "leave reduction out",
+    )
+    return loss * count if reduction == "mean" else loss

@@ -22,10 +22,10 @@ from offbeat.core.messages import Buffers
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.launch import RankInfo, read_rank_info
+from offbeat.live.evaluation import Evaluation, measure_with
 from offbeat.live.local_ranks import LocalRanks, SessionOptions
-from offbeat.live.node_runner import LiveRound, Ready
+from offbeat.live.node_runner import LiveRound, ResultEvent
 from offbeat.live.signals import defer_signals, exit_without_finalize, install_sigterm_handler
-from offbeat.live.user_code import Evaluation, measure_with
 from offbeat.records.files import read_rank, read_run
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunRecords
@@ -39,7 +39,7 @@ ASKED_TO_END = (KeyboardInterrupt, SystemExit)
 """What ends a loop that was asked to: Ctrl-C, SIGTERM, or the script's own sys.exit."""
 
 
-def goal(until: Budget | int | str | None) -> Budget:
+def parse_until(until: Budget | int | str | None) -> Budget:
     """How long to train, as a user writes it."""
     if isinstance(until, int | str) and not isinstance(until, bool):
         until = Budget.shorthand(str(until))
@@ -48,16 +48,16 @@ def goal(until: Budget | int | str | None) -> Budget:
     return until
 
 
-def place_for(out: str | Path | None) -> RankInfo:
+def rank_info_for(out: str | Path | None) -> RankInfo:
     """Where this process sits; its records go to `out`, or else to where its launcher says."""
-    place = read_rank_info()
-    return place if out is None else dataclasses.replace(place, directory=Path(out))
+    rank_info = read_rank_info()
+    return rank_info if out is None else dataclasses.replace(rank_info, directory=Path(out))
 
 
 class SessionBase(ABC):
     """A process's part in a run. `rank` and `processes` say which; `summary` how it went."""
 
-    _ready: ClassVar[Ready] = GradientReady
+    _ready: ClassVar[ResultEvent] = GradientReady
     """What the computations of this kind of loop end in."""
 
     def __init__(
@@ -65,15 +65,15 @@ class SessionBase(ABC):
         model: nn.Module,
         strategy: Strategy,
         options: SessionOptions,
-        place: RankInfo,
+        rank_info: RankInfo,
         evaluate: Evaluation | None,
     ) -> None:
         self.model = model
         self.strategy = strategy
         measure = None if evaluate is None or options.every is None else measure_with(copy.deepcopy(model), evaluate)
         self._flat = FlatModule(model)
-        self._ranks = LocalRanks(strategy, self._flat, options, place, measure, type(model).__name__)
-        self._mine = self._ranks.mine
+        self._ranks = LocalRanks(strategy, self._flat, options, rank_info, measure, type(model).__name__)
+        self._runner = self._ranks.own_runner
         self.rank = self._ranks.rank
         self.processes = self._ranks.processes
         self.computes = strategy.computes(self.rank)
@@ -92,7 +92,7 @@ class SessionBase(ABC):
         return self._ranks.leads
 
     def _begin(self) -> None:
-        self._heeded = install_sigterm_handler(self._ranks.place, self.is_main)
+        self._heeded = install_sigterm_handler(self._ranks.rank_info, self.is_main)
         self._switch_seconds = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._ranks.start()
@@ -104,7 +104,7 @@ class SessionBase(ABC):
         finite = all(map(is_finite, [result, *statistics])) and (loss is None or abs(loss) < float("inf"))
         self._round = None
         with defer_signals():
-            self._mine.complete(result, loss, buffers, finite, self._ready)
+            self._runner.complete(result, loss, buffers, finite, self._ready)
 
     def _buffers(self) -> Buffers:
         return tuple(buffer.clone() for buffer in self._flat.buffers)
@@ -126,11 +126,11 @@ class SessionBase(ABC):
         finally:
             self._heeded()
             self._close(LINGER_SECONDS if error is None or asked else 0.5, error)
-            if error is not None and self._ranks.place.transport == "mpi":
+            if error is not None and self._ranks.rank_info.transport == "mpi":
                 exit_without_finalize()
         if error is None:
-            for participant in self._ranks.participants.values():
-                participant.check()
+            for runner in self._ranks.runners.values():
+                runner.check()
 
     @abstractmethod
     def _end(self) -> None:
@@ -138,24 +138,24 @@ class SessionBase(ABC):
 
     def _leave(self, stay: bool = False) -> None:
         nothing, buffers = torch.zeros_like(self._flat.parameters), self._buffers()
-        self._mine.leave(lambda: self._mine.complete(nothing, 0.0, buffers, True, self._ready), stay=stay)
+        self._runner.leave(lambda: self._runner.complete(nothing, 0.0, buffers, True, self._ready), stay=stay)
 
     def interrupt(self) -> None:
         """End in order, as after Ctrl-C: a checkpoint of where it was, then goodbye."""
-        if self._ranks.checkpointing is not None and not self._ranks.participants[0].ended:
-            self._ranks.checkpointing.close()
-            self._ranks.checkpointing.save()
+        if self._ranks.checkpoint_writer is not None and not self._ranks.runners[0].ended:
+            self._ranks.checkpoint_writer.close()
+            self._ranks.checkpoint_writer.save()
         if self.computes:
             self._leave()
-        for rank, participant in self._ranks.participants.items():
+        for rank, runner in self._ranks.runners.items():
             if rank != self.rank or not self.computes:
-                participant.leave()
+                runner.leave()
 
     def _close(self, linger_seconds: float, error: BaseException | None) -> None:
-        if self._ranks.checkpointing is not None:
-            self._ranks.checkpointing.close()
-        for participant in self._ranks.participants.values():
-            participant.close(linger_seconds)
+        if self._ranks.checkpoint_writer is not None:
+            self._ranks.checkpoint_writer.close()
+        for runner in self._ranks.runners.values():
+            runner.close(linger_seconds)
         sys.setswitchinterval(self._switch_seconds)
         self._write_ends(error)
         self._ranks.close_files()
@@ -164,30 +164,30 @@ class SessionBase(ABC):
             self._flat.load(result.parameters, result.buffers)
 
     def _write_ends(self, error: BaseException | None) -> None:
-        for participant in self._ranks.participants.values():
-            record = participant.ended_record()
+        for runner in self._ranks.runners.values():
+            record = runner.ended_record()
             if record.failure is None and isinstance(error, ASKED_TO_END):
                 record = msgspec.structs.replace(record, failure="it was interrupted")
-            elif record.failure is None and participant.finish is None:
+            elif record.failure is None and runner.finish is None:
                 why = "it did not end in time" if error is None else f"{type(error).__name__}: {error}"
                 record = msgspec.structs.replace(record, failure=why)
-            participant.write_last(record)
+            runner.write_last(record)
 
     def _result(self) -> Finish | None:
-        finishes = [self._ranks.participants[rank].finish for rank in sorted(self._ranks.participants)]
+        finishes = [self._ranks.runners[rank].finish for rank in sorted(self._ranks.runners)]
         return next((finish for finish in finishes if finish is not None and finish.failure is None), None)
 
     @property
     def finish(self) -> Finish | None:
         """How this rank's node ended."""
-        return self._mine.finish
+        return self._runner.finish
 
     @property
     def records(self) -> RunRecords:
         """What was recorded: by all ranks where rank 0 is here and they share a directory, otherwise by those here."""
-        require(self._mine.ended, "the run is still going on; look after the with block")
+        require(self._runner.ended, "the run is still going on; look after the with block")
         if self._records is None:
-            directory = self._ranks.place.directory
+            directory = self._ranks.rank_info.directory
             if directory is not None and self.is_main:
                 self._records = read_run(directory)
             else:

@@ -14,28 +14,28 @@ from contextlib import contextmanager
 from types import FrameType
 
 from offbeat.launch import RankInfo
-from offbeat.live.checkpoint_file import checkpoint_path
+from offbeat.live.checkpoints import checkpoint_path
 
 EXIT_CODE = 128 + signal.SIGTERM
 HEEDED = (signal.SIGINT, signal.SIGTERM)
 
 
-def install_sigterm_handler(place: RankInfo, is_main: bool) -> Callable[[], None]:
+def install_sigterm_handler(rank_info: RankInfo, is_main: bool) -> Callable[[], None]:
     """From now on SIGTERM raises SystemExit, so that a `with` block ends in order; what is returned undoes this.
 
     Only where somebody has started us who is not ours, and where nobody else has plans for the signal.
     """
-    ours = place.launcher == "alone" or (place.launcher == "offbeat" and not place.member)
+    ours = rank_info.launcher == "alone" or (rank_info.launcher == "offbeat" and not rank_info.member)
     elsewhere = threading.current_thread() is not threading.main_thread()
     if ours or elsewhere or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return lambda: None
 
-    fragile = place.transport == "mpi" and not _is_fault_tolerant()
+    fragile = rank_info.transport == "mpi" and not _is_fault_tolerant()
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asking once is enough
         if is_main:  # written as it is: what was interrupted may have been writing, too
-            os.write(2, f"offbeat: {_sentence(place, fragile)}\n".encode())
+            os.write(2, f"offbeat: {_sentence(rank_info, fragile)}\n".encode())
         raise SystemExit(EXIT_CODE)
 
     signal.signal(signal.SIGTERM, end)
@@ -79,10 +79,10 @@ def _is_fault_tolerant() -> bool:
     return is_fault_tolerant()
 
 
-def _sentence(place: RankInfo, fragile: bool) -> str:
-    said = f"{place.launcher} has asked this run to end (SIGTERM)"
+def _sentence(rank_info: RankInfo, fragile: bool) -> str:
+    said = f"{rank_info.launcher} has asked this run to end (SIGTERM)"
     if fragile:
         said += ", as it does when a rank has died; with 'mpirun --with-ft ulfm' the others go on"
-    if place.directory is not None and checkpoint_path(place.directory).exists():
-        said += f"; to go on from its checkpoint: offbeat train --resume {place.directory}"
+    if rank_info.directory is not None and checkpoint_path(rank_info.directory).exists():
+        said += f"; to go on from its checkpoint: offbeat train --resume {rank_info.directory}"
     return said

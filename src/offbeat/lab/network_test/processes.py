@@ -182,11 +182,11 @@ def _start(place: RankInfo, options: TestOptions, on_line: OnLine) -> Child:
     environment = environment_of(place)
     if sys.platform == "linux":
         be = functools.partial(_be, place, options)
-        return start_forked(be, rank=place.rank, life=0, environment=environment, on_line=on_line)
+        return start_forked(be, rank=place.rank, incarnation=0, environment=environment, on_line=on_line)
     argv = [sys.executable, "-P", "-m", "offbeat", "network", "--wait", str(options.wait_seconds)]
     if not options.shared_memory:
         argv.append("--no-shared-memory")
-    return start_command(argv, rank=place.rank, life=0, environment=environment, on_line=on_line)
+    return start_command(argv, rank=place.rank, incarnation=0, environment=environment, on_line=on_line)
 
 
 def _be(place: RankInfo, options: TestOptions) -> int:
@@ -222,7 +222,7 @@ def probe_under_mpirun(probe: Probe, ranks: int, options: TestOptions, on_line: 
         result = Path(directory) / "network.json"
         told = [msgspec.json.encode(what).decode() for what in (probe, options)]
         argv = [*mpirun_command(ranks), sys.executable, "-P", "-m", "offbeat.cli.network_member", str(result), *told]
-        mpirun = start_command(argv, rank=0, life=0, environment={}, on_line=on_line)
+        mpirun = start_command(argv, rank=0, incarnation=0, environment={}, on_line=on_line)
         try:
             code = mpirun.wait()
         finally:

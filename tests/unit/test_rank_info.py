@@ -34,7 +34,7 @@ def test_without_a_launcher_a_process_is_alone() -> None:
 def test_a_seat_survives_the_way_through_the_environment(host: str, tmp_path: Path) -> None:
     given = RankInfo(2, 4, Address(host, 7700), b"\x00\xffsecret", None, tmp_path, True, "offbeat", "me")
     assert read_rank_info(environment_of(given)) == given
-    again = dataclasses.replace(given, rank=0, life=2, began=12345.678901234567)
+    again = dataclasses.replace(given, rank=0, incarnation=2, began=12345.678901234567)
     assert read_rank_info(environment_of(again)) == again
 
 
@@ -81,7 +81,7 @@ def test_srun_may_mean_mpi_if_it_is_told_so() -> None:
 
 
 def test_a_door_is_found_by_its_number() -> None:
-    assert read_rank_info({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_DOOR": "7"}).listener == 7
+    assert read_rank_info({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_LISTENER": "7"}).listener == 7
 
 
 @pytest.mark.parametrize(

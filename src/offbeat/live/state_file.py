@@ -12,18 +12,15 @@ digest before anything is used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 import os
-import re
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -31,7 +28,6 @@ from torch import Tensor
 
 from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError, RunFailed
 
-CHECKPOINT_FILE = re.compile(r"checkpoint-\d+\.offbeat(\.partial)?")
 PARTIAL = ".partial"
 
 MAGIC = b"offbeat!"
@@ -56,68 +52,6 @@ DTYPES = {
 """All but the quantised ones, which are more than their bytes."""
 
 NAMES = {value: name for name, value in DTYPES.items()}
-
-
-def checkpoint_path(directory: Path, rank: int = 0) -> Path:
-    """Where a rank of a live run puts its checkpoint."""
-    return directory / f"checkpoint-{rank}.offbeat"
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The checkpoints in a run directory, and what is left of one that was being written."""
-    return sorted(path for path in directory.iterdir() if CHECKPOINT_FILE.fullmatch(path.name))
-
-
-# What is in one
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A run as it stood: the node of its rank 0, and what the engine around it must remember."""
-
-    fingerprint: str
-    """Of the model: shapes and strides."""
-    experiment: dict[str, Any] | None
-    strategy: str
-    elapsed_seconds: Annotated[float, msgspec.Meta(ge=0)]
-    records_position: Annotated[int, msgspec.Meta(ge=0)]
-    """How long the records were; what was written later is done again."""
-    incarnations: dict[str, int]
-    resumes: Annotated[int, msgspec.Meta(ge=0)]
-    node: dict[str, Any] = dataclasses.field(repr=False)
-
-    def to_plain(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-
-    @classmethod
-    def from_plain(cls, plain: Any, where: str = "the checkpoint") -> Checkpoint:
-        try:
-            return msgspec.convert(plain, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{where} does not hold a run of this version of offbeat: {error}") from None
-
-    def save(self, path: Path) -> None:
-        save(path, self.to_plain())
-
-    @classmethod
-    def load(cls, path: Path) -> Checkpoint:
-        return cls.from_plain(load(path), str(path))
-
-    def check_fits(self, fingerprint: str, strategy: str) -> None:
-        """Refuse to go on with another model, or with another strategy, than the checkpoint is of."""
-        if self.strategy != strategy:
-            raise ConfigurationError(
-                f"the checkpoint is of the strategy {self.strategy}, and this run's is {strategy}; "
-                "resume with the strategy that it was made with, or start anew without --resume"
-            )
-        if self.fingerprint != fingerprint:
-            raise ConfigurationError(
-                f"the checkpoint is of another model (fingerprint {self.fingerprint[:16]}, this one has "
-                f"{fingerprint[:16]}); resume with the model that it was made with, or start anew without --resume"
-            )
-
-
-# Writing
 
 
 def save(path: Path, state: Any) -> None:

@@ -1,0 +1,92 @@
+"""Evaluation on a thread of its own, with a model of its own, so that it never delays an update."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.actions import Evaluate
+from offbeat.core.events import Evaluated
+from offbeat.core.flat import FlatModule
+from offbeat.core.messages import Buffers
+from offbeat.core.workload import Measured
+from offbeat.errors import RunFailed
+
+Evaluation = Callable[[nn.Module], Any]
+"""Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}.
+
+A third value, or "accuracy_top5", is how often the label was among the five likeliest.
+"""
+
+Measure = Callable[[Tensor, Buffers], Measured]
+"""Loss and accuracies at these values."""
+
+
+def measure_with(model: nn.Module, evaluate: Evaluation) -> Measure:
+    """The user's evaluation, on a copy of the model, as the engine wants it."""
+    flat = FlatModule(model)
+
+    def measure(parameters: Tensor, buffers: Buffers) -> Measured:
+        flat.load(parameters, buffers)
+        flat.module.eval()
+        with torch.no_grad():
+            return _measured(evaluate(flat.module))
+
+    return measure
+
+
+def _measured(value: Any) -> Measured:
+    if isinstance(value, Mapping):
+        value = tuple(value.get(name) for name in Measured._fields)
+    values = value if isinstance(value, tuple | list) else (value, None)
+    try:
+        loss, *accuracies = Measured(*values)
+        return Measured(float(loss), *(None if accuracy is None else float(accuracy) for accuracy in accuracies))
+    except (TypeError, ValueError):
+        raise RunFailed(
+            f"evaluate must return a loss, (loss, accuracy) or a dictionary with these, but returned {value!r}"
+        ) from None
+
+
+class Evaluator:
+    """Measures one after the other what it is given."""
+
+    def __init__(
+        self,
+        measure: Measure,
+        deliver: Callable[[Evaluated], None],
+        fail: Callable[[BaseException], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._measure = measure
+        self._deliver = deliver
+        self._fail = fail
+        self._now = now
+        self._queue: queue.SimpleQueue[Evaluate | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, wanted: Evaluate) -> None:
+        """Measure this as soon as what came before is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="offbeat evaluation", daemon=True)
+            self._thread.start()
+        self._queue.put(wanted)
+
+    def close(self) -> None:
+        """End after what is being measured now."""
+        self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        try:
+            while (wanted := self._queue.get()) is not None:
+                measured = self._measure(wanted.parameters, wanted.buffers)
+                self._deliver(Evaluated(self._now(), wanted.version, *measured))
+        except Exception as error:
+            self._fail(error)
