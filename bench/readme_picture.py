@@ -12,7 +12,7 @@ from pathlib import Path
 from offbeat.lab.experiment import Plan
 from offbeat.lab.plots.style import save
 from offbeat.lab.plots.timeline import timeline
-from offbeat.lab.simulated_runs import run_all
+from offbeat.lab.simulated_runs import simulate_all
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("fmb", "amb", "async-timed")
@@ -35,7 +35,7 @@ def draw(picture: Path) -> Path:
         seeds=plan.seeds[:1],
         evaluate=None,
     )
-    return save(timeline(run_all(shown), SECONDS), picture)
+    return save(timeline(simulate_all(shown), SECONDS), picture)
 
 
 if __name__ == "__main__":

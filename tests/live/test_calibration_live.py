@@ -25,7 +25,7 @@ def test_what_is_measured_is_a_cluster_to_simulate_and_to_train_on(
     assert [worker["worker"] for worker in said["workers"]] == [0, 1]
     assert all(worker["spread"]["max"] >= worker["spread"]["p50"] > 0 for worker in said["workers"])
     assert cluster.measured
-    assert cluster.spread is not None
+    assert cluster.speed_trace is not None
     assert cluster.seconds_per_sample + cluster.seconds_per_call > 0
     assert cluster.seconds_per_update > 0
     assert cluster.link.bytes_per_second is not None

@@ -164,7 +164,7 @@ def test_a_worker_that_stands_still_is_dropped_and_taken_back(
 def test_a_killed_hub_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     planned = experiment(ob.AsyncFixed(batch=32), 2, 20_000)
-    live = ob.Live(checkpoint_seconds=0.2)
+    live = ob.LiveOptions(checkpoint_seconds=0.2)
     culprit = Culprit(directory, 60, lambda it: it.signal(0, signal.SIGKILL))
     with pytest.raises(ob.RunFailed, match="the hub was killed by SIGKILL"):
         train_experiment(planned, directory, live, culprit)
@@ -191,7 +191,7 @@ def test_a_run_that_is_going_on_cannot_be_resumed(tmp_path: Path) -> None:
     refused: list[str] = []
 
     def resume(culprit: Culprit) -> None:
-        for again in ((planned, directory, ob.Live(), None, True), (planned, directory)):
+        for again in ((planned, directory, ob.LiveOptions(), None, True), (planned, directory)):
             with pytest.raises(ob.ConfigurationError) as error:
                 train_experiment(*again)
             refused.append(str(error.value))

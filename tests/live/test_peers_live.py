@@ -138,7 +138,7 @@ def test_a_killed_peer_comes_back_and_the_others_did_not_wait(rank: int, tmp_pat
 
 def test_without_rank_0_the_others_come_to_the_end_and_keep_the_result(tmp_path: Path) -> None:
     culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(0, signal.SIGKILL))
-    planned, live = experiment(ob.Gossip(batch=32), 10_000), ob.Live(restarts=0)
+    planned, live = experiment(ob.Gossip(batch=32), 10_000), ob.LiveOptions(restarts=0)
     run = train_experiment(planned, tmp_path / "run", live, culprit)
     assert culprit.said == ["peer 0 was killed by SIGKILL, and it is not started again"]
     assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 0)

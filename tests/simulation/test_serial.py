@@ -18,7 +18,7 @@ from offbeat.core.examples import Order
 from offbeat.core.optimizers import AMSGrad
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import EveryUpdates, Node, NodeContext
-from offbeat.lab.live_runs import workers_in
+from offbeat.lab.live_runs import workers_for_processes
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
 from offbeat.simulation.gradients import GradientComputer, GradientRequest
 from offbeat.strategies.serial import ArtificialDelay, Serial
@@ -279,11 +279,11 @@ def test_workers_that_have_no_use_are_spoken_of(
 def test_more_processes_than_one_are_refused() -> None:
     with pytest.raises(ob.ConfigurationError, match="serial trains in one process, but 3 were started; start one"):
         node_of(Serial(), members=3)
-    assert workers_in(Serial(), 1) == 1
+    assert workers_for_processes(Serial(), 1) == 1
     with pytest.raises(ob.ConfigurationError, match="serial trains in 1 process, but 3 were started; start fewer"):
-        workers_in(Serial(), 3)
+        workers_for_processes(Serial(), 3)
     with pytest.raises(ob.ConfigurationError, match="1 process cannot train with fmb, which needs 2 or more"):
-        workers_in(ob.FixedMinibatch(), 1)
+        workers_for_processes(ob.FixedMinibatch(), 1)
 
 
 def test_what_cannot_be_is_refused_in_a_sentence() -> None:

@@ -19,16 +19,16 @@ from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.calibration import (
     Calibration,
-    Cut,
     MeasuredWorker,
-    Pieces,
+    RoundCost,
+    RoundShape,
     calibrate,
     cluster_of,
-    fit,
+    fit_round_cost,
     links_of,
     measured_workers,
-    periods_of,
-    seconds_overslept,
+    oversleep_seconds,
+    round_periods,
     seconds_per_step,
     seconds_per_update,
 )
@@ -37,13 +37,13 @@ from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.schema import Round, RunRecords
 from offbeat.simulation.round_timing import RoundTiming
 
-PIECES = Pieces(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
-CUTS = (Cut(16, 1), Cut(16, 16), Cut(64, 4))
+PIECES = RoundCost(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
+CUTS = (RoundShape(16, 1), RoundShape(16, 16), RoundShape(64, 4))
 LINK = Link(latency_seconds=5e-4, bytes_per_second=1e9)
 CALM = RoundDelay(0.0, 1.0)
 
 
-def seconds_of(cut: Cut) -> float:
+def seconds_of(cut: RoundShape) -> float:
     return PIECES.per_round + cut.calls * PIECES.per_call + cut.samples * PIECES.per_sample
 
 
@@ -74,24 +74,24 @@ def calibrated(slower: float = 1.0) -> list[MeasuredWorker]:
 
 def test_a_period_is_a_round_without_its_sleep_and_the_wait_until_the_next() -> None:
     slept = [msgspec.structs.replace(one, induced_seconds=0.5) for one in rounds(1, [0.6] * 5, idle=0.2)]
-    periods = periods_of(run(slept, workers=1))
+    periods = round_periods(run(slept, workers=1))
     assert periods == {0: [pytest.approx(0.3)] * 3}  # the first is not warm, and the last has no next
 
 
 def test_what_a_round_is_made_of_is_found_exactly_where_nothing_disturbs() -> None:
-    found = fit({cut: seconds_of(cut) for cut in CUTS})
+    found = fit_round_cost({cut: seconds_of(cut) for cut in CUTS})
     assert found.per_round == pytest.approx(PIECES.per_round)
     assert found.per_call == pytest.approx(PIECES.per_call)
     assert found.per_sample == pytest.approx(PIECES.per_sample)
 
 
 def test_no_piece_is_below_zero() -> None:
-    found = fit({CUTS[0]: 0.001, CUTS[1]: 0.02, CUTS[2]: 0.03})
+    found = fit_round_cost({CUTS[0]: 0.001, CUTS[1]: 0.02, CUTS[2]: 0.03})
     assert min(found.per_round, found.per_call, found.per_sample) >= 0
 
 
 def test_a_worker_that_did_next_to_nothing_in_all_probes_is_told_of_with_what_to_do() -> None:
-    nothing = periods_of(run(rounds(1, [0.02] * 80)))
+    nothing = round_periods(run(rounds(1, [0.02] * 80)))
     assert nothing[1] == []
     with pytest.raises(RunFailed, match=r"worker 1 computed too little .* --seconds 120"):
         list(measured_workers({cut: [nothing] * 3 for cut in CUTS}, CUTS[1], {0: LINK, 1: LINK}))
@@ -101,8 +101,8 @@ def test_a_probe_in_which_a_worker_did_nothing_is_made_up_for_by_the_others() ->
     periods = {cut: [{0: [seconds_of(cut)], 1: [seconds_of(cut)]}] * 2 for cut in CUTS}
     periods[CUTS[1]] = [*periods[CUTS[1]], {0: [seconds_of(CUTS[1])], 1: []}]
     one, other = measured_workers(periods, CUTS[1], {0: LINK, 1: LINK})
-    assert one.pieces == other.pieces
-    assert one.pieces.per_call == pytest.approx(PIECES.per_call)
+    assert one.cost == other.cost
+    assert one.cost.per_call == pytest.approx(PIECES.per_call)
 
 
 def test_links_are_what_is_left_of_a_round_trip_and_of_a_large_gradient() -> None:
@@ -129,8 +129,8 @@ def test_sleeps_that_took_longer_than_was_drawn_count() -> None:
         msgspec.structs.replace(one, seconds=0.3, induced_seconds=each.delay_seconds + 0.002)
         for one, each in zip(rounds(1, [0.3] * 30), drawn, strict=True)
     ]
-    assert seconds_overslept([run(late, workers=1)], CEDAR) == pytest.approx(0.002)
-    assert seconds_overslept([], CEDAR) == 0.0
+    assert oversleep_seconds([run(late, workers=1)], CEDAR) == pytest.approx(0.002)
+    assert oversleep_seconds([], CEDAR) == 0.0
 
 
 # From seconds to a cluster
@@ -140,15 +140,15 @@ def test_where_rounds_are_disturbed_on_purpose_all_pieces_are_scaled_to_those() 
     periods = {cut: [{0: [seconds_of(cut)] * 40}] * 3 for cut in CUTS}
     slower = [{0: [1.4 * seconds_of(CUTS[1]), 1.6 * seconds_of(CUTS[1])]}] * 3
     (mine,) = measured_workers(periods, CUTS[1], {0: LINK}, slower)
-    assert mine.pieces.per_call == pytest.approx(1.5 * PIECES.per_call)
-    assert mine.pieces.per_round == pytest.approx(1.5 * PIECES.per_round)
-    assert mine.spread[:2] == pytest.approx((1.4 / 1.5, 1.6 / 1.5))
+    assert mine.cost.per_call == pytest.approx(1.5 * PIECES.per_call)
+    assert mine.cost.per_round == pytest.approx(1.5 * PIECES.per_round)
+    assert mine.speed_factors[:2] == pytest.approx((1.4 / 1.5, 1.6 / 1.5))
 
 
 def test_workers_that_differ_by_chance_share_a_speed() -> None:
     jittery = {cut: [{0: [seconds_of(cut) * f], 1: [seconds_of(cut)]} for f in (0.7, 1.4, 1.0)] for cut in CUTS}
     one, other = measured_workers(jittery, CUTS[1], {0: LINK, 1: LINK})
-    assert one.pieces == other.pieces
+    assert one.cost == other.cost
 
 
 def test_a_worker_that_is_slower_gets_a_speed_of_its_own() -> None:
@@ -168,9 +168,9 @@ def test_a_link_that_is_far_from_the_others_is_described_by_itself() -> None:
     assert (cluster.link_of(0), cluster.link_of(2)) == (near, far)
 
 
-def test_the_spread_is_one_on_average_and_bounded_and_in_order() -> None:
+def test_the_speed_trace_is_one_on_average_and_bounded_and_in_order() -> None:
     worker = MeasuredWorker(0, PIECES, LINK, tuple(1.0 + (n % 7) / 10 for n in range(1000)))
-    trace = cluster_of([worker], 0.0, LINK, 256).spread
+    trace = cluster_of([worker], 0.0, LINK, 256).speed_trace
     assert trace is not None
     assert (len(trace.factors), trace.samples) == (200, 256)
     assert sum(trace.factors) / 200 == pytest.approx(1.0, abs=1e-3)
@@ -212,15 +212,17 @@ def test_a_trace_without_time_is_refused(factors: tuple[float, ...]) -> None:
         Trace(factors)
 
 
-def test_a_factor_of_the_spread_lasts_for_its_samples() -> None:
-    speed = Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20))
+def test_a_factor_of_the_speed_trace_lasts_for_its_samples() -> None:
+    speed = Speed(seconds_per_sample=0.01, speed_trace=Trace((1.0, 3.0), samples=20))
     assert RoundTiming(speed, CALM, 10).seconds(40) == pytest.approx(0.2 + 0.6)
     assert RoundTiming(speed, CALM, 10, position=20).seconds(10) == pytest.approx(0.3)
     assert RoundTiming(speed, CALM, 10, position=30).seconds(25) == pytest.approx(0.3 + 0.1 + 0.05)
 
 
-def test_a_time_limit_counts_what_the_spread_allows() -> None:
-    pace = RoundTiming(Speed(seconds_per_sample=0.01, spread=Trace((1.0, 3.0), samples=20)), RoundDelay(0.1, 1.0), 10)
+def test_a_time_limit_counts_what_the_speed_trace_allows() -> None:
+    pace = RoundTiming(
+        Speed(seconds_per_sample=0.01, speed_trace=Trace((1.0, 3.0), samples=20)), RoundDelay(0.1, 1.0), 10
+    )
     assert pace.samples(ob.Seconds(0.1 + 0.2)) == 20
     assert pace.samples(ob.Seconds(0.1 + 0.21)) == 30
     assert pace.samples(ob.Seconds(0.05)) == 10
@@ -228,7 +230,7 @@ def test_a_time_limit_counts_what_the_spread_allows() -> None:
 
 
 def test_on_average_a_time_limit_is_as_fast_as_rounds_of_fixed_size() -> None:
-    speed = Speed(seconds_per_sample=0.001, spread=Trace((0.5, 1.5), samples=50))
+    speed = Speed(seconds_per_sample=0.001, speed_trace=Trace((0.5, 1.5), samples=50))
     position, samples, limit = 0, 0, 0.04
     for _ in range(500):
         done = RoundTiming(speed, CALM, 1, position).samples(ob.Seconds(limit))
@@ -243,7 +245,9 @@ def test_a_round_costs_what_it_costs_on_top() -> None:
 
 
 def test_a_simulation_on_a_measured_cluster_repeats_itself_and_pairs_induced_sleeps() -> None:
-    cluster = Cluster(0.001, straggle=CEDAR, spread=Trace((0.8, 1.2, 1.0), 64), seconds_per_round=0.002, measured=True)
+    cluster = Cluster(
+        0.001, straggle=CEDAR, speed_trace=Trace((0.8, 1.2, 1.0), 64), seconds_per_round=0.002, measured=True
+    )
     calm = Cluster(0.001, straggle=CEDAR)
 
     def simulated(on: Cluster) -> ob.Run:
@@ -264,7 +268,7 @@ def test_a_simulation_on_a_measured_cluster_repeats_itself_and_pairs_induced_sle
 def test_what_was_measured_is_not_induced_and_what_was_asked_for_is() -> None:
     override = WorkerOverride((0,), seconds_per_sample=0.5, link=Link(latency_seconds=1.0))
     link = Link(latency_seconds=0.5)
-    measured = Cluster(0.1, workers=(override,), link=link, spread=Trace((2.0,)), factors=(3.0,), measured=True)
+    measured = Cluster(0.1, workers=(override,), link=link, speed_trace=Trace((2.0,)), factors=(3.0,), measured=True)
     induced = InjectedDelay.of(measured, {1: 0}, 1, [0], seed=0)
     assert induced.disturb() == pytest.approx(RoundDelay(0.0, 3.0))
     assert induced.delay(0, 1000, 0.0) == 0.0

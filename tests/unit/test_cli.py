@@ -45,17 +45,17 @@ SIMULATE = """
     --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay
     --out --outer --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates
     --samples-max --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed
-    --seeds --send --silence-seconds --sources --split --spread --staleness-max --straggle --target --test-examples
+    --seeds --send --silence-seconds --sources --speed-trace --split --staleness-max --straggle --target --test-examples
     --until --width --worker-seconds --workers
 """
 COMPARE = """
     --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
     --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
     --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds
-    --spread --straggle --target --until --workers
+    --speed-trace --straggle --target --until --workers
 """
 SIMULATED_ONLY = """
-    --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --spread
+    --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --speed-trace
 """
 PROCESSES = """
     --checkpoint-seconds --checksum --listen --local-workers --no-checksum --no-shared-memory --restarts --resume

@@ -19,7 +19,7 @@ from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment, Plan
-from offbeat.lab.worker_main import Live
+from offbeat.lab.worker_main import LiveOptions
 from offbeat.launch import RankInfo
 from offbeat.records.files import LIVE, RANK_RECORDS, write_header
 from offbeat.records.schema import Notice, RunRecords
@@ -37,11 +37,11 @@ class Runs:
 
     def __init__(self) -> None:
         self.experiments: list[Experiment] = []
-        self.lives: list[Live] = []
+        self.lives: list[LiveOptions] = []
         self.resumed: list[bool] = []
         self.raises: BaseException | None = None
 
-    def __call__(self, experiment: Experiment, out: Path, live: Live, watcher: Any, resume: bool = False) -> Any:
+    def __call__(self, experiment: Experiment, out: Path, live: LiveOptions, watcher: Any, resume: bool = False) -> Any:
         self.experiments.append(experiment)
         self.lives.append(live)
         self.resumed.append(resume)
@@ -81,14 +81,14 @@ def test_what_is_left_open_suits_real_processes(runs: Runs) -> None:
     (experiment,) = runs.experiments
     assert experiment.workers == min(4, os.cpu_count() or 1)
     assert experiment.evaluate == EverySeconds(0.5)
-    assert runs.lives == [Live()]
+    assert runs.lives == [LiveOptions()]
 
 
 def test_flags_about_processes_reach_the_run(runs: Runs) -> None:
     argv = ["--restarts", "1", "--checkpoint-seconds", "none", "--checksum", "--silence-seconds", "3", "--faults"]
     listen = ["--listen", "127.0.0.1:0", "--local-workers", "1"]
     assert main([*QUADRATIC, "--no-report", *listen, *argv, "crash:1:2", "--workers", "2"]) == 0
-    asked = Live(
+    asked = LiveOptions(
         listen="127.0.0.1:0",
         local_workers=1,
         checkpoint_seconds=None,
@@ -161,7 +161,7 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
     a_run("o/fmb-seed0")
     assert main(["train", "--resume", "o/fmb-seed0", "--until", "90s", "--restarts", "5", "--no-report"]) == 0
     assert runs.resumed == [True]
-    assert runs.lives == [Live(restarts=5, checksum=True)]
+    assert runs.lives == [LiveOptions(restarts=5, checksum=True)]
     assert (runs.experiments[0].workers, str(runs.experiments[0].until)) == (
         2,
         "Seconds(seconds=90.0, samples_max=None)",
@@ -297,11 +297,11 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
 def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
 
-    def take_part(directory: Path, place: Any) -> int:
+    def worker_main(directory: Path, place: Any) -> int:
         taken.extend([directory, place.rank])
         return 7
 
-    monkeypatch.setattr("offbeat.lab.worker_main.take_part", take_part)
+    monkeypatch.setattr("offbeat.lab.worker_main.worker_main", worker_main)
     monkeypatch.setenv("OFFBEAT_RANK", "0")
     monkeypatch.setenv("OFFBEAT_PROCESSES", "2")
     assert worker_process.member(a_run("o")) == 7
@@ -311,5 +311,5 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
 def test_records_of_a_run_that_failed_before_anybody_wrote_any(runs: Runs) -> None:
     runs.raises = RunFailed("worker 1: ValueError: there is no x")
     experiment = Experiment(NamedWorkload.members["quadratic"](), Strategy.members["fmb"](), workers=2)
-    run: RunRecords = train_command.recorded(experiment, Path("o"), Live(), Quiet(str), RankInfo())
+    run: RunRecords = train_command.recorded(experiment, Path("o"), LiveOptions(), Quiet(str), RankInfo())
     assert [getattr(record, "failure", None) for record in run.records] == ["worker 1: ValueError: there is no x"]

@@ -16,7 +16,7 @@ from made_records import a_round
 import offbeat as ob
 from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _with_script_apart, application, main
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.lab.live_runs import _cut_back, workers_in
+from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.lab.worker_main import local_ranks
 from offbeat.launch import Child, RunMonitor, start_command, start_forked
 from offbeat.live.node_runner import Clock
@@ -155,11 +155,11 @@ def test_rank_0_is_always_started_here() -> None:
 
 
 def test_among_peers_there_are_as_many_workers_as_processes() -> None:
-    assert (workers_in(ob.FixedMinibatch(), 4), workers_in(ob.Gossip(), 4)) == (3, 4)
+    assert (workers_for_processes(ob.FixedMinibatch(), 4), workers_for_processes(ob.Gossip(), 4)) == (3, 4)
     powers = ob.Gossip(graph=ob.graphs.ExponentialGraph())
-    assert [workers_in(powers, processes) for processes in (1, 2, 8)] == [1, 2, 8]
+    assert [workers_for_processes(powers, processes) for processes in (1, 2, 8)] == [1, 2, 8]
     with pytest.raises(ConfigurationError, match="take 4 or 8 of them"):
-        workers_in(powers, 6)
+        workers_for_processes(powers, 6)
 
 
 def rank_allocator(is_elastic: bool) -> RankAllocator:
@@ -190,7 +190,7 @@ def test_peers_that_go_on_from_a_checkpoint_forget_what_they_did_since(tmp_path:
                 writer.write(Notice(at, rank, "done"))
     with rank_file(tmp_path, 1).open("ab") as file:
         file.write(b'{"record":"notice","at":1.5')  # its process was killed
-    _cut_back(tmp_path, 2.5)
+    _truncate_records(tmp_path, 2.5)
     assert [[record.at for record in read_rank(tmp_path, rank)] for rank in range(2)] == [[1.0, 2.0, 3.0], [1.0, 2.0]]
 
 

@@ -53,7 +53,7 @@ class Machine:
 
 
 def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> MicrobatchCurve:
-    monkeypatch.setattr(microbatching, "_Bench", lambda workload, seed: machine)
+    monkeypatch.setattr(microbatching, "_GradientTimer", lambda workload, seed: machine)
     monkeypatch.setattr(microbatching.time, "perf_counter", machine.perf_counter)
     return microbatch(ob.workloads.Quadratic(), **settings)
 

@@ -17,7 +17,7 @@ from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import train
 from offbeat.lab.microbatching import microbatch
 from offbeat.lab.simulated_runs import Run, compare, simulate
-from offbeat.lab.worker_main import Live
+from offbeat.lab.worker_main import LiveOptions
 from offbeat.live import AsyncDataParallel, join
 from offbeat.records.comparison import Comparison
 from offbeat.strategies.gossip import Gossip, GossipAcid
@@ -63,7 +63,7 @@ __all__ = [
     "GossipAcid",
     "Hub",
     "Link",
-    "Live",
+    "LiveOptions",
     "LocalSGD",
     "LocalSteps",
     "MissingDependency",

@@ -24,7 +24,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.lab.experiment import Settings
 from offbeat.lab.live_runs import EVALUATE_LIVE
-from offbeat.lab.worker_main import Live
+from offbeat.lab.worker_main import LiveOptions
 
 RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
 STRATEGY, OPTIMIZER, WORKLOAD = "Strategies", "Optimizer", "Workload"
@@ -58,7 +58,7 @@ SIMULATED_ONLY = (
     "seconds_per_call",
     "seconds_per_round",
     "seconds_per_update",
-    "spread",
+    "speed_trace",
     "crash_seen_seconds",
 )
 """Fields of a cluster that real machines and links settle themselves."""
@@ -194,7 +194,7 @@ def live_flags() -> tuple[Flag, ...]:
         for flag in all_flags()
         if not (flag.section == CLUSTER and flag.path in SIMULATED_ONLY)
     ]
-    return (*kept, *(Flag(LIVE, item.path, item.kind, _with_default(item)) for item in options(Live)))
+    return (*kept, *(Flag(LIVE, item.path, item.kind, _with_default(item)) for item in options(LiveOptions)))
 
 
 def live_defaults() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from offbeat.cli.worker_process import prepare
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import RunFailed, unknown
-from offbeat.lab.worker_main import work as work_there
+from offbeat.lab.worker_main import join_run
 from offbeat.launch import (
     TRANSPORTS,
     Child,
@@ -215,7 +215,7 @@ def work(
     member = f"{socket.gethostname()}-{uuid.uuid4().hex}"
     if script:
         return _become(list(script), there, token, member, seconds)
-    return work_there(
+    return join_run(
         there,
         token,
         wait_seconds=seconds,

@@ -28,7 +28,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.lab.calibration import MICROBATCH, Calibration, MeasuredWorker
 from offbeat.lab.calibration import SECONDS as CALIBRATE_SECONDS
 from offbeat.lab.calibration import calibrate as measure_cluster
-from offbeat.lab.live_runs import DEFAULT_WORKERS
+from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS
 from offbeat.lab.microbatching import BATCH, BATCH_NORM_MIN, MicrobatchCurve
 from offbeat.lab.microbatching import SECONDS as MICROBATCH_SECONDS
 from offbeat.lab.microbatching import microbatch as measure_microbatches
@@ -45,7 +45,7 @@ CALIBRATE_KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch
 def calibrate_flags() -> tuple[Flag, ...]:
     """What is measured and for how long, how processes are kept, and the fields of the workload."""
     texts = {
-        "workers": f"workers that compute [{DEFAULT_WORKERS}]",
+        "workers": f"workers that compute [{DEFAULT_LIVE_WORKERS}]",
         "seconds": f"how long to measure, start-up not counted [{CALIBRATE_SECONDS:g}]",
         "microbatch": f"samples per forward and backward call that you will train with [{MICROBATCH}]",
         "straggle": "what you will induce to disturb rounds; it is measured with, and not part of the file [none]",
@@ -128,7 +128,7 @@ def as_toml(found: Calibration, file: str) -> str:
     count = len(found.workers)
     head = (
         f"# {found.workload} on {count} worker{'' if count == 1 else 's'}, measured {day}.\n"
-        "# Seconds are means; spread holds what varied around them, in the order of time.\n"
+        "# Seconds are means; speed_trace holds what varied around them, in the order of time.\n"
         f"# To simulate on it: {next_line(found, file)}\n\n"
     )
     return head + _compact(tomli_w.dumps(to_plain(found.cluster)))
@@ -155,14 +155,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _spread(worker: MeasuredWorker) -> dict[str, float]:
-    return dict(zip(("p50", "p90", "max"), map(float, np.percentile(worker.spread, [50, 90, 100])), strict=True))
+    return dict(zip(("p50", "p90", "max"), map(float, np.percentile(worker.speed_factors, [50, 90, 100])), strict=True))
 
 
 def _calibration_to_plain(found: Calibration) -> dict[str, Any]:
     workers = [
         {
             "worker": mine.worker,
-            **{f"seconds_{name}": value for name, value in dataclasses.asdict(mine.pieces).items()},
+            **{f"seconds_{name}": value for name, value in dataclasses.asdict(mine.cost).items()},
             "spread": _spread(mine),
             "link": to_plain(mine.link),
         }
@@ -191,8 +191,8 @@ def _print_calibration(found: Calibration, file: str) -> None:
 
 
 def _cells(mine: MeasuredWorker) -> Sequence[str]:
-    pieces, limit = mine.pieces, mine.link.bytes_per_second
-    times = [pieces.per_sample, pieces.per_call, pieces.per_round]
+    cost, limit = mine.cost, mine.link.bytes_per_second
+    times = [cost.per_sample, cost.per_call, cost.per_round]
     return [
         str(mine.worker),
         *(f"{1e3 * value:.3g}" for value in times),

@@ -14,7 +14,7 @@ from offbeat.launch import RankInfo, mpirun_command, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
 
 if TYPE_CHECKING:
-    from offbeat.lab.worker_main import Live
+    from offbeat.lab.worker_main import LiveOptions
 
 
 STARTED_BY_OFFBEAT = "OFFBEAT_UNDER_MPIRUN"
@@ -38,7 +38,7 @@ def say_of_rank(place: RankInfo, error: Exception) -> None:
     say(f"rank {place.rank} on {socket.gethostname()}: {error}")
 
 
-def check_mpi_options(live: Live) -> None:
+def check_mpi_options(live: LiveOptions) -> None:
     """Refuse what only processes can be told that we start ourselves."""
     for name in ("listen", "token_file", "local_workers"):
         require(

@@ -37,7 +37,7 @@ from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.experiment import Experiment, Plan, Settings
-from offbeat.lab.worker_main import Live
+from offbeat.lab.worker_main import LiveOptions
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 
@@ -109,12 +109,12 @@ def settings_of(given: Given, cluster: Cluster = Settings.cluster) -> dict[str, 
     return values
 
 
-def live_of(given: Given) -> Live:
+def live_of(given: Given) -> LiveOptions:
     """What was said about the processes of live runs."""
-    kinds = {item.path: item.kind for item in options(Live)}
+    kinds = {item.path: item.kind for item in options(LiveOptions)}
     values = {path: from_plain(kinds[path], text, flag_of(path)) for path, text in given[LIVE].items()}
     with _as_typed(flag_of):
-        return Live(**values)
+        return LiveOptions(**values)
 
 
 def _seeds(text: str) -> tuple[int, ...]:

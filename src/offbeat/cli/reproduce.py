@@ -17,7 +17,7 @@ from rich.table import Table
 from offbeat.cli.output import Lines, Silence, console, new_directory, print_json, say
 from offbeat.core.validation import require
 from offbeat.errors import MissingDependency
-from offbeat.lab.experiment import built
+from offbeat.lab.experiment import build_workload
 from offbeat.lab.reproduction.findings import Findings, check, find, quantity, shown
 from offbeat.lab.reproduction.runs import (
     Timed,
@@ -78,7 +78,7 @@ def reproduce(
     study = load_study(name, scale, chosen)  # type: ignore[arg-type]
     check(study)
     for workload in dict.fromkeys(case.plan.workload for case in study.cases):
-        built(workload)  # data that is missing is said before anything is begun
+        build_workload(workload)  # data that is missing is said before anything is begun
     directory = new_directory(study.name) if out is None else Path(out)
     begin(study, directory, chosen)
     try:

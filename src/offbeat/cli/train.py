@@ -37,9 +37,9 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment import Experiment, Plan
-from offbeat.lab.live_runs import run_follower, train_experiment, train_in_seat, workers_in
+from offbeat.lab.live_runs import run_follower, train_as_rank, train_experiment, workers_for_processes
 from offbeat.lab.simulated_runs import Run
-from offbeat.lab.worker_main import Live, local_ranks, read_live
+from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options
 from offbeat.launch import RankInfo, RunObserver, check_faults
 from offbeat.live.checkpoints import checkpoint_path
 from offbeat.records.files import HEADER, find_runs, read_header, read_run
@@ -101,7 +101,7 @@ def _plan(words: Sequence[str], told: Given, place: RankInfo) -> Plan:
         return _described(words, told, live_defaults())
     most = {**live_defaults(), "workers": place.processes}  # at the most; see below
     plan = _described(words, told, most, sized=False)
-    found = [workers_in(strategy, place.processes) for strategy in plan.strategies]
+    found = [workers_for_processes(strategy, place.processes) for strategy in plan.strategies]
     require(
         "workers" not in told[RUN] or {plan.workers} == set(found),
         f"{place.launcher} has started {place.processes} processes, which makes {found[0]} workers; "
@@ -151,13 +151,18 @@ def _check_links(plan: Plan, told: Given) -> None:
 
 
 def recorded(
-    experiment: Experiment, directory: Path, live: Live, watcher: RunObserver, place: RankInfo, resume: bool = False
+    experiment: Experiment,
+    directory: Path,
+    live: LiveOptions,
+    watcher: RunObserver,
+    place: RankInfo,
+    resume: bool = False,
 ) -> RunRecords:
     """The records of a run. One that failed has them, too, and they say why."""
     try:
         if place.alone:
             return train_experiment(experiment, directory, live, watcher, resume).records
-        return train_in_seat(experiment, directory, place, live, watcher, resume).records
+        return train_as_rank(experiment, directory, place, live, watcher, resume).records
     except KeyboardInterrupt:
         if not checkpoint_path(directory).exists():
             raise
@@ -185,7 +190,7 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
     """Go on with one run: everything is as it was, but for how long to train and how processes are kept."""
     require(output.out is None, "--resume goes on in the directory of the run; leave out --out")
     directory, experiment = _to_go_on_with(directory, words, told, place)
-    live = dataclasses.replace(read_live(directory), **_changed(told))
+    live = dataclasses.replace(read_live_options(directory), **_changed(told))
     if live.transport == "mpi" and place.alone:
         check_mpi_options(live)
         exec_mpirun(experiment.strategy.processes(experiment.workers))
@@ -195,7 +200,7 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
 
 
 def _accompany(
-    words: Sequence[str], told: Given, live: Live, place: RankInfo, resume: str | None, output: Output
+    words: Sequence[str], told: Given, live: LiveOptions, place: RankInfo, resume: str | None, output: Output
 ) -> int:
     """Be another process than rank 0 of what a launcher has started, run for run as rank 0 is.
 
@@ -222,11 +227,11 @@ def _accompany(
 
 
 def _runs(
-    words: Sequence[str], told: Given, live: Live, place: RankInfo, resume: str | None, output: Output
+    words: Sequence[str], told: Given, live: LiveOptions, place: RankInfo, resume: str | None, output: Output
 ) -> list[Callable[[], tuple[Run, bool]]]:
     if resume is not None:
         directory, experiment = _to_go_on_with(Path(resume), words, told, place)
-        live = dataclasses.replace(read_live(directory), **_changed(told))
+        live = dataclasses.replace(read_live_options(directory), **_changed(told))
         return [functools.partial(run_follower, experiment, directory, place, live, resume=True)]
     places = places_of(_plan(words, told, place))
     out = None if output.out is None else Path(output.out)

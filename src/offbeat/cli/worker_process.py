@@ -11,12 +11,12 @@ from offbeat.cli import answered
 
 def member(directory: Path) -> int:
     """Be the rank that the environment says, in the run that the directory describes."""
-    from offbeat.lab.worker_main import take_part
+    from offbeat.lab.worker_main import worker_main
     from offbeat.launch import read_rank_info
     from offbeat.records.files import read_header
 
     prepare(read_header(directory).experiment or {}, str(directory))
-    return take_part(directory, read_rank_info())
+    return worker_main(directory, read_rank_info())
 
 
 def prepare(experiment: dict[str, Any], where: str) -> None:

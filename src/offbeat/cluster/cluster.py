@@ -57,7 +57,7 @@ class WorkerOverride:
     straggle: StragglerModel | None = option(None, "what disturbs a round")
     link: Link | None = option(None, "its connection to the others")
     seconds_per_round: float | None = option(None, "seconds that each round costs on top")
-    spread: Trace | None = option(None, "how the speed varies over time, as it was recorded")
+    speed_trace: Trace | None = option(None, "how the speed varies over time, as it was recorded")
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_round")
@@ -82,7 +82,7 @@ class Cluster:
     crash_seen_seconds: float = option(1.0, "seconds until the others notice a closed connection")
     silence_seconds: float = option(10.0, "seconds after which a silent peer is given up")
     seconds_per_round: float = option(0.0, "seconds that each round costs on top: values read in, the gradient sent")
-    spread: Trace | None = option(None, "how the speed varies over time, as it was recorded; none: it does not")
+    speed_trace: Trace | None = option(None, "how the speed varies over time, as it was recorded; none: it does not")
     measured: bool = option(False, "whether speeds and links are what was measured here, which live runs do not induce")
     size: int | None = option(None, "workers that it has, for runs that do not say how many; none: any number")
 
@@ -111,7 +111,7 @@ class Cluster:
             seconds_per_update=factor * self.seconds_per_update,
             straggle=_last((o.straggle for o in mine), self.straggle),
             seconds_per_round=factor * _last((o.seconds_per_round for o in mine), self.seconds_per_round),
-            spread=_last((o.spread for o in mine), self.spread),
+            speed_trace=_last((o.speed_trace for o in mine), self.speed_trace),
         )
 
     def link_of(self, worker: int | None) -> Link:

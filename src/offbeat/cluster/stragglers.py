@@ -142,8 +142,8 @@ class Mixture(StragglerModel, name="mixture"):
 class Trace(StragglerModel, name="trace"):
     """Factors that were recorded, in their order, from a place that is drawn once per worker; then over again.
 
-    Each was measured over so many samples. As a `straggle`, every round takes the next factor. As the `spread` of a
-    cluster, each factor lasts for its samples, however they are cut into rounds: slow spells stay as long as they were.
+    Each was measured over so many samples. As a `straggle`, every round takes the next factor. As the `speed_trace` of
+    a cluster, each factor lasts for its samples, however they are cut into rounds: slow spells keep their length.
     """
 
     factors: tuple[float, ...] = field(metadata={"help": "how many times longer than usual, one after the other"})
@@ -187,7 +187,7 @@ class Speed:
     seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
     straggle: StragglerModel = option(NoStragglers(), "what disturbs a round")
     seconds_per_round: float = option(0.0, "seconds that each round costs on top")
-    spread: Trace | None = option(None, "how the speed varies over time")
+    speed_trace: Trace | None = option(None, "how the speed varies over time")
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")

@@ -39,9 +39,9 @@ from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment
-from offbeat.lab.live_runs import DEFAULT_WORKERS, EVALUATE_LIVE, train_experiment
+from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_experiment
 from offbeat.lab.simulated_runs import one_thread
-from offbeat.lab.worker_main import Live
+from offbeat.lab.worker_main import LiveOptions
 from offbeat.lab.workloads import Quadratic
 from offbeat.launch import RunObserver
 from offbeat.records.schema import Round, RunRecords
@@ -52,26 +52,26 @@ SECONDS = 24.0
 SECONDS_MIN = 12.0
 """Below this, probes would be over before processes have warmed up."""
 MICROBATCH = 16
-CALLS = 16
+CALLS_PER_ROUND = 16
 """Micro-batches in the rounds that tell how the speed varies: as many as in a round of fmb by default."""
-WIDER = 4
+LARGE_MICROBATCH_FACTOR = 4
 """How many times larger the micro-batches are that tell samples from calls."""
-TURNS = 3
-SLEPT = 3
+REPETITIONS = 3
+DISTURBED_SHARES = 3
 """How many times longer rounds are measured that sleep most of the time."""
 WARM_UP_SECONDS = 0.4
 """Memory is touched for the first time, and torch loads parts of itself: not what a run is like."""
 ROUNDS_MIN = 3
-LONGER_MAX = 6
+ATTEMPTS_MAX = 6
 """A probe in which a worker had fewer rounds than that is made again, for twice as long, so many times in all."""
-STEPS = 30
+OPTIMIZER_STEPS = 30
 FACTORS_MAX = 200
-APART = 0.05
+SPEED_DIFFERENCE_MIN = 0.05
 """By how much a worker must differ from the others to get a speed of its own, if that is more than chance."""
-LINK_APART = 2.0
+LINK_RATIO_MIN = 2.0
 """How many times another latency or bandwidth a worker's link must have to be described by itself."""
-SMALL, LARGE = Quadratic(dimension=16, examples=2), Quadratic(dimension=1_000_000, examples=2)
-SPACED = Mixture(((0.01, 0.005, 1.0),))
+SMALL_MODEL, LARGE_MODEL = Quadratic(dimension=16, examples=2), Quadratic(dimension=1_000_000, examples=2)
+MESSAGE_SPACING = Mixture(((0.01, 0.005, 1.0),))
 """Sleeps between messages of the link probes, so that they do not wait for each other."""
 
 OnProbe = Callable[[int, int, str], None]
@@ -79,7 +79,7 @@ OnProbe = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Cut:
+class RoundShape:
     """How a round is cut: so many calls of so many samples."""
 
     microbatch: int
@@ -91,30 +91,30 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RoundCost:
     """What a round is made of, in seconds."""
 
     per_round: float
     per_call: float
     per_sample: float
 
-    def scaled(self, factor: float) -> Pieces:
-        return Pieces(*(factor * value for value in dataclasses.astuple(self)))
+    def scaled(self, factor: float) -> RoundCost:
+        return RoundCost(*(factor * value for value in dataclasses.astuple(self)))
 
 
 @dataclass(frozen=True)
 class MeasuredWorker:
-    """One worker, counted from 0. `spread` are its factors, 1 on average, in the order of time."""
+    """One worker, counted from 0. `speed_factors` are its factors, 1 on average, in the order of time."""
 
     worker: int
-    pieces: Pieces
+    cost: RoundCost
     link: Link
-    spread: tuple[float, ...] = field(repr=False)
+    speed_factors: tuple[float, ...] = field(repr=False)
 
-    def overslept(self, seconds: float) -> MeasuredWorker:
+    def with_oversleep(self, seconds: float) -> MeasuredWorker:
         """The same, whose rounds cost so much more."""
-        pieces = dataclasses.replace(self.pieces, per_round=self.pieces.per_round + seconds)
-        return dataclasses.replace(self, pieces=pieces)
+        cost = dataclasses.replace(self.cost, per_round=self.cost.per_round + seconds)
+        return dataclasses.replace(self, cost=cost)
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ class Calibration:
 def calibrate(
     workload: NamedWorkload | Workload,
     *,
-    workers: int = DEFAULT_WORKERS,
+    workers: int = DEFAULT_LIVE_WORKERS,
     seconds: float = SECONDS,
     microbatch: int = MICROBATCH,
     straggle: StragglerModel = NoStragglers(),  # noqa: B008  (frozen)
-    live: Live = Live(),  # noqa: B008  (frozen)
+    live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     watcher: RunObserver | None = None,
     on_probe: OnProbe | None = None,
 ) -> Calibration:
@@ -148,26 +148,32 @@ def calibrate(
     )
     require(microbatch >= 1, f"microbatch must be 1 or more, but is {microbatch}")
     disturbed = straggle != NoStragglers()
-    probing = _Probing(workers, seconds, disturbed, live, watcher, on_probe)
-    cuts = Cut(microbatch, 1), Cut(microbatch, CALLS), Cut(WIDER * microbatch, max(1, CALLS // WIDER))
-    computed: dict[Cut, list[RunRecords]] = {cut: [] for cut in cuts}
+    probing = _ProbeRunner(workers, seconds, disturbed, live, watcher, on_probe)
+    cuts = (
+        RoundShape(microbatch, 1),
+        RoundShape(microbatch, CALLS_PER_ROUND),
+        RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, max(1, CALLS_PER_ROUND // LARGE_MICROBATCH_FACTOR)),
+    )
+    computed: dict[RoundShape, list[RunRecords]] = {cut: [] for cut in cuts}
     together, slept = [], []
-    for _ in range(TURNS):
+    for _ in range(REPETITIONS):
         for cut in cuts:
             strategy = AsyncFixed(batch=cut.samples, microbatch=cut.microbatch)
             computed[cut].append(probing.run(workload, strategy, f"rounds of {cut.calls} × {cut.microbatch} samples"))
         together.append(probing.run(workload, FixedMinibatch(batch=cuts[1].samples, microbatch=microbatch), "updates"))
         if disturbed:
             strategy = AsyncFixed(batch=cuts[1].samples, microbatch=microbatch)
-            slept.append(probing.run(workload, strategy, "disturbed rounds", Cluster(straggle=straggle), SLEPT))
+            slept.append(
+                probing.run(workload, strategy, "disturbed rounds", Cluster(straggle=straggle), DISTURBED_SHARES)
+            )
     impatient = AsyncAdaptive(batch=1, microbatch=1)
-    small = probing.run(SMALL, impatient, "latency", Cluster(straggle=SPACED))
-    large = probing.run(LARGE, impatient, "bandwidth", Cluster(straggle=SPACED))
-    links = links_of(small, large, seconds_per_step(SMALL, impatient))
-    periods = {cut: [periods_of(run) for run in runs] for cut, runs in computed.items()}
-    measured = tuple(measured_workers(periods, cuts[1], links, [periods_of(run) for run in slept]))
-    measured = tuple(mine.overslept(seconds_overslept(slept, straggle)) for mine in measured)
-    link = _usual_link(links.values())
+    small = probing.run(SMALL_MODEL, impatient, "latency", Cluster(straggle=MESSAGE_SPACING))
+    large = probing.run(LARGE_MODEL, impatient, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
+    links = links_of(small, large, seconds_per_step(SMALL_MODEL, impatient))
+    periods = {cut: [round_periods(run) for run in runs] for cut, runs in computed.items()}
+    measured = tuple(measured_workers(periods, cuts[1], links, [round_periods(run) for run in slept]))
+    measured = tuple(mine.with_oversleep(oversleep_seconds(slept, straggle)) for mine in measured)
+    link = _median_link(links.values())
     step = seconds_per_step(workload, FixedMinibatch())
     update = max(step, seconds_per_update(together, computed[cuts[1]], link))
     label = together[0].header.workload
@@ -175,13 +181,13 @@ def calibrate(
 
 
 @dataclass
-class _Probing:
+class _ProbeRunner:
     """Runs one probe after the other."""
 
     workers: int
     seconds: float
     disturbed: bool
-    live: Live
+    live: LiveOptions
     watcher: RunObserver | None
     on_probe: OnProbe | None
     begun: int = 0
@@ -197,10 +203,10 @@ class _Probing:
         """The records of one probe, which has so many equal shares of all the time, or more if it must."""
         self.begun += 1
         if self.on_probe is not None:
-            self.on_probe(self.begun, (5 if self.disturbed else 4) * TURNS + 2, what)
-        seconds = self.seconds * shares / ((4 + SLEPT if self.disturbed else 4) * TURNS + 2)
+            self.on_probe(self.begun, (5 if self.disturbed else 4) * REPETITIONS + 2, what)
+        seconds = self.seconds * shares / ((4 + DISTURBED_SHARES if self.disturbed else 4) * REPETITIONS + 2)
         live = dataclasses.replace(self.live, checkpoint_seconds=None)
-        for longer in range(LONGER_MAX):
+        for longer in range(ATTEMPTS_MAX):
             until = Seconds(seconds * 2**longer)
             experiment = Experiment(workload, strategy, cluster or Cluster(), self.workers, until, 0, EVALUATE_LIVE)
             records = train_experiment(experiment, None, live, self.watcher).records
@@ -225,7 +231,7 @@ def warm_rounds(run: RunRecords) -> dict[int, list[Round]]:
     return found
 
 
-def _some(found: Iterable[float], worker: int) -> list[float]:
+def _require_values(found: Iterable[float], worker: int) -> list[float]:
     """What was measured of a worker, or a sentence where that is nothing."""
     values = list(found)
     if not values:
@@ -237,7 +243,7 @@ Periods = Mapping[int, Sequence[float]]
 """worker, counted from 0 → how long its rounds took"""
 
 
-def periods_of(run: RunRecords) -> dict[int, list[float]]:
+def round_periods(run: RunRecords) -> dict[int, list[float]]:
     """For each worker, how long its rounds took, from their beginning to the beginning of the next, without sleeps."""
     return {
         worker: [one.seconds - one.induced_seconds + other.idle_seconds for one, other in itertools.pairwise(rounds)]
@@ -245,7 +251,7 @@ def periods_of(run: RunRecords) -> dict[int, list[float]]:
     }
 
 
-def seconds_overslept(runs: Iterable[RunRecords], straggle: StragglerModel) -> float:
+def oversleep_seconds(runs: Iterable[RunRecords], straggle: StragglerModel) -> float:
     """By how much the induced sleeps of a round were longer than what was drawn for it, on average."""
     longer: list[float] = []
     for run in runs:
@@ -257,7 +263,7 @@ def seconds_overslept(runs: Iterable[RunRecords], straggle: StragglerModel) -> f
     return max(0.0, statistics.fmean(longer)) if longer else 0.0
 
 
-def fit(seconds: Mapping[Cut, float]) -> Pieces:
+def fit_round_cost(seconds: Mapping[RoundShape, float]) -> RoundCost:
     """The pieces, none below 0, that explain best how long rounds took; every cut counts in proportion."""
     rows = np.array([[1.0 / mean, cut.calls / mean, cut.samples / mean] for cut, mean in seconds.items()])
     best, least = np.zeros(3), math.inf
@@ -268,11 +274,14 @@ def fit(seconds: Mapping[Cut, float]) -> Pieces:
         computes = found[1] + found[2] > 0  # a machine that takes as long for nothing as for something is not one
         if found.min() >= 0 and computes and error < least:
             best, least = found, error
-    return Pieces(*map(float, best))
+    return RoundCost(*map(float, best))
 
 
 def measured_workers(
-    periods: Mapping[Cut, Sequence[Periods]], usual: Cut, links: Mapping[int, Link], slept: Sequence[Periods] = ()
+    periods: Mapping[RoundShape, Sequence[Periods]],
+    usual: RoundShape,
+    links: Mapping[int, Link],
+    slept: Sequence[Periods] = (),
 ) -> Iterable[MeasuredWorker]:
     """Every worker; those that differ by no more than chance share the pieces that fit all of them.
 
@@ -285,17 +294,17 @@ def measured_workers(
     }
     told = slept or periods[usual]
     longer = statistics.fmean(_means(told).values()) / statistics.fmean(_means(periods[usual]).values())
-    pieces = fit(pooled).scaled(longer)
+    cost = fit_round_cost(pooled).scaled(longer)
     for worker, ratio in ratios.items():
         mine = [period for run in told for period in run[worker]]
         mean = statistics.fmean(mine)
-        yield MeasuredWorker(worker, pieces.scaled(ratio), links[worker], tuple(period / mean for period in mine))
+        yield MeasuredWorker(worker, cost.scaled(ratio), links[worker], tuple(period / mean for period in mine))
 
 
 def _means(runs: Sequence[Periods]) -> dict[int, float]:
     """The mean period of each worker."""
     return {
-        worker: statistics.fmean(_some(itertools.chain.from_iterable(run[worker] for run in runs), worker))
+        worker: statistics.fmean(_require_values(itertools.chain.from_iterable(run[worker] for run in runs), worker))
         for worker in sorted(runs[0])
     }
 
@@ -310,22 +319,22 @@ def _ratios(runs: Sequence[Periods]) -> dict[int, float]:
             seen.append(statistics.fmean(run[worker]) / everybody)
         mean = statistics.fmean(seen) if seen else 1.0
         chance = 3 * statistics.stdev(seen) / math.sqrt(len(seen)) if len(seen) > 1 else math.inf
-        found[worker] = mean if abs(mean - 1) > max(APART, chance) else 1.0
+        found[worker] = mean if abs(mean - 1) > max(SPEED_DIFFERENCE_MIN, chance) else 1.0
     return found
 
 
 def seconds_per_step(workload: NamedWorkload | Workload, strategy: HubStrategy) -> float:
     """How long a step of the optimizer and a copy of the parameters take in this process."""
-    resolved, built = Experiment(workload, strategy).resolved()
+    resolved, build_workload = Experiment(workload, strategy).resolved()
     assert isinstance(resolved.strategy, HubStrategy)
     assert resolved.strategy.optimizer is not None
     taken = []
     with one_thread():
-        flat = FlatModule(built.initial_model(0))
+        flat = FlatModule(build_workload.initial_model(0))
         parameters, copied = flat.parameters.clone(), flat.parameters.clone()
         gradient = torch.zeros_like(parameters)
         stepper = resolved.strategy.optimizer.build(parameters, flat.layout)
-        for _ in range(STEPS):
+        for _ in range(OPTIMIZER_STEPS):
             before = time.monotonic()
             stepper.step(gradient, 0)
             copied.copy_(parameters)
@@ -340,12 +349,15 @@ def links_of(small: RunRecords, large: RunRecords, step: float) -> dict[int, Lin
     """
     nbytes = 4 * large.header.parameters
     leaving = {
-        worker: statistics.median(_some((one.send_seconds for one in rounds if one.send_seconds > 0), worker))
+        worker: statistics.median(_require_values((one.send_seconds for one in rounds if one.send_seconds > 0), worker))
         for worker, rounds in warm_rounds(large).items()
     }
     return {
         worker: Link(
-            latency_seconds=max(0.0, statistics.median(_some((one.idle_seconds for one in rounds), worker)) - step) / 2,
+            latency_seconds=max(
+                0.0, statistics.median(_require_values((one.idle_seconds for one in rounds), worker)) - step
+            )
+            / 2,
             bytes_per_second=nbytes / leaving[worker],
         )
         for worker, rounds in warm_rounds(small).items()
@@ -365,7 +377,7 @@ def seconds_per_update(together: Iterable[RunRecords], apart: Iterable[RunRecord
         nbytes = 4 * run.header.parameters
     anyway = [record.idle_seconds for run in apart for rounds in warm_rounds(run).values() for record in rounds]
     there_and_back = 2 * (link.latency_seconds + link.transmit_seconds(nbytes))
-    return statistics.fmean(_some(waits, 0)) - statistics.fmean(_some(anyway, 0)) - there_and_back
+    return statistics.fmean(_require_values(waits, 0)) - statistics.fmean(_require_values(anyway, 0)) - there_and_back
 
 
 # From seconds to a cluster
@@ -373,47 +385,47 @@ def seconds_per_update(together: Iterable[RunRecords], apart: Iterable[RunRecord
 
 def cluster_of(workers: Sequence[MeasuredWorker], update: float, link: Link, samples: int) -> Cluster:
     """The cluster: what most workers have in common, and what is different about some."""
-    usual = _usual(workers)
+    usual = _most_common(workers)
     overrides = []
     for mine in workers:
-        own_speed, own_link = mine.pieces != usual.pieces, _differs(mine.link, link)
+        own_speed, own_link = mine.cost != usual.cost, _differs(mine.link, link)
         if own_speed or own_link:
             overrides.append(
                 WorkerOverride(
                     (mine.worker,),
-                    seconds_per_sample=_rounded(mine.pieces.per_sample) if own_speed else None,
-                    seconds_per_call=_rounded(mine.pieces.per_call) if own_speed else None,
-                    seconds_per_round=_rounded(mine.pieces.per_round) if own_speed else None,
-                    spread=_trace([mine], samples) if own_speed else None,
+                    seconds_per_sample=_rounded(mine.cost.per_sample) if own_speed else None,
+                    seconds_per_call=_rounded(mine.cost.per_call) if own_speed else None,
+                    seconds_per_round=_rounded(mine.cost.per_round) if own_speed else None,
+                    speed_trace=_trace([mine], samples) if own_speed else None,
                     link=_rounded_link(mine.link) if own_link else None,
                 )
             )
     return Cluster(
-        seconds_per_sample=_rounded(usual.pieces.per_sample),
-        seconds_per_call=_rounded(usual.pieces.per_call),
-        seconds_per_round=_rounded(usual.pieces.per_round),
+        seconds_per_sample=_rounded(usual.cost.per_sample),
+        seconds_per_call=_rounded(usual.cost.per_call),
+        seconds_per_round=_rounded(usual.cost.per_round),
         seconds_per_update=_rounded(update),
-        spread=_trace([mine for mine in workers if mine.pieces == usual.pieces], samples),
+        speed_trace=_trace([mine for mine in workers if mine.cost == usual.cost], samples),
         workers=tuple(overrides),
         link=_rounded_link(link),
         measured=True,
     )
 
 
-def _usual(workers: Sequence[MeasuredWorker]) -> MeasuredWorker:
+def _most_common(workers: Sequence[MeasuredWorker]) -> MeasuredWorker:
     """One of those whose speed is the most common."""
-    return max(workers, key=lambda mine: sum(other.pieces == mine.pieces for other in workers))
+    return max(workers, key=lambda mine: sum(other.cost == mine.cost for other in workers))
 
 
 def _trace(workers: Sequence[MeasuredWorker], samples: int) -> Trace:
     """The last factors of these workers, one worker after the other, 1 on average."""
     each = max(1, FACTORS_MAX // len(workers))
-    factors = [factor for mine in workers for factor in mine.spread[-each:]]
+    factors = [factor for mine in workers for factor in mine.speed_factors[-each:]]
     mean = statistics.fmean(factors)
     return Trace(tuple(round(factor / mean, 3) for factor in factors), samples)
 
 
-def _usual_link(links: Iterable[Link]) -> Link:
+def _median_link(links: Iterable[Link]) -> Link:
     known = list(links)
     limits = [link.bytes_per_second for link in known if link.bytes_per_second is not None]
     return Link(statistics.median(link.latency_seconds for link in known), statistics.median(limits))
@@ -424,7 +436,7 @@ def _differs(link: Link, usual: Link) -> bool:
         (link.latency_seconds, usual.latency_seconds),
         (link.bytes_per_second or math.inf, usual.bytes_per_second or math.inf),
     ]
-    return any(max(pair) > LINK_APART * min(pair) for pair in pairs)
+    return any(max(pair) > LINK_RATIO_MIN * min(pair) for pair in pairs)
 
 
 def _rounded_link(link: Link) -> Link:

@@ -82,7 +82,7 @@ class Experiment:
 
         Times that the strategy leaves open suit workers of that speed; by default, of the cluster's.
         """
-        workload = built(self.workload)
+        workload = build_workload(self.workload)
         pace = self.cluster.seconds_per_sample or SECONDS_PER_SAMPLE
         filled = dataclasses.replace(
             self,
@@ -243,5 +243,5 @@ def _build_named(workload: NamedWorkload) -> Workload:
     return workload.build()
 
 
-def built(workload: NamedWorkload | Workload) -> Workload:
+def build_workload(workload: NamedWorkload | Workload) -> Workload:
     return _build_named(workload) if isinstance(workload, NamedWorkload) else workload

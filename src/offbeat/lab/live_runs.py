@@ -29,7 +29,7 @@ from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment import Experiment, workers_for
 from offbeat.lab.simulated_runs import Run, header_of
-from offbeat.lab.worker_main import Live, local_ranks, read_live, read_result, run_rank, save_result
+from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options, read_result, run_rank, save_result
 from offbeat.launch import (
     Child,
     RankInfo,
@@ -52,12 +52,12 @@ from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_fil
 from offbeat.records.metrics import end_of
 from offbeat.records.schema import AnyRecord, RunHeader, RunRecords
 
-DEFAULT_WORKERS = 2
+DEFAULT_LIVE_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 
 
-class _Nobody:
+class _StderrWatcher:
     def records(self, records: Sequence[AnyRecord]) -> None:
         pass
 
@@ -79,7 +79,7 @@ def train(
     evaluate: Cadence | None = EVALUATE_LIVE,
     bytes_per_second: float | None = None,
     out: str | Path | None = None,
-    live: Live = Live(),  # noqa: B008  (frozen)
+    live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
 ) -> Run:
     """Train on local processes, `workers` of which compute: as many as the cluster says, or else two.
 
@@ -90,21 +90,21 @@ def train(
     """
     place = read_rank_info(transport=live.transport)
     cluster = cluster or Cluster()
-    workers = workers_for(workers, cluster, DEFAULT_WORKERS)
+    workers = workers_for(workers, cluster, DEFAULT_LIVE_WORKERS)
     experiment = Experiment(
         workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
     )
     directory = None if out is None else Path(out)
     if place.alone:
         return train_experiment(experiment, directory, live)
-    workers = workers_in(strategy, place.processes)
-    return train_in_seat(dataclasses.replace(experiment, workers=workers), directory, place, live)
+    workers = workers_for_processes(strategy, place.processes)
+    return train_as_rank(dataclasses.replace(experiment, workers=workers), directory, place, live)
 
 
 def train_experiment(
     experiment: Experiment,
     out: Path | None,
-    live: Live = Live(),  # noqa: B008  (frozen)
+    live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     watcher: RunObserver | None = None,
     resume: bool = False,
 ) -> Run:
@@ -118,22 +118,22 @@ def train_experiment(
     experiment.cluster.check(processes, experiment.workers)
     local = local_ranks(experiment.strategy, processes, live.local_workers)
     check_faults(experiment.cluster.faults, local, experiment.strategy.is_required)
-    with _place_for(out) as directory:
+    with _run_directory(out) as directory:
         if resume:
-            experiment = _to_resume(directory, experiment)
+            experiment = _prepare_resume(directory, experiment)
         else:
-            _prepare(directory, experiment, workload, live)
-        failure = _supervise(directory, experiment, workload, live, watcher or _Nobody(), resume)
+            _prepare_new(directory, experiment, workload, live)
+        failure = _supervise(directory, experiment, workload, live, watcher or _StderrWatcher(), resume)
         if failure is not None:
-            raise RunFailed(failure + _how_to_go_on(failure, directory, by_name=experiment.to_plain() is not None))
-        return _ended(directory, out, experiment, workload)
+            raise RunFailed(failure + _resume_hint(failure, directory, by_name=experiment.to_plain() is not None))
+        return _finished_run(directory, out, experiment, workload)
 
 
-def train_in_seat(
+def train_as_rank(
     experiment: Experiment,
     out: Path | None,
     place: RankInfo,
-    live: Live = Live(),  # noqa: B008  (frozen)
+    live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     watcher: RunObserver | None = None,
     resume: bool = False,
 ) -> Run:
@@ -144,33 +144,33 @@ def train_in_seat(
     """
     if place.rank != 0:
         return run_follower(experiment, out, place, live, resume)[0]
-    experiment, workload = _seated(experiment, place, live)
-    with _place_for(out) as directory:
+    experiment, workload = _resolve_for_launcher(experiment, place, live)
+    with _run_directory(out) as directory:
         if resume:
-            experiment = _to_resume(directory, experiment)
+            experiment = _prepare_resume(directory, experiment)
         else:
-            _prepare(directory, experiment, workload, live)
+            _prepare_new(directory, experiment, workload, live)
         place = dataclasses.replace(place, directory=directory, resume=resume)
-        with _watched(RunMonitor(directory, watcher or _Nobody())):
+        with _watch_records(RunMonitor(directory, watcher or _StderrWatcher())):
             run_rank(experiment, workload, read_header(directory), live, place)
-        return _ended(directory, out, experiment, workload)
+        return _finished_run(directory, out, experiment, workload)
 
 
 def run_follower(
-    experiment: Experiment, out: Path | None, place: RankInfo, live: Live, resume: bool = False
+    experiment: Experiment, out: Path | None, place: RankInfo, live: LiveOptions, resume: bool = False
 ) -> tuple[Run, bool]:
     """Be another process than rank 0: what is known here of the run, and whether nobody else is left to tell of it."""
-    experiment, workload = _seated(experiment, place, live)
+    experiment, workload = _resolve_for_launcher(experiment, place, live)
     if resume and out is not None:
         _check_unfinished(out)
     session = run_rank(experiment, workload, _header(experiment, workload), live, place, sends_records=True)
     records, leads = session.records, session.is_main
     if leads and session.finish is not None and out is not None and (out / HEADER).exists():
-        records = _taken_over(out, records, session.finish)
+        records = _write_as_successor(out, records, session.finish)
     return Run(records, session.finish, workload, experiment.seed), leads
 
 
-def _taken_over(out: Path, records: RunRecords, finish: Finish) -> RunRecords:
+def _write_as_successor(out: Path, records: RunRecords, finish: Finish) -> RunRecords:
     """Rank 0 is lost, but its directory can be seen from here: what those knew who were left goes there."""
     written: dict[int, RankWriter] = {}
     with contextlib.ExitStack() as stack:
@@ -184,7 +184,7 @@ def _taken_over(out: Path, records: RunRecords, finish: Finish) -> RunRecords:
     return read_run(out)
 
 
-def _seated(experiment: Experiment, place: RankInfo, live: Live) -> tuple[Experiment, Workload]:
+def _resolve_for_launcher(experiment: Experiment, place: RankInfo, live: LiveOptions) -> tuple[Experiment, Workload]:
     """The experiment with everything filled in, if the processes of a launcher can do it."""
     for name in ("listen", "token_file", "local_workers"):
         require(
@@ -199,9 +199,9 @@ def _seated(experiment: Experiment, place: RankInfo, live: Live) -> tuple[Experi
     return experiment, workload
 
 
-def workers_in(strategy: Strategy, processes: int) -> int:
+def workers_for_processes(strategy: Strategy, processes: int) -> int:
     """How many workers so many processes make."""
-    found = [workers for workers in range(1, processes + 1) if _needed(strategy, workers) == processes]
+    found = [workers for workers in range(1, processes + 1) if _processes_for(strategy, workers) == processes]
     if not found:
         strategy.processes(processes)  # who refuses that number among peers says which ones are allowed
     least = strategy.processes(1)
@@ -218,7 +218,7 @@ def workers_in(strategy: Strategy, processes: int) -> int:
     return found[0]
 
 
-def _needed(strategy: Strategy, workers: int) -> int | None:
+def _processes_for(strategy: Strategy, workers: int) -> int | None:
     """How many processes so many workers need; None where there cannot be so many."""
     try:
         return strategy.processes(workers)
@@ -227,12 +227,12 @@ def _needed(strategy: Strategy, workers: int) -> int | None:
 
 
 @contextmanager
-def _watched(watch: RunMonitor) -> Iterator[None]:
+def _watch_records(watch: RunMonitor) -> Iterator[None]:
     """Look at the records of a run while this thread is part of it."""
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(LOOK_SECONDS):
+        while not over.wait(POLL_SECONDS):
             watch()
 
     thread = threading.Thread(target=look, name="offbeat looks on", daemon=True)
@@ -246,7 +246,7 @@ def _watched(watch: RunMonitor) -> Iterator[None]:
 
 
 @contextmanager
-def _place_for(out: Path | None) -> Iterator[Path]:
+def _run_directory(out: Path | None) -> Iterator[Path]:
     """The directory of a run; one for the time being where nobody wants to keep it."""
     if out is not None:
         yield out
@@ -255,50 +255,50 @@ def _place_for(out: Path | None) -> Iterator[Path]:
         yield Path(directory)
 
 
-def _to_resume(directory: Path, experiment: Experiment) -> Experiment:
+def _prepare_resume(directory: Path, experiment: Experiment) -> Experiment:
     """What to go on with. Faults are left out: they have struck already."""
     check_idle(directory)
     _check_unfinished(directory)
     if experiment.strategy.is_decentralized:
-        _cut_back(directory, read_checkpoint(directory).elapsed_seconds)
+        _truncate_records(directory, read_checkpoint(directory).elapsed_seconds)
     return dataclasses.replace(experiment, cluster=dataclasses.replace(experiment.cluster, faults=()))
 
 
-class _Dated(msgspec.Struct):
+class _TimedRecord(msgspec.Struct):
     """A record of whatever kind."""
 
     at: float
 
 
-def _cut_back(directory: Path, elapsed_seconds: float) -> None:
+def _truncate_records(directory: Path, elapsed_seconds: float) -> None:
     """Forget what peers have done since the checkpoint of rank 0: they go on from there, too, and do it again."""
     for rank, path in rank_files(directory):
         if rank == 0:  # cuts its own back, to where the checkpoint says
             continue
         position = 0
         for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_Dated).at > elapsed_seconds:
+            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_TimedRecord).at > elapsed_seconds:
                 break
             position += len(line)
         with RankWriter(directory, rank) as writer:
             writer.truncate(position)
 
 
-def _ended(directory: Path, out: Path | None, experiment: Experiment, workload: Workload) -> Run:
+def _finished_run(directory: Path, out: Path | None, experiment: Experiment, workload: Workload) -> Run:
     records = read_run(directory)
     if out is None:
         records = RunRecords(None, records.header, records.records)
     return Run(records, read_result(directory), workload, experiment.seed)
 
 
-def _how_to_go_on(failure: str, directory: Path, by_name: bool) -> str:
+def _resume_hint(failure: str, directory: Path, by_name: bool) -> str:
     """For a hub that was killed, and not for one that failed: that would fail again."""
     if " was killed by " not in failure or not by_name or not checkpoint_path(directory).exists():
         return ""
     return f"; to go on from its last checkpoint type: offbeat train --resume {directory}"
 
 
-def _prepare(directory: Path, experiment: Experiment, workload: Workload, live: Live) -> None:
+def _prepare_new(directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions) -> None:
     require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
     write_header(directory, _header(experiment, workload))
     (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
@@ -322,7 +322,7 @@ def _check_unfinished(directory: Path) -> None:
 
 
 def _supervise(
-    directory: Path, experiment: Experiment, workload: Workload, live: Live, watcher: RunObserver, resume: bool
+    directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, watcher: RunObserver, resume: bool
 ) -> str | None:
     strategy = experiment.strategy
     processes = strategy.processes(experiment.workers)
@@ -331,7 +331,7 @@ def _supervise(
     listener, address, token = open_listener(live.listen, token)
     if live.listen is not None:
         watcher.say(f"workers may join: offbeat work {advertised_address(live.listen, address)}")
-    forks = _may_fork(experiment)
+    forks = _can_fork(experiment)
     if forks:  # torch loads a good part of itself when the first optimizer is made: once, before it is copied
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
@@ -352,7 +352,7 @@ def _supervise(
             "listener": listener.dup() if rank == 0 else None,
         }
         if forks:
-            return start_forked(functools.partial(_forked, directory, experiment, workload, listener), **common)
+            return start_forked(functools.partial(_forked_main, directory, experiment, workload, listener), **common)
         return start_command([sys.executable, "-P", "-m", "offbeat.cli.worker_process", str(directory)], **common)
 
     with listener:
@@ -372,7 +372,7 @@ def _supervise(
         return supervisor.run(watch)
 
 
-def _may_fork(experiment: Experiment) -> bool:
+def _can_fork(experiment: Experiment) -> bool:
     """Copies of this process start at once, where a fresh interpreter takes seconds; a GPU does not survive it."""
     if sys.platform == "linux" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
@@ -384,7 +384,7 @@ def _may_fork(experiment: Experiment) -> bool:
     return False
 
 
-def _forked(directory: Path, experiment: Experiment, workload: Workload, listener: socket.socket) -> int:
+def _forked_main(directory: Path, experiment: Experiment, workload: Workload, listener: socket.socket) -> int:
     listener.close()  # kept for rank 0, which has a copy, and not for this one
-    run_rank(experiment, workload, read_header(directory), read_live(directory), read_rank_info())
+    run_rank(experiment, workload, read_header(directory), read_live_options(directory), read_rank_info())
     return 0

@@ -25,7 +25,7 @@ from offbeat.core.examples import Order
 from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import ConfigurationError
-from offbeat.lab.experiment import built
+from offbeat.lab.experiment import build_workload
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.simulation.gradients import GradientComputer, GradientRequest
 
@@ -112,7 +112,7 @@ class StepTime:
 
     @property
     def spread(self) -> float | None:
-        return _spread(self.repeats)
+        return _relative_iqr(self.repeats)
 
 
 def microbatch(
@@ -131,14 +131,14 @@ def microbatch(
     check_instance(workload, (NamedWorkload, Workload), "the workload", "offbeat.workloads.Digits()")
     require(batch >= 1, f"the batch must be 1 or more, but is {batch}")
     require(0 < seconds < math.inf, f"the time to measure must be more than 0 seconds, but is {seconds:g}")
-    chosen = sorted(set(_usual(batch) if sizes is None else sizes))
+    chosen = sorted(set(_default_sizes(batch) if sizes is None else sizes))
     require(bool(chosen), "there is no size to measure; give at least one, such as 16")
     require(chosen[0] >= 1, f"a micro-batch has 1 sample or more, but {chosen[0]} was given")
     require(chosen[-1] <= batch, f"a micro-batch of {chosen[-1]} is more than the batch of {batch}; raise the batch")
-    workload = built(workload)
-    with _undisturbed():
-        bench = _Bench(workload, seed)
-        found = _measured(bench, chosen, batch, seconds)
+    workload = build_workload(workload)
+    with _isolated():
+        bench = _GradientTimer(workload, seed)
+        found = _measure(bench, chosen, batch, seconds)
     if not found.timings:
         raise ConfigurationError(
             "the model has batch norm, which needs at least 2 samples at a time, and no other size was asked for; "
@@ -172,8 +172,8 @@ def time_per_step(
         )
     sizes = {count: math.ceil(batch / count) for count in splits}
     taken: dict[int, list[float]] = {count: [] for count in sizes}
-    with _undisturbed():
-        bench = _Bench(built(workload), seed)
+    with _isolated():
+        bench = _GradientTimer(build_workload(workload), seed)
         for size in sizes.values():
             bench.seconds(size, size)
         for _ in range(repeats):
@@ -182,7 +182,7 @@ def time_per_step(
     return [StepTime(count, sizes[count], statistics.median(values), tuple(values)) for count, values in taken.items()]
 
 
-class _Bench:
+class _GradientTimer:
     """The workload's model and data, and how long the gradient of some samples takes."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
@@ -205,7 +205,7 @@ class _Bench:
 
 
 @dataclass
-class _Timing:
+class _SizeTimings:
     """What was measured of one size: `calls` of it at a time, `first` the first time, with which torch warms up."""
 
     size: int
@@ -218,20 +218,20 @@ class _Timing:
         taken = self.seconds or [self.first]
         calls = self.calls if self.seconds else 1
         each = [max(1e-9, (seconds - overhead) / calls) for seconds in taken]
-        return MicrobatchRow(self.size, statistics.median(each), _spread(each), len(each))
+        return MicrobatchRow(self.size, statistics.median(each), _relative_iqr(each), len(each))
 
 
 @dataclass
-class _Found:
-    timings: list[_Timing] = field(default_factory=list)
+class _Measurements:
+    timings: list[_SizeTimings] = field(default_factory=list)
     overheads: list[float] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
 
 
-def _measured(bench: _Bench, sizes: Sequence[int], batch: int, seconds: float) -> _Found:
+def _measure(bench: _GradientTimer, sizes: Sequence[int], batch: int, seconds: float) -> _Measurements:
     ends = time.perf_counter() + seconds
-    found = _Found()
+    found = _Measurements()
     bench.seconds(2, 2)  # torch loads a part of itself with the first gradient
     found.overheads.append(bench.seconds(0, 1))
     share = seconds / (2 * len(sizes))
@@ -249,12 +249,12 @@ def _measured(bench: _Bench, sizes: Sequence[int], batch: int, seconds: float) -
             found.refused.append(size)
             continue
         calls = max(1, min(batch // size, int(SLICE_SECONDS / first)))
-        found.timings.append(_Timing(size, first, calls, once=first > share))
+        found.timings.append(_SizeTimings(size, first, calls, once=first > share))
     _repeat(bench, found, ends)
     return found
 
 
-def _repeat(bench: _Bench, found: _Found, ends: float) -> None:
+def _repeat(bench: _GradientTimer, found: _Measurements, ends: float) -> None:
     """Round after round over all sizes, while there is time."""
     repeated = [timing for timing in found.timings if not timing.once]
     for _ in range(REPEATS_MAX):
@@ -266,18 +266,18 @@ def _repeat(bench: _Bench, found: _Found, ends: float) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """One thread, as engines have it; and whoever calls keeps its random numbers."""
     with one_thread(), torch.random.fork_rng(devices=[]):
         yield
 
 
-def _usual(batch: int) -> Iterable[int]:
+def _default_sizes(batch: int) -> Iterable[int]:
     """The powers of two below the batch, and the batch itself."""
     return [*(2**power for power in range((batch - 1).bit_length())), batch]
 
 
-def _spread(values: Sequence[float]) -> float | None:
+def _relative_iqr(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")

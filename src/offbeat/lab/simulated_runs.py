@@ -136,25 +136,25 @@ def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = N
         experiments = list(experiments)
         for experiment in experiments:
             check_instance(experiment, (Experiment,), "what is compared", "offbeat.Experiment(workload, strategy)")
-    return Comparison.of(run_all(experiments, out), _baseline(experiments))
+    return Comparison.of(simulate_all(experiments, out), _baseline(experiments))
 
 
 def _baseline(experiments: Iterable[Experiment] | Plan) -> str | None:
     return experiments.baseline if isinstance(experiments, Plan) else None
 
 
-def run_all(
+def simulate_all(
     experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, on_record: OnRecord | None = None
 ) -> list[RunRecords]:
     """Simulate experiments one after the other; with `out`, each into a directory of its own below it."""
     runs = []
-    for experiment in experiments.experiments() if isinstance(experiments, Plan) else _told_apart(experiments):
+    for experiment in experiments.experiments() if isinstance(experiments, Plan) else _with_unique_labels(experiments):
         directory = None if out is None else Path(out) / f"{file_name(experiment.name)}-seed{experiment.seed}"
         runs.append(simulate_experiment(experiment, directory, on_record).records)
     return runs
 
 
-def _told_apart(experiments: Iterable[Experiment]) -> Iterator[Experiment]:
+def _with_unique_labels(experiments: Iterable[Experiment]) -> Iterator[Experiment]:
     """Experiments of one name and seed get a number, so that none is taken for another."""
     seen: dict[tuple[str, int], int] = {}
     for experiment in experiments:

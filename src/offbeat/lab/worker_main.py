@@ -33,7 +33,7 @@ from offbeat.transports.rendezvous import Address, request_assignment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Live:
+class LiveOptions:
     """What live runs can be told besides the experiment."""
 
     listen: str | None = option(None, "HOST:PORT for workers on other machines; none: this machine alone")
@@ -54,10 +54,10 @@ class Live:
         require_not_negative(self, "local_workers", "restarts")
 
 
-def read_live(directory: Path) -> Live:
+def read_live_options(directory: Path) -> LiveOptions:
     """How the run in a directory was started."""
     try:
-        return Live(**msgspec.json.decode((directory / LIVE).read_bytes(), type=dict[str, Any]))
+        return LiveOptions(**msgspec.json.decode((directory / LIVE).read_bytes(), type=dict[str, Any]))
     except (OSError, msgspec.MsgspecError, TypeError) as error:
         raise ConfigurationError(
             f"{directory / LIVE} cannot be read ({error}); name the directory of a live run"
@@ -78,21 +78,21 @@ def local_ranks(strategy: Strategy, processes: int, local_workers: int | None) -
     return [rank for rank in range(processes) if rank in started or not strategy.computes(rank)]
 
 
-def take_part(directory: Path, place: RankInfo) -> int:
+def worker_main(directory: Path, place: RankInfo) -> int:
     """Be one rank of the run in a directory, and return the exit code."""
     header = read_header(directory)
-    experiment, workload = _experiment_of(header.experiment).resolved()
-    run_rank(experiment, workload, header, read_live(directory), place)
+    experiment, workload = _decode_experiment(header.experiment).resolved()
+    run_rank(experiment, workload, header, read_live_options(directory), place)
     return 0
 
 
-def _experiment_of(plain: dict[str, Any] | None) -> Experiment:
+def _decode_experiment(plain: dict[str, Any] | None) -> Experiment:
     require(plain is not None, "this run trains something that has no name, which only the process that began it knows")
     assert plain is not None
     return Experiment.from_plain(plain)
 
 
-def work(
+def join_run(
     address: Address,
     token: bytes | None,
     *,
@@ -108,19 +108,19 @@ def work(
         f"the run at {address} trains a script of its own; name it: offbeat work {address} script.py",
     )
     assert told.experiment is not None
-    header = msgspec.json.decode(told.experiment, type=_Told)
+    header = msgspec.json.decode(told.experiment, type=RunDescription)
     if prepare is not None and header.header.experiment is not None:
         prepare(header.header.experiment)
-    experiment, workload = _experiment_of(header.header.experiment).resolved()
+    experiment, workload = _decode_experiment(header.header.experiment).resolved()
     place = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
-    live = Live(**header.live)
+    live = LiveOptions(**header.live)
     if threads is not None:
         live = dataclasses.replace(live, threads=threads)
     run_rank(experiment, workload, header.header, live, place, sends_records=True)
     return 0
 
 
-class _Told(msgspec.Struct):
+class RunDescription(msgspec.Struct):
     """What a worker from another machine is told."""
 
     header: RunHeader
@@ -131,7 +131,7 @@ def run_rank(
     experiment: Experiment,
     workload: Workload,
     header: RunHeader,
-    live: Live,
+    live: LiveOptions,
     place: RankInfo,
     sends_records: bool = False,
 ) -> Session:
@@ -155,7 +155,9 @@ def run_rank(
             if place.launcher == "offbeat"
             else range(place.processes)
         ),
-        experiment=None if header.experiment is None else msgspec.json.encode(_Told(header, dataclasses.asdict(live))),
+        experiment=None
+        if header.experiment is None
+        else msgspec.json.encode(RunDescription(header, dataclasses.asdict(live))),
         split=workload.split,
         sends_records=sends_records,
     )

@@ -20,12 +20,12 @@ class RoundTiming:
     round_delay: RoundDelay
     microbatch: int
     position: int = 0
-    """How many samples the worker has computed before: where it is in the recorded spread of its speed."""
+    """How many samples the worker has computed before: where it is in the recorded speed trace."""
 
     def seconds(self, samples: int) -> float:
         """Seconds from the start of the round until so many samples are done."""
         whole, rest = divmod(samples, self.microbatch)
-        if self.speed.spread is None:
+        if self.speed.speed_trace is None:
             elapsed = self.round_delay.delay_seconds + whole * self._call(self.microbatch)
         else:
             elapsed = self.round_delay.delay_seconds + sum(map(self._whole_call, range(whole)))
@@ -52,7 +52,7 @@ class RoundTiming:
         each = self._call(self.microbatch)
         if left <= 0:
             return 0
-        if self.speed.spread is not None and each > 0:
+        if self.speed.speed_trace is not None and each > 0:
             return self._varying_calls_until(left)
         return math.ceil(left / each - 1e-9) if each > 0 else 1
 
@@ -69,8 +69,8 @@ class RoundTiming:
     def _call(self, samples: int, done: int = 0) -> float:
         """How long a micro-batch takes that comes after so many samples of the round."""
         factor = self.round_delay.factor
-        if self.speed.spread is not None:
-            factor *= self.speed.spread.factor_at(self.position + done)
+        if self.speed.speed_trace is not None:
+            factor *= self.speed.speed_trace.factor_at(self.position + done)
         return self.speed.microbatch_seconds(samples, factor)
 
 

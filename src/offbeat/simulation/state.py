@@ -204,4 +204,5 @@ class SimulationState(ABC):
 
 def _first_position(speed: Speed, rng: np.random.Generator) -> int:
     """A random first position in the recorded trace of a speed, so that workers are not slow at the same time."""
-    return 0 if speed.spread is None else int(rng.integers(len(speed.spread.factors))) * speed.spread.samples
+    trace = speed.speed_trace
+    return 0 if trace is None else int(rng.integers(len(trace.factors))) * trace.samples
