@@ -18,19 +18,16 @@ import offbeat.strategies  # noqa: F401  so that all strategies are in the regis
 from offbeat.cli import main
 from offbeat.core.strategy import Strategy
 from offbeat.errors import ConfigurationError
-from offbeat.lab.plots.distributions import QUANTITIES, Binned, distributions
+from offbeat.lab.plots.distributions import HISTOGRAMS, Binned, distributions
 from offbeat.lab.plots.figures import (
     CELLS,
-    accuracy_over_time,
-    consensus_over_time,
-    drawings,
     panel,
-    quality_over_bytes,
-    samples_over_time,
+    plot,
+    report_figures,
     write_figures,
 )
 from offbeat.lab.plots.looks import NAMED, Look, looks
-from offbeat.lab.plots.rank_pairs import who_talked_to_whom
+from offbeat.lab.plots.rank_pairs import exchange_maps
 from offbeat.lab.plots.style import FORMATS, Groups, save_as, svg_text
 from offbeat.lab.plots.sweeps import GREY, Point, against
 from offbeat.lab.plots.timeline import timeline
@@ -99,12 +96,12 @@ def test_labels_of_no_known_strategy_are_told_apart_as_long_as_can_be() -> None:
 
 def test_figures_know_the_strategy_of_a_label_from_the_run() -> None:
     header = {"experiment": {"strategy": {"name": "amb"}}}
-    (line, *_) = accuracy_over_time([timed("a limit of 6.43 s", 1, 4.0, **header)]).axes[0].lines
+    (line, *_) = plot([timed("a limit of 6.43 s", 1, 4.0, **header)], "accuracy over time").axes[0].lines
     assert (line.get_color(), line.get_marker()) == (NAMED["amb"].colour, NAMED["amb"].marker)
 
 
 def test_lines_carry_markers_but_few_of_them(mixed: list[RunRecords]) -> None:
-    for line in samples_over_time(mixed).axes[0].lines:
+    for line in plot(mixed, "samples over time").axes[0].lines:
         assert line.get_marker() == NAMED[str(line.get_label())].marker
         assert isinstance(line.get_markevery(), tuple)
 
@@ -116,7 +113,7 @@ def test_lines_of_equal_colour_differ_in_grey(tmp_path: Path) -> None:
 
     drawn = []
     for name in ("fmb", "amb", "apam"):
-        figure = accuracy_over_time([timed(name, 1, 4.0)])
+        figure = plot([timed(name, 1, 4.0)], "accuracy over time")
         for line in figure.axes[0].lines:
             line.set_color("black")
         figure.legends.clear()
@@ -130,7 +127,7 @@ def test_lines_of_equal_colour_differ_in_grey(tmp_path: Path) -> None:
 
 
 def drawn_figures(runs: list[RunRecords]) -> Iterator[Figure]:
-    yield from (drawing.figure for drawing in drawings(runs))
+    yield from (spec.draw(runs) for spec in report_figures(runs))
     yield panel(runs, [[name] for name in CELLS])
 
 
@@ -178,7 +175,15 @@ def test_a_panel_has_a_plot_for_each_name_and_one_legend_for_all(mixed: list[Run
 @pytest.mark.parametrize("name", CELLS)
 def test_every_cell_can_be_drawn_of_much_of_little_and_of_nothing(name: str, mixed: list[RunRecords]) -> None:
     for runs in (mixed, [a_small_run()], [run([])]):
-        ElementTree.fromstring(svg_text(panel(runs, [[name]])))
+        figure = panel(runs, [[name]])
+        assert ElementTree.fromstring(svg_text(figure)).tag == "{http://www.w3.org/2000/svg}svg"
+        (axes,) = figure.axes
+        assert axes.get_xlabel()
+        assert axes.get_ylabel()
+        is_empty = [text.get_text() for text in axes.texts] == ["none recorded"]
+        assert is_empty != bool(axes.lines or axes.patches)
+        if runs is mixed:
+            assert is_empty == (name == "top-5 over time")
 
 
 def test_a_cell_that_is_not_known_is_answered_with_the_nearest() -> None:
@@ -209,7 +214,7 @@ def test_bars_are_shares_of_all_values_and_what_is_beyond_is_told() -> None:
 
 def test_all_labels_share_the_bins_of_a_quantity() -> None:
     groups = Groups.of([a_toy("fmb", 1, workers=3, seconds=10.0), a_toy("apam", 1, workers=3, seconds=10.0)])
-    binned = Binned.of(QUANTITIES["staleness"], groups)
+    binned = Binned.of(HISTOGRAMS["staleness"], groups)
     assert set(binned.values) == {"fmb", "apam"}
     assert binned.edges.tolist() == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
 
@@ -240,7 +245,7 @@ def test_figures_are_written_by_what_they_show_in_every_format(mixed: list[RunRe
     written = write_figures(mixed, tmp_path / "deep", ["svg"])
     assert {path.name for path in written} >= {"accuracy-over-time.svg", "who-computes-and-who-waits.svg"}
     assert all(path.read_bytes() for path in written)
-    paths = save_as(samples_over_time(mixed), tmp_path / "samples 0.5")
+    paths = save_as(plot(mixed, "samples over time"), tmp_path / "samples 0.5")
     assert [path.name for path in paths] == [f"samples 0.5.{form}" for form in FORMATS]
     assert [path.read_bytes()[:4] for path in paths] == [b"\x89PNG", b"<?xm", b"%PDF"]
     (tmp_path / "file").write_text("")
@@ -287,14 +292,14 @@ def test_the_command_writes_figures_where_it_is_told(
 
 
 def test_pairs_have_their_unit_too() -> None:
-    figure = who_talked_to_whom([run([an_exchange(1.0, 0, 1)], workers=2)])
+    figure = exchange_maps([run([an_exchange(1.0, 0, 1)], workers=2)])
     inset = figure.axes[0].child_axes[0]
     assert inset.get_xlabel() == "with any (exchanges)"
 
 
 def test_figures_of_one_page_agree_on_looks(mixed: list[RunRecords]) -> None:
-    for draw in (accuracy_over_time, quality_over_bytes, samples_over_time, consensus_over_time):
-        for line in draw(mixed).axes[0].lines:
+    for name in ("accuracy over time", "quality over bytes", "samples over time", "consensus over time"):
+        for line in plot(mixed, name).axes[0].lines:
             if str(line.get_label()) in NAMED:
                 assert line.get_color() == NAMED[str(line.get_label())].colour
     titles = {axes.get_title(loc="left") for axes in timeline(mixed).axes}

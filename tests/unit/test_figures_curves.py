@@ -7,7 +7,7 @@ from made_records import a_round, a_small_run, a_traffic, accuracies, an_update,
 from msgspec.structs import replace
 
 from offbeat.records import curves
-from offbeat.records.schema import Round, RunRecords, Undone
+from offbeat.records.schema import Round, RunRecords, Undone, Update
 
 
 def rounds(*rows: tuple[float, int, float | None]) -> list[Round]:
@@ -67,10 +67,9 @@ def test_the_learning_rate_is_that_of_each_update() -> None:
     assert pairs(curves.learning_rate_curve(run(updates), "steps")) == [(1.0, 0.1), (2.0, 0.05)]
 
 
-def test_accuracy_over_samples_and_over_epochs() -> None:
+def test_accuracy_over_samples() -> None:
     curve = curves.evaluation_curve(run(accuracies([0.1, None, 0.5])), "accuracy", "samples")
     assert pairs(curve) == [(0.0, 0.1), (200.0, 0.5)]
-    assert pairs(curves.over_epochs(curve, 50)) == [(0.0, 0.1), (4.0, 0.5)]
 
 
 def test_top5_accuracy_is_a_curve_where_it_was_measured() -> None:
@@ -91,10 +90,10 @@ def small() -> list[RunRecords]:
 
 
 def test_values_of_rounds_and_updates(small: list[RunRecords]) -> None:
-    assert curves.compute_seconds(small).tolist() == [2.0, 1.0, 2.0, 1.0]
-    assert curves.induced_seconds(small).tolist() == [0.0, 0.5, 0.0, 0.0]
-    assert curves.idle_seconds(small).tolist() == [0.0, 0.0, 0.0, 2.0]
-    assert curves.send_seconds(small).tolist() == [0.0] * 4
-    assert curves.batch_sizes(small).tolist() == [20.0, 20.0]
-    assert curves.message_counts(small).tolist() == [2.0, 2.0]
+    assert curves.field_values(Round, "seconds", small).tolist() == [2.0, 1.0, 2.0, 1.0]
+    assert curves.field_values(Round, "induced_seconds", small).tolist() == [0.0, 0.5, 0.0, 0.0]
+    assert curves.field_values(Round, "idle_seconds", small).tolist() == [0.0, 0.0, 0.0, 2.0]
+    assert curves.field_values(Round, "send_seconds", small).tolist() == [0.0] * 4
+    assert curves.field_values(Update, "samples", small).tolist() == [20.0, 20.0]
+    assert curves.field_values(Update, "messages", small).tolist() == [2.0, 2.0]
     assert curves.stalenesses(small).tolist() == [0.0, 0.0, 1.0, 5.0]

@@ -6,15 +6,16 @@ import itertools
 import json
 import random
 import re
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
 from made_records import a_gossip, a_round, a_small_run, a_toy, an_exchange, an_update, run
 from rich.console import Console
 
-from offbeat.lab.plots.figures import consensus_over_time
+from offbeat.lab.plots.figures import plot
 from offbeat.lab.plots.looks import NAMED, looks
-from offbeat.lab.plots.rank_pairs import NUMBERS_RANKS_MAX, who_talked_to_whom
+from offbeat.lab.plots.rank_pairs import NUMBERS_RANKS_MAX, exchange_maps
 from offbeat.lab.plots.style import svg_text
 from offbeat.lab.plots.timeline import timeline
 from offbeat.lab.report.page import report_page
@@ -207,17 +208,17 @@ def test_the_page_has_the_columns_for_which_a_terminal_has_no_room(mixed: list[R
 
 def test_an_estimated_curve_says_so_in_its_label_and_its_caption() -> None:
     live = [a_gossip("live", 1, live=True), a_gossip("gossip", 1)]
-    drawn = svg_text(consensus_over_time(live))
+    drawn = svg_text(plot(live, "consensus over time"))
     assert ">live, estimated from exchanges<" in drawn
     assert ">gossip<" in drawn
     assert "nobody sees all models of a live run at once" in report_page(live)
 
 
 def test_strategies_look_as_they_do_in_the_other_figures(mixed: list[RunRecords]) -> None:
-    (axes,) = consensus_over_time(mixed).axes
+    (axes,) = plot(mixed, "consensus over time").axes
     assert [line.get_color() for line in axes.lines] == [NAMED[name].colour for name in ("gossip", "gossip-acid")]
     assert axes.get_yscale() == "log"
-    titles = [panel.get_title(loc="left") for panel in who_talked_to_whom(mixed).axes]
+    titles = [panel.get_title(loc="left") for panel in exchange_maps(mixed).axes]
     assert [title for title in titles if title] == ["gossip", "gossip-acid"]
 
 
@@ -228,15 +229,17 @@ def test_neighbours_can_be_told_apart_without_colour() -> None:
 
 def test_cells_hold_their_counts_where_there_is_room_and_a_scale_stands_beside_them_where_not() -> None:
     small, large = a_gossip(peers=4), a_gossip(peers=NUMBERS_RANKS_MAX + 1)
-    numbers = who_talked_to_whom([small]).axes[0].texts
+    numbers = exchange_maps([small]).axes[0].texts
     counts = [count for row in exchange_counts(small) for count in row if count]
     assert sorted(int(number.get_text()) for number in numbers) == sorted(counts)
-    labels = [axes.get_ylabel() for axes in who_talked_to_whom([large]).axes]
+    labels = [axes.get_ylabel() for axes in exchange_maps([large]).axes]
     assert "exchanges of two ranks" in labels
-    assert not who_talked_to_whom([large]).axes[0].texts
+    assert not exchange_maps([large]).axes[0].texts
 
 
-@pytest.mark.parametrize("draw", [consensus_over_time, who_talked_to_whom])
+@pytest.mark.parametrize(
+    "draw", [partial(plot, name="consensus over time"), exchange_maps], ids=["consensus", "exchanges"]
+)
 def test_the_figures_can_be_drawn_of_much_of_little_and_of_nothing(draw, mixed: list[RunRecords]) -> None:  # type: ignore[no-untyped-def]
     one = peers([an_exchange(1.0, 0, 1)])
     for runs in (mixed, [one], [peers(consensus((1.0, 0.0)))], [a_small_run()], [run([])]):

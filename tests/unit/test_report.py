@@ -13,14 +13,7 @@ from made_records import a_small_run, a_toy, accuracies, losses, run, timed
 from rich.console import Console
 
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.lab.plots.distributions import distributions
-from offbeat.lab.plots.figures import (
-    accuracy_over_time,
-    loss_over_time,
-    quality_over_bytes,
-    samples_over_time,
-    training_loss_over_time,
-)
+from offbeat.lab.plots.figures import REPORT_FIGURES, FigureSpec, plot
 from offbeat.lab.plots.style import save, svg_text
 from offbeat.lab.plots.timeline import timeline
 from offbeat.lab.report.page import report_page, write_report
@@ -215,21 +208,14 @@ def test_a_place_that_cannot_be_written_is_answered_with_a_sentence(tmp_path: Pa
         write_report([run([])], tmp_path / "file" / "report.html")
 
 
-FIGURES = [
-    accuracy_over_time,
-    loss_over_time,
-    training_loss_over_time,
-    quality_over_bytes,
-    samples_over_time,
-    distributions,
-    timeline,
-]
-
-
-@pytest.mark.parametrize("draw", FIGURES)
-def test_every_figure_can_be_drawn_of_much_of_little_and_of_nothing(draw, toys: list[RunRecords]) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("spec", REPORT_FIGURES, ids=lambda spec: spec.key)
+def test_every_figure_can_be_drawn_of_much_of_little_and_of_nothing(spec: FigureSpec, toys: list[RunRecords]) -> None:
     for runs in (toys, [a_small_run()], [run([])]):
-        ElementTree.fromstring(svg_text(draw(runs)))
+        figure = spec.draw(runs)
+        assert ElementTree.fromstring(svg_text(figure)).tag == "{http://www.w3.org/2000/svg}svg"
+        content = [artist for axes in figure.axes for artist in (*axes.lines, *axes.patches, *axes.images)]
+        if any(spec.is_recorded(one) for one in runs):
+            assert content
 
 
 def test_drawing_leaves_no_setting_behind(toys: list[RunRecords], tmp_path: Path) -> None:
@@ -237,7 +223,7 @@ def test_drawing_leaves_no_setting_behind(toys: list[RunRecords], tmp_path: Path
 
     # A copy that does not choose a backend, as reading each setting would.
     before = matplotlib.rcParams.copy()
-    save(accuracy_over_time(toys), tmp_path / "figures" / "accuracy.svg")
+    save(plot(toys, "accuracy over time"), tmp_path / "figures" / "accuracy.svg")
     assert dict.items(matplotlib.rcParams) == dict.items(before)
     assert "matplotlib.pyplot" not in sys.modules
 
@@ -254,7 +240,7 @@ def test_a_timeline_of_many_ranks_shows_some_and_says_so() -> None:
 
 
 def test_labels_stay_as_they_were_written() -> None:
-    assert ">0.12345 $x$<" in svg_text(accuracy_over_time([timed("0.12345 $x$", 1, 2.0)]))
+    assert ">0.12345 $x$<" in svg_text(plot([timed("0.12345 $x$", 1, 2.0)], "accuracy over time"))
 
 
 def test_without_matplotlib_the_answer_is_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 import offbeat as ob
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import HEADER_BYTES, Stop
-from offbeat.lab.plots.figures import quality_over_bytes as quality_figure
+from offbeat.lab.plots.figures import plot
 from offbeat.lab.report.formatting import size
 from offbeat.lab.report.page import report_page
 from offbeat.lab.report.table import columns, comparison_table
@@ -219,9 +219,11 @@ def test_quality_is_drawn_over_what_had_been_sent_by_then() -> None:
 
 
 def test_bytes_have_a_logarithmic_axis_where_runs_differ_by_much() -> None:
-    near = quality_figure([weighed("fmb", 1, 1000), weighed("amb", 1, 400)])
+    near = plot([weighed("fmb", 1, 1000), weighed("amb", 1, 400)], "quality over bytes")
     assert (near.axes[0].get_xscale(), near.axes[0].get_xlim()[0]) == ("linear", 0)
-    far = quality_figure([weighed("fmb", 1, 1000), weighed("amb", 1, 10), weighed("apam", 1, None), run([])])
+    far = plot(
+        [weighed("fmb", 1, 1000), weighed("amb", 1, 10), weighed("apam", 1, None), run([])], "quality over bytes"
+    )
     assert far.axes[0].get_xscale() == "log"
     assert far.axes[0].get_xlim()[0] == pytest.approx(10)
 

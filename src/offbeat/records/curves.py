@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from offbeat.records.traffic import BytesSent
 
 Array = NDArray[np.float64]
 Over = Literal["seconds", "samples", "steps"]
-Measured = Literal["accuracy", "accuracy_top5", "loss"]
+HeldOutMetric = Literal["accuracy", "accuracy_top5", "loss"]
 ROUNDING = 1e-8
 """A squared distance that is smaller than this share of the largest is one of rounding, in float32."""
 WINDOWS = 50
@@ -58,18 +58,18 @@ class Segment:
     idle_seconds: float
 
 
-def evaluation_curve(run: RunRecords, measured: Measured, over: Over = "seconds") -> Curve:
+def evaluation_curve(run: RunRecords, metric: HeldOutMetric, over: Over = "seconds") -> Curve:
     """Held-out loss or accuracy as measured; what is not a finite number is left out."""
-    made = [(evaluation, getattr(evaluation, measured)) for evaluation in evaluations(run)]
+    made = [(evaluation, getattr(evaluation, metric)) for evaluation in evaluations(run)]
     known = [(evaluation, value) for evaluation, value in made if value is not None and np.isfinite(value)]
     if over == "samples":
         return _curve([(evaluation.samples_total, value) for evaluation, value in known])
     return _moved(run, _curve([(evaluation.at, value) for evaluation, value in known]), over)
 
 
-def quality_over_bytes(run: RunRecords, measured: Measured) -> Curve:
+def quality_over_bytes(run: RunRecords, metric: HeldOutMetric) -> Curve:
     """Held-out loss or accuracy over the bytes that all ranks had sent by then; empty where nobody counted them."""
-    curve, sent = evaluation_curve(run, measured), BytesSent(run)
+    curve, sent = evaluation_curve(run, metric), BytesSent(run)
     if not sent.known:
         return _curve([])
     return Curve(np.array([sent.by(seconds) for seconds in curve.over], dtype=np.float64), curve.values)
@@ -128,11 +128,6 @@ def steps_curve(run: RunRecords) -> Curve:
     made = [1 if isinstance(record, Update) else record.to_version + 1 - record.version for record in counts]
     times = np.array([0.0, *(record.at for record in counts)], dtype=np.float64)
     return Curve(times, np.cumsum([0.0, *made]) / ranks)
-
-
-def over_epochs(curve: Curve, examples: int) -> Curve:
-    """A curve over samples, over how often so many training examples were gone through."""
-    return Curve(curve.over / examples, curve.values)
 
 
 def _moved(run: RunRecords, curve: Curve, over: Over) -> Curve:
@@ -233,35 +228,6 @@ def stalenesses(runs: Sequence[RunRecords]) -> Array:
     return np.repeat(np.array(list(counts), dtype=np.float64), list(counts.values()))
 
 
-def batch_sizes(runs: Sequence[RunRecords]) -> Array:
-    """Samples of each update."""
-    return _values(update.samples for run in runs for update in of_kind(run, Update))
-
-
-def message_counts(runs: Sequence[RunRecords]) -> Array:
-    """Messages that went into each update."""
-    return _values(update.messages for run in runs for update in of_kind(run, Update))
-
-
-def compute_seconds(runs: Sequence[RunRecords]) -> Array:
-    """How long each round took, delay that was put in on purpose included: it stands for a slow machine."""
-    return _values(record.seconds for run in runs for record in of_kind(run, Round))
-
-
-def induced_seconds(runs: Sequence[RunRecords]) -> Array:
-    """How much delay was put into each round on purpose."""
-    return _values(record.induced_seconds for run in runs for record in of_kind(run, Round))
-
-
-def idle_seconds(runs: Sequence[RunRecords]) -> Array:
-    """How long each round was waited for."""
-    return _values(record.idle_seconds for run in runs for record in of_kind(run, Round))
-
-
-def send_seconds(runs: Sequence[RunRecords]) -> Array:
-    """How long the messages of each round took to leave."""
-    return _values(record.send_seconds for run in runs for record in of_kind(run, Round))
-
-
-def _values(values: Iterable[float]) -> Array:
-    return np.fromiter(values, dtype=np.float64)
+def field_values(kind: type[Round | Update], field: str, runs: Sequence[RunRecords]) -> Array:
+    """One number of every round, or of every update, of these runs: the field of that name."""
+    return np.fromiter((getattr(record, field) for run in runs for record in of_kind(run, kind)), dtype=np.float64)

@@ -1,17 +1,21 @@
-"""How quantities are distributed: several strategies on one pair of axes, or one beside another."""
+"""Histograms: how quantities of rounds, updates and messages are distributed.
+
+Several labels share one pair of axes, or stand one below another. `HISTOGRAMS` is the table of quantities.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.lab.plots.line_plots import Cell, say_none_recorded
+from offbeat.lab.plots.line_plots import write_none_recorded
 from offbeat.lab.plots.style import WIDTH_INCHES, Groups, new_figure, styled
 from offbeat.records import curves
-from offbeat.records.schema import RunRecords
+from offbeat.records.schema import Round, RunRecords, Update
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,32 +23,42 @@ if TYPE_CHECKING:
 
 BINS = 40
 LOG_FROM = 20.0
-"""Values that differ by this factor are put into bins of a logarithmic axis, if none of them is zero."""
-FEW = 0.995
-"""Of values with a long tail so many are shown; what is beyond is told in words."""
+"""Values that differ by this factor have bins of a logarithmic axis, if none of them is zero."""
+SHOWN_QUANTILE = 0.995
+"""The part of values with a long tail that is shown; the share beyond is written as text."""
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """What is counted: in which unit, of what (`each`), and how it is read off the runs of one label."""
+class Histogram:
+    """One quantity.
+
+    label: the quantity and its unit.
+    counted: what has one value each: rounds, updates or messages.
+    values: reads the values from the runs of one label.
+    is_whole: whether values are whole numbers that have a bar each.
+    ignores_zeros: whether zeros alone mean that nothing was recorded.
+    is_density: whether a plot of it shows a probability density instead of shares.
+    """
 
     label: str
-    each: str
+    counted: str
     values: Callable[[Sequence[RunRecords]], curves.Array]
-    whole: bool = False
-    """Whether values are whole numbers that deserve a bar each."""
-    nothing: bool = False
-    """Whether zeros alone mean that there is nothing to show."""
+    is_whole: bool = False
+    ignores_zeros: bool = False
+    is_density: bool = False
 
 
-QUANTITIES = {
-    "compute time": Quantity("compute time (s)", "rounds", curves.compute_seconds),
-    "delay": Quantity("induced delay (s)", "rounds", curves.induced_seconds, nothing=True),
-    "waiting": Quantity("waiting time (s)", "rounds", curves.idle_seconds, nothing=True),
-    "sending": Quantity("send time (s)", "rounds", curves.send_seconds, nothing=True),
-    "batch size": Quantity("batch size (samples)", "updates", curves.batch_sizes),
-    "messages": Quantity("messages (per update)", "updates", curves.message_counts, whole=True),
-    "staleness": Quantity("staleness (versions)", "messages", curves.stalenesses, whole=True),
+_rounds, _updates = partial(curves.field_values, Round), partial(curves.field_values, Update)
+HISTOGRAMS = {
+    "compute time": Histogram("compute time (s)", "rounds", partial(_rounds, "seconds")),
+    "delay density": Histogram(
+        "induced delay (s)", "rounds", partial(_rounds, "induced_seconds"), ignores_zeros=True, is_density=True
+    ),
+    "waiting": Histogram("waiting time (s)", "rounds", partial(_rounds, "idle_seconds"), ignores_zeros=True),
+    "sending": Histogram("send time (s)", "rounds", partial(_rounds, "send_seconds"), ignores_zeros=True),
+    "batch size": Histogram("batch size (samples)", "updates", partial(_updates, "samples")),
+    "messages": Histogram("messages (per update)", "updates", partial(_updates, "messages"), is_whole=True),
+    "staleness": Histogram("staleness (versions)", "messages", curves.stalenesses, is_whole=True),
 }
 
 
@@ -52,21 +66,21 @@ QUANTITIES = {
 class Binned:
     """The values of each label, and the bins that all of them are put into."""
 
-    quantity: Quantity
+    histogram: Histogram
     values: dict[str, curves.Array]
     edges: curves.Array
     log: bool
 
     @classmethod
-    def of(cls, quantity: Quantity, groups: Groups) -> Binned:
-        values = {label: quantity.values(group) for label, group in groups.runs.items()}
+    def of(cls, histogram: Histogram, groups: Groups) -> Binned:
+        values = {label: histogram.values(group) for label, group in groups.runs.items()}
         every = np.concatenate([np.empty(0), *values.values()])
-        edges, log = _whole_edges(every) if quantity.whole else _edges(every)
-        return cls(quantity, values, edges, log)
+        edges, log = _whole_edges(every) if histogram.is_whole else _edges(every)
+        return cls(histogram, values, edges, log)
 
     @property
-    def recorded(self) -> bool:
-        return any((values.any() if self.quantity.nothing else values.size) for values in self.values.values())
+    def is_recorded(self) -> bool:
+        return any((values.any() if self.histogram.ignores_zeros else values.size) for values in self.values.values())
 
     def only(self, label: str) -> Binned:
         return replace(self, values={label: self.values[label]})
@@ -78,7 +92,7 @@ def _edges(values: curves.Array) -> tuple[curves.Array, bool]:
     low, high = float(values.min()), float(values.max())
     if low > 0 and high > LOG_FROM * low:
         return np.geomspace(low / 1.05, high * 1.05, BINS + 1), True
-    most = float(np.quantile(values, FEW))
+    most = float(np.quantile(values, SHOWN_QUANTILE))
     return np.linspace(0.0, 1.05 * (most if high > 2 * most > 0 else high), BINS + 1), False
 
 
@@ -89,7 +103,7 @@ def _whole_edges(values: curves.Array) -> tuple[curves.Array, bool]:
     return np.arange(0, max(highest + 1, 6) + width, width, dtype=np.float64) - 0.5, False
 
 
-def draw_histogram(axes: Axes, binned: Binned, groups: Groups, *, density: bool = False) -> None:
+def _draw_bars(axes: Axes, binned: Binned, groups: Groups, *, is_density: bool = False) -> None:
     """One outline a label, or bars where there is one label alone."""
     alone = len(binned.values) == 1
     for label, values in binned.values.items():
@@ -97,7 +111,7 @@ def draw_histogram(axes: Axes, binned: Binned, groups: Groups, *, density: bool 
         if not counts.sum():
             continue
         share = counts / len(values)
-        heights = share / np.diff(binned.edges) if density else 100.0 * share
+        heights = share / np.diff(binned.edges) if is_density else 100.0 * share
         look = groups.looks[label]
         if alone:
             axes.stairs(heights, binned.edges, fill=True, color=look.colour, label=label)
@@ -105,11 +119,11 @@ def draw_histogram(axes: Axes, binned: Binned, groups: Groups, *, density: bool 
             axes.stairs(heights, binned.edges, color=look.colour, linestyle=look.dashes, linewidth=1.5, label=label)
     axes.grid(False, axis="x")
     axes.set_xlim(binned.edges[0], binned.edges[-1])
-    _mark(axes, binned)
+    _set_ticks(axes, binned)
     axes.set_ylim(bottom=0.0)
 
 
-def _mark(axes: Axes, binned: Binned) -> None:
+def _set_ticks(axes: Axes, binned: Binned) -> None:
     """Ticks: whole numbers where there are no others, and powers of ten on a logarithmic axis."""
     from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
@@ -118,52 +132,39 @@ def _mark(axes: Axes, binned: Binned) -> None:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=binned.quantity.whole))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=binned.histogram.is_whole))
 
 
-def _cell(name: str, *, density: bool = False) -> Cell:
-    def draw(axes: Axes, groups: Groups) -> None:
-        binned = Binned.of(QUANTITIES[name], groups)
-        draw_histogram(axes, binned, groups, density=density)
-        if not axes.patches:
-            say_none_recorded(axes)
-        axes.set_xlabel(binned.quantity.label)
-        axes.set_ylabel("density (1/s)" if density else f"share of {binned.quantity.each} (%)")
-
-    return draw
-
-
-HISTOGRAMS: dict[str, Cell] = {
-    "delay density": _cell("delay", density=True),
-    "compute time": _cell("compute time"),
-    "waiting": _cell("waiting"),
-    "sending": _cell("sending"),
-    "batch size": _cell("batch size"),
-    "messages": _cell("messages"),
-    "staleness": _cell("staleness"),
-}
+def draw_histogram_plot(name: str, axes: Axes, groups: Groups) -> None:
+    """Draw one quantity of the table on one pair of axes, all labels together."""
+    binned = Binned.of(HISTOGRAMS[name], groups)
+    _draw_bars(axes, binned, groups, is_density=binned.histogram.is_density)
+    if not axes.patches:
+        write_none_recorded(axes)
+    axes.set_xlabel(binned.histogram.label)
+    axes.set_ylabel("density (1/s)" if binned.histogram.is_density else f"share of {binned.histogram.counted} (%)")
 
 
 @styled
 def distributions(runs: Sequence[RunRecords]) -> Figure:
     """A row for each label and a column for each quantity: what was recorded nowhere is left out."""
     groups = Groups.of(runs)
-    every = [Binned.of(quantity, groups) for quantity in QUANTITIES.values()]
-    columns = [binned for binned in every if binned.recorded] or every[:1]
+    every = [Binned.of(histogram, groups) for histogram in HISTOGRAMS.values()]
+    columns = [binned for binned in every if binned.is_recorded] or every[:1]
     figure = new_figure(WIDTH_INCHES, 0.9 + 0.8 * len(groups.runs))
     table = figure.subplots(len(groups.runs), len(columns), sharex="col", squeeze=False)
     for row, label in zip(table, groups.runs, strict=True):
         for axes, binned in zip(row, columns, strict=True):
-            draw_histogram(axes, binned.only(label), groups)
-            _marked(axes, binned.values[label], float(binned.edges[-1]))
+            _draw_bars(axes, binned.only(label), groups)
+            _annotate(axes, binned.values[label], float(binned.edges[-1]))
         row[0].set_title(label, color=groups.looks[label].colour, weight="bold", fontsize=9, pad=13, loc="left")
     for axes, binned in zip(table[-1], columns, strict=True):
-        axes.set_xlabel(binned.quantity.label.replace(" (", "\n("), fontsize=8.5)
+        axes.set_xlabel(binned.histogram.label.replace(" (", "\n("), fontsize=8.5)
     figure.supylabel("share of rounds, updates or messages (%)", fontsize=8.5)
     return figure
 
 
-def _marked(axes: Axes, values: curves.Array, right: float) -> None:
+def _annotate(axes: Axes, values: curves.Array, right: float) -> None:
     """The height of the tallest bar at the axis, and the mean above, with what is beyond the right end."""
     axes.tick_params(labelsize=7.5)
     if not axes.patches:
@@ -175,6 +176,6 @@ def _marked(axes: Axes, values: curves.Array, right: float) -> None:
     axes.set_yticks([0, top], ["", f"{top:.0f}" if top >= 1 else f"{top:.1g}"])
     beyond = float((values > right).mean())
     mean = float(values.mean())
-    said = f"mean {mean:.3g}" if mean < 1000 else f"mean {mean:,.0f}"
-    said += f", {beyond:.1%} beyond" if beyond else ""
-    axes.text(1, 1.02, said, transform=axes.transAxes, ha="right", va="bottom", fontsize=7)
+    text = f"mean {mean:.3g}" if mean < 1000 else f"mean {mean:,.0f}"
+    text += f", {beyond:.1%} beyond" if beyond else ""
+    axes.text(1, 1.02, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=7)

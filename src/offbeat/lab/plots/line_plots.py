@@ -1,148 +1,127 @@
-"""Curves on one pair of axes, each under a name; figures and panels are made of these.
+"""Line plots: one quantity of runs against another, on one pair of axes.
 
-A cell is told which runs to draw and sets its own labels and scales. How values are distributed is drawn in
-`histograms.py`.
+`LINE_PLOTS` is the table of them: what is measured, and what each axis shows. `draw_line_plot` draws any of them; a
+new plot is one more row. Histograms are in `distributions.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from offbeat.lab.plots.style import INK, Groups
 from offbeat.records import curves
+from offbeat.records.exchanges import consensus_series
 from offbeat.records.metrics import Metric, target_of
 from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
-Cell = Callable[["Axes", Groups], None]
 Measure = Callable[[RunRecords], curves.Curve]
 
-LOG_FROM = 10.0
-"""A loss that falls by this factor is drawn on a logarithmic axis, and so are bytes that differ by it among runs."""
+WIDE = 10.0
+"""Values that differ by this factor are drawn on a logarithmic axis, where the axis is `log if wide`."""
 MARKER_EVERY = 0.16
-"""Markers stand so far apart, in parts of the diagonal."""
-TIME = "time (s)"
-SAMPLES = "samples applied (samples)"
-STEP = "step (updates)"
-SENT = "sent by all ranks (bytes)"
+"""The distance of markers on a line, as a share of the diagonal."""
 
 
-def accuracy_over_time(axes: Axes, groups: Groups) -> None:
-    """Held-out accuracy against time, with the target."""
-    _evaluated(axes, groups, "accuracy", "seconds", TIME)
+@dataclass(frozen=True)
+class AxisStyle:
+    """What one axis shows.
 
-
-def accuracy_over_samples(axes: Axes, groups: Groups) -> None:
-    """Held-out accuracy against samples applied."""
-    _evaluated(axes, groups, "accuracy", "samples", SAMPLES)
-    _counts(axes.xaxis)
-
-
-def accuracy_over_steps(axes: Axes, groups: Groups) -> None:
-    """Held-out accuracy against updates."""
-    _evaluated(axes, groups, "accuracy", "steps", STEP)
-    _counts(axes.xaxis)
-
-
-def top5_over_time(axes: Axes, groups: Groups) -> None:
-    """How often the right class is among the five likeliest, against time."""
-    _evaluated(axes, groups, "accuracy_top5", "seconds", TIME)
-
-
-def loss_over_time(axes: Axes, groups: Groups) -> None:
-    """Held-out loss against time, on a logarithmic axis where it falls far."""
-    _evaluated(axes, groups, "loss", "seconds", TIME)
-
-
-def loss_over_samples(axes: Axes, groups: Groups) -> None:
-    """Held-out loss against samples applied."""
-    _evaluated(axes, groups, "loss", "samples", SAMPLES)
-    _counts(axes.xaxis)
-
-
-def training_loss_over_time(axes: Axes, groups: Groups) -> None:
-    """The mean loss of the last training samples against time."""
-    _drawn(axes, groups, curves.training_loss_curve, TIME, "training loss", log=True)
-
-
-def training_loss_over_steps(axes: Axes, groups: Groups) -> None:
-    """The mean loss of the last training samples against updates."""
-    _drawn(axes, groups, lambda run: curves.training_loss_curve(run, "steps"), STEP, "training loss", log=True)
-    _counts(axes.xaxis)
-
-
-def learning_rate_over_time(axes: Axes, groups: Groups) -> None:
-    """The learning rate against time."""
-    _drawn(axes, groups, curves.learning_rate_curve, TIME, "learning rate")
-    axes.set_ylim(bottom=0)
-
-
-def learning_rate_over_steps(axes: Axes, groups: Groups) -> None:
-    """The learning rate against updates."""
-    _drawn(axes, groups, lambda run: curves.learning_rate_curve(run, "steps"), STEP, "learning rate")
-    axes.set_ylim(bottom=0)
-    _counts(axes.xaxis)
-
-
-def samples_over_time(axes: Axes, groups: Groups) -> None:
-    """Samples applied against time: the slope is the throughput."""
-    _drawn(axes, groups, curves.samples_curve, TIME, SAMPLES)
-    _counts(axes.yaxis)
-    axes.set_ylim(bottom=0)
-
-
-def steps_over_time(axes: Axes, groups: Groups) -> None:
-    """Updates against time."""
-    _drawn(axes, groups, curves.steps_curve, TIME, STEP)
-    _counts(axes.yaxis)
-    axes.set_ylim(bottom=0)
-
-
-def bytes_over_time(axes: Axes, groups: Groups) -> None:
-    """What all ranks together had sent against time."""
-    from matplotlib.ticker import EngFormatter
-
-    _drawn(axes, groups, curves.bytes_curve, TIME, SENT)
-    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.set_ylim(bottom=0)
-
-
-def consensus_over_time(axes: Axes, groups: Groups) -> None:
-    """How far apart peers are against time, on a logarithmic axis; strategies that keep one model are left out."""
-    values = draw_curves(axes, groups, curves.consensus_curve)
-    axes.set_xlabel(TIME)
-    axes.set_ylabel("consensus (squared norm)")
-    if values.size:
-        logarithmic(axes, values)
-
-
-def quality_over_bytes(axes: Axes, groups: Groups) -> None:
-    """What the target is set in, or else the loss, against the bytes that all ranks together had sent.
-
-    Bytes are on a logarithmic axis where one run sends many times as much as another: what is frugal is on the left.
+    label: the quantity, with its unit in brackets.
+    unit: the unit at ticks, whose numbers are then short, as 25k for 25000; "" for counts, None for plain numbers.
+    from_zero: whether a y axis begins at zero. An x axis always does, unless it is logarithmic.
+    scale: linear, logarithmic, or logarithmic only where values differ by a factor of `WIDE`.
     """
-    from matplotlib.ticker import EngFormatter, NullFormatter
 
-    metric = metric_over_bytes(groups.all)
-    values = draw_curves(axes, groups, lambda run: curves.quality_over_bytes(run, metric))
-    sent = [curves.quality_over_bytes(run, metric).over for run in groups.all]
-    ends = [series[-1] for series in sent if len(series) and series[-1] > 0]
-    if ends and max(ends) >= LOG_FROM * min(ends):
-        axes.set_xscale("log")
-        axes.set_xlim(left=min(series[series > 0].min() for series in sent if len(series) and series[-1] > 0))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.set_xlabel(SENT)
-    axes.set_ylabel(f"held-out {metric}")
-    _draw_targets(axes, groups, metric)
-    if metric == "loss":
-        _logarithmic_where_it_falls_far(axes, values)
+    label: str
+    unit: str | None = None
+    from_zero: bool = False
+    scale: Literal["linear", "log", "log if wide"] = "linear"
+
+
+@dataclass(frozen=True)
+class LinePlot:
+    """One line plot.
+
+    measure: the curve of one run.
+    x, y: the axes.
+    metric: the held-out metric on the y axis, whose target is drawn as a dashed line; None: no target is drawn.
+    height_inches: the height of a figure that holds this plot alone.
+    legend_name: the name of a label in the legend of such a figure, from the label and its runs.
+    """
+
+    measure: Measure
+    x: AxisStyle
+    y: AxisStyle
+    metric: curves.HeldOutMetric | None = None
+    height_inches: float = 4.0
+    legend_name: Callable[[str, Sequence[RunRecords]], str] = lambda label, runs: label
+
+
+TIME = AxisStyle("time (s)")
+SAMPLES = AxisStyle("samples applied (samples)", "", from_zero=True)
+STEPS = AxisStyle("step (updates)", "", from_zero=True)
+SENT = AxisStyle("sent by all ranks (bytes)", "B", from_zero=True)
+TRAINING_LOSS = AxisStyle("training loss", scale="log if wide")
+LEARNING_RATE = AxisStyle("learning rate", from_zero=True)
+CONSENSUS = AxisStyle("consensus (squared norm)", scale="log")
+HELD_OUT = {
+    "accuracy": AxisStyle("held-out accuracy"),
+    "accuracy_top5": AxisStyle("held-out top-5 accuracy"),
+    "loss": AxisStyle("held-out loss", scale="log if wide"),
+}
+
+
+def _held_out(metric: curves.HeldOutMetric, over: curves.Over, x: AxisStyle) -> LinePlot:
+    return LinePlot(partial(curves.evaluation_curve, metric=metric, over=over), x, HELD_OUT[metric], metric)
+
+
+def _consensus_name(label: str, runs: Sequence[RunRecords]) -> str:
+    series = [consensus_series(run) for run in runs]
+    estimated = any(one.estimated for one in series if one.points)
+    return f"{label}, estimated from exchanges" if estimated else label
+
+
+QUALITY_OVER_BYTES = "quality over bytes"
+LINE_PLOTS: dict[str, LinePlot] = {
+    "accuracy over time": _held_out("accuracy", "seconds", TIME),
+    "accuracy over samples": _held_out("accuracy", "samples", SAMPLES),
+    "accuracy over steps": _held_out("accuracy", "steps", STEPS),
+    "top-5 over time": _held_out("accuracy_top5", "seconds", TIME),
+    "loss over time": _held_out("loss", "seconds", TIME),
+    "loss over samples": _held_out("loss", "samples", SAMPLES),
+    "training loss over time": LinePlot(curves.training_loss_curve, TIME, TRAINING_LOSS, height_inches=3.6),
+    "training loss over steps": LinePlot(partial(curves.training_loss_curve, over="steps"), STEPS, TRAINING_LOSS),
+    "learning rate over time": LinePlot(curves.learning_rate_curve, TIME, LEARNING_RATE),
+    "learning rate over steps": LinePlot(partial(curves.learning_rate_curve, over="steps"), STEPS, LEARNING_RATE),
+    "samples over time": LinePlot(curves.samples_curve, TIME, SAMPLES, height_inches=3.2),
+    "steps over time": LinePlot(curves.steps_curve, TIME, STEPS),
+    "consensus over time": LinePlot(
+        curves.consensus_curve, TIME, CONSENSUS, height_inches=3.6, legend_name=_consensus_name
+    ),
+    "bytes": LinePlot(curves.bytes_curve, TIME, SENT),
+    QUALITY_OVER_BYTES: LinePlot(
+        partial(curves.quality_over_bytes, metric="loss"), replace(SENT, scale="log if wide"), HELD_OUT["loss"], "loss"
+    ),
+}
+
+
+def line_plot(name: str, runs: Sequence[RunRecords]) -> LinePlot:
+    """The plot of that name. Quality over bytes is in the metric of the runs' target, and without one in the loss."""
+    plot = LINE_PLOTS[name]
+    if name == QUALITY_OVER_BYTES:
+        metric = metric_over_bytes(runs)
+        plot = replace(
+            plot, measure=partial(curves.quality_over_bytes, metric=metric), y=HELD_OUT[metric], metric=metric
+        )
+    return plot
 
 
 def metric_over_bytes(runs: Sequence[RunRecords]) -> Metric:
@@ -150,58 +129,31 @@ def metric_over_bytes(runs: Sequence[RunRecords]) -> Metric:
     return next((target.metric for run in runs if (target := target_of(run.header)) is not None), "loss")
 
 
-CURVES: dict[str, Cell] = {
-    "accuracy over time": accuracy_over_time,
-    "accuracy over samples": accuracy_over_samples,
-    "accuracy over steps": accuracy_over_steps,
-    "top-5 over time": top5_over_time,
-    "loss over time": loss_over_time,
-    "loss over samples": loss_over_samples,
-    "training loss over time": training_loss_over_time,
-    "training loss over steps": training_loss_over_steps,
-    "learning rate over time": learning_rate_over_time,
-    "learning rate over steps": learning_rate_over_steps,
-    "samples over time": samples_over_time,
-    "steps over time": steps_over_time,
-    "consensus over time": consensus_over_time,
-    "bytes": bytes_over_time,
-    "quality over bytes": quality_over_bytes,
-}
-
-HELD_OUT = {"accuracy": "held-out accuracy", "accuracy_top5": "held-out top-5 accuracy", "loss": "held-out loss"}
+def draw_line_plot(name: str, axes: Axes, groups: Groups) -> None:
+    """Draw one plot of the table: a line per label, the axes, and the target."""
+    plot = line_plot(name, groups.all)
+    drawn = _draw_lines(axes, groups, plot.measure)
+    _style_x(axes, plot.x, drawn)
+    _style_y(axes, plot.y, np.concatenate([np.empty(0), *(curve.values for curve in drawn)]))
+    if plot.metric is not None:
+        _draw_targets(axes, groups, plot.metric)
 
 
-def _evaluated(axes: Axes, groups: Groups, measured: curves.Measured, over: curves.Over, x_label: str) -> None:
-    def measure(run: RunRecords) -> curves.Curve:
-        return curves.evaluation_curve(run, measured, over)
-
-    _drawn(axes, groups, measure, x_label, HELD_OUT[measured], log=measured == "loss")
-    _draw_targets(axes, groups, measured)
-
-
-def _drawn(axes: Axes, groups: Groups, measure: Measure, x_label: str, y_label: str, *, log: bool = False) -> None:
-    values = draw_curves(axes, groups, measure)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    if log:
-        _logarithmic_where_it_falls_far(axes, values)
-
-
-def draw_curves(axes: Axes, groups: Groups, measure: Measure) -> np.ndarray:
-    """One line a label, the mean over its runs, in a band from the lowest to the highest; returns the values of all."""
+def _draw_lines(axes: Axes, groups: Groups, measure: Measure) -> list[curves.Curve]:
+    """Per label the mean over its runs, in a band from the lowest to the highest; returns the curves of all runs."""
     drawn = []
-    for place, (label, group) in enumerate(groups.runs.items()):
+    for index, (label, group) in enumerate(groups.runs.items()):
         measured = [measure(run) for run in group]
-        over = curves.band([curves.thinned(curve) for curve in measured])
-        drawn += [curve.values for curve in measured]
-        if over is None:
+        drawn += measured
+        band = curves.band([curves.thinned(curve) for curve in measured])
+        if band is None:
             continue
         look = groups.looks[label]
         # Each label has its markers elsewhere, so that lines which lie on each other do not hide them.
-        first = MARKER_EVERY * (0.25 + 0.75 * place / len(groups.runs))
+        first = MARKER_EVERY * (0.25 + 0.75 * index / len(groups.runs))
         axes.plot(
-            over.over,
-            over.mean,
+            band.over,
+            band.mean,
             color=look.colour,
             linestyle=look.dashes,
             marker=look.marker,
@@ -209,28 +161,67 @@ def draw_curves(axes: Axes, groups: Groups, measure: Measure) -> np.ndarray:
             markevery=(first, MARKER_EVERY),
             label=label,
         )
-        if over.count > 1:
-            axes.fill_between(over.over, over.low, over.high, color=look.colour, alpha=0.18, linewidth=0)
+        if band.count > 1:
+            axes.fill_between(band.over, band.low, band.high, color=look.colour, alpha=0.18, linewidth=0)
     axes.set_xlim(left=0)
     if not axes.lines:
-        say_none_recorded(axes)
-    return np.concatenate([np.empty(0), *drawn])
+        write_none_recorded(axes)
+    return drawn
 
 
-def say_none_recorded(axes: Axes) -> None:
+def write_none_recorded(axes: Axes) -> None:
+    """Say on empty axes that the runs have no such records."""
     axes.text(0.5, 0.5, "none recorded", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
     axes.set_xticks([])
     axes.set_yticks([])
 
 
-def _draw_targets(axes: Axes, groups: Groups, measured: curves.Measured) -> None:
+def _style_x(axes: Axes, style: AxisStyle, drawn: Sequence[curves.Curve]) -> None:
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
+    positive = [curve.over for curve in drawn if len(curve.over) and curve.over[-1] > 0]
+    ends = [over[-1] for over in positive]
+    if style.scale == "log if wide" and ends and max(ends) >= WIDE * min(ends):
+        axes.set_xscale("log")
+        axes.set_xlim(left=min(over[over > 0].min() for over in positive))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if style.unit is not None:
+        axes.xaxis.set_major_formatter(EngFormatter(unit=style.unit, sep=" " if style.unit else ""))
+    axes.set_xlabel(style.label)
+
+
+def _style_y(axes: Axes, style: AxisStyle, values: np.ndarray) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    if style.unit is not None:
+        axes.yaxis.set_major_formatter(EngFormatter(unit=style.unit, sep=" " if style.unit else ""))
+    if style.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel(style.label)
+    wide = values.size and values.min() > 0 and values.max() >= WIDE * values.min()
+    if values.size and (style.scale == "log" or (style.scale == "log if wide" and wide)):
+        set_logarithmic_y(axes, values)
+
+
+def set_logarithmic_y(axes: Axes, values: np.ndarray) -> None:
+    """Make the y axis logarithmic; over fewer than three decades of `values`, 2 and 5 are marked as well."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    few_decades = values.max() < 1000 * values.min()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _draw_targets(axes: Axes, groups: Groups, metric: curves.HeldOutMetric) -> None:
     if not axes.lines:
         return
     for target in dict.fromkeys(target_of(run.header) for run in groups.all):
-        if target is None or target.metric != measured:
+        if target is None or target.metric != metric:
             continue
         axes.axhline(target.value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        above = measured == "loss"  # on the side where curves come from, and not where they end
+        above = metric == "loss"  # on the side where curves come from, and not where they end
         axes.annotate(
             f"target {target.value:g}",
             (1, target.value),
@@ -241,26 +232,3 @@ def _draw_targets(axes: Axes, groups: Groups, measured: curves.Measured) -> None
             va="bottom" if above else "top",
             fontsize=8.5,
         )
-
-
-def _logarithmic_where_it_falls_far(axes: Axes, values: np.ndarray) -> None:
-    if values.size and values.min() > 0 and values.max() >= LOG_FROM * values.min():
-        logarithmic(axes, values)
-
-
-def logarithmic(axes: Axes, values: np.ndarray) -> None:
-    """Over few decades, 2 and 5 are marked as well."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    few_decades = values.max() < 1000 * values.min()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _counts(axis: Axis) -> None:
-    """Large numbers in short: 25k, 1.5M."""
-    from matplotlib.ticker import EngFormatter
-
-    axis.set_major_formatter(EngFormatter(sep=""))

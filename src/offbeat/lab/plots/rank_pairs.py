@@ -59,7 +59,7 @@ def heat_maps(panels: Sequence[Panel]) -> Figure:
 
 
 @styled
-def who_talked_to_whom(runs: Sequence[RunRecords]) -> Figure:
+def exchange_maps(runs: Sequence[RunRecords]) -> Figure:
     """How often each two peers averaged, and beside it each peer with any other, in one run of each strategy.
 
     Strategies in which no two did are left out; the others share one scale.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offbeat.lab.plots.line_plots import logarithmic
+from offbeat.lab.plots.line_plots import set_logarithmic_y
 from offbeat.lab.plots.looks import COLOURS, Look, looks
 from offbeat.lab.plots.style import INK, WIDTH_INCHES, new_figure, place_legend, sign, styled
 
@@ -60,7 +60,7 @@ def against(
     if log_y:
         means = [point.mean for points in series.values() for point in points]
         heights = np.array([*means, *(y for pairs in published.values() for _, y in pairs)])
-        logarithmic(axes, heights)
+        set_logarithmic_y(axes, heights)
         axes.set_ylim(0.7 * heights.min(), 1.4 * heights.max())  # an interval may reach below zero
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

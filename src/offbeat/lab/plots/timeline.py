@@ -38,7 +38,7 @@ def timeline(runs: Sequence[RunRecords], seconds: float | None = None) -> Figure
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (label, run) in zip(panels, shown.items(), strict=True):
         _panel(axes, run, rows[label], groups.looks[label], window)
-    panels[-1].set_xlabel(TIME)
+    panels[-1].set_xlabel(TIME.label)
     figure.supylabel("rank", fontsize=8.5)
     _legend(figure, with_hub=any(len(curves.hub_updates(run)) for run in shown.values()))
     return figure

@@ -13,7 +13,7 @@ from string import Template
 import msgspec
 
 from offbeat.errors import ConfigurationError
-from offbeat.lab.plots.figures import Drawing, drawings
+from offbeat.lab.plots.figures import FigureSpec, report_figures
 from offbeat.lab.plots.style import svg_text
 from offbeat.lab.report.formatting import fixed, number, plural, size
 from offbeat.lab.report.table import columns, goal, headline
@@ -48,7 +48,7 @@ def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
         troubles=_troubles(comparison),
         table=_table(comparison),
         meanings=_meanings(comparison),
-        figures="\n".join(map(_figure, drawings(runs))),
+        figures="\n".join(_figure(spec, runs) for spec in report_figures(runs)),
         traffic=_traffic(comparison),
         notices=_notices(runs),
         configurations="\n".join(_configuration(run) for run in runs),
@@ -107,11 +107,11 @@ def _meanings(comparison: Comparison) -> str:
     )
 
 
-def _figure(drawing: Drawing) -> str:
-    svg = svg_text(drawing.figure).replace("<svg ", f'<svg role="img" aria-labelledby="{drawing.key}" ', 1)
+def _figure(spec: FigureSpec, runs: Sequence[RunRecords]) -> str:
+    svg = svg_text(spec.draw(runs)).replace("<svg ", f'<svg role="img" aria-labelledby="{spec.key}" ', 1)
     return (
-        f'<figure>\n<h2 id="{drawing.key}">{escape(drawing.title)}</h2>\n{svg}\n'
-        f"<figcaption>{escape(drawing.caption)}</figcaption>\n</figure>"
+        f'<figure>\n<h2 id="{spec.key}">{escape(spec.title)}</h2>\n{svg}\n'
+        f"<figcaption>{escape(spec.caption)}</figcaption>\n</figure>"
     )
 
 
