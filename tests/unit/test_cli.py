@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -18,8 +19,9 @@ import offbeat
 from offbeat import cli
 from offbeat.cli import flags, main
 from offbeat.cli.flags import all_flags
-from offbeat.cli.output import Bar
+from offbeat.cli.options import GROUPS, LIVE
 from offbeat.cli.plans import plan_of
+from offbeat.cli.progress import Progress, RunProgress, show_progress
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.configuration import options
 from offbeat.core.optimizers import SGD, AMSGrad
@@ -27,10 +29,10 @@ from offbeat.core.schedules import Linear
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.experiment import Experiment, Plan, share_done
 from offbeat.lab.workloads import Quadratic
 from offbeat.records.metrics import summarize
-from offbeat.records.schema import Notice, Update
+from offbeat.records.schema import Update
 from offbeat.strategies.hub import FixedMinibatch
 
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
@@ -192,7 +194,7 @@ def test_the_help_fits_a_hundred_columns(command: str, capsys: pytest.CaptureFix
 def test_the_help_of_simulate_comes_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--help"]) == 0
     shown = capsys.readouterr().out
-    places = [shown.index(f"─ {section} ─") for section in flags.GROUPS if section != flags.LIVE]
+    places = [shown.index(f"─ {section} ─") for section in GROUPS if section != LIVE]
     assert places == sorted(places)
     assert "seconds between updates [async-timed: " in shown
 
@@ -277,15 +279,31 @@ def test_simulate_shows_a_table_a_headline_and_where_everything_is(capsys: pytes
 
 @pytest.mark.parametrize("until", [Samples(200), Seconds(20.0)])
 def test_the_bar_advances_by_the_share_of_a_run_that_is_done(until: Budget) -> None:
-    drawn: list[tuple[float, str]] = []
-    bar = Bar(2, lambda done, text: drawn.append((done, text)))
+    drawn: list[tuple[str, float]] = []
+
+    class Recorder(Progress):
+        def step(self, text: str, done: float, total: float | None = 1.0) -> None:
+            assert total == 2.0
+            drawn.append((text, done))
+
+    runs = RunProgress(Recorder(quiet=True), 2)
     experiment = Experiment(Quadratic(), FixedMinibatch(), until=until, seed=4)
-    halfway = Update(10.0, 0, 1, 1, 100, 100, 0.1, ())
-    bar.on_record(experiment, Notice(9.0, 0, "not an update"))
-    bar.on_record(experiment, halfway)
-    bar.ended(summarize(a_small_run()))
-    bar.on_record(experiment, halfway)
-    assert drawn == [(0.5, "fmb, seed 4 (1 of 2)"), (1.5, "fmb, seed 4 (2 of 2)")]
+    share = share_done(experiment, Update(10.0, 0, 1, 1, 100, 100, 0.1, ()))
+    runs.share(0, share, "fmb, seed 4")
+    runs.ended(0, summarize(a_small_run()))
+    runs.share(1, share, "fmb, seed 4")
+    assert drawn == [("fmb, seed 4 (1 of 2)", 0.5), ("1 of 2 runs", 1.0), ("fmb, seed 4 (2 of 2)", 1.5)]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_runs_that_overlap_are_summed_and_lines_are_printed_unless_quiet(
+    quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with show_progress(quiet) as progress:
+        runs = RunProgress(progress, 2)
+        runs.share(1, 0.25)
+        runs.ended(0, summarize(a_small_run()))
+    assert re.fullmatch("" if quiet else r"\[1/2\] fmb, seed \d+: .*\n", capsys.readouterr().err)
 
 
 def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from made_records import a_small_run, header
 
 from offbeat.cli import flags, main, worker_process
 from offbeat.cli import train as train_command
-from offbeat.cli.live_view import Quiet
+from offbeat.cli.live_view import RunWatcher
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
@@ -311,5 +311,5 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
 def test_records_of_a_run_that_failed_before_anybody_wrote_any(runs: Runs) -> None:
     runs.raises = RunFailed("worker 1: ValueError: there is no x")
     experiment = Experiment(NamedWorkload.members["quadratic"](), Strategy.members["fmb"](), workers=2)
-    run: RunRecords = train_command.recorded(experiment, Path("o"), LiveOptions(), Quiet(str), RankInfo())
+    run: RunRecords = train_command.recorded(experiment, Path("o"), LiveOptions(), RunWatcher(str), RankInfo())
     assert [getattr(record, "failure", None) for record in run.records] == ["worker 1: ValueError: there is no x"]

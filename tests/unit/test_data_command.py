@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from made_data import Made, folder, idx_files, made
 
-from offbeat.cli import data as command
 from offbeat.cli import main
+from offbeat.cli.progress import show_progress
 from offbeat.lab.data import CATALOGUE
 
 
@@ -117,12 +117,11 @@ def test_on_a_terminal_there_is_a_bar(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with command._watcher() as watcher:
-        assert isinstance(watcher, command.Bar)
-        watcher.step("fetching train-images", 500_000, 1_000_000)
-        watcher.say("mnist, official: [somewhere] cannot be reached")
-        watcher.step("fetching train-images", 1_000_000, 1_000_000)
-        watcher.step("fetching the labels", 250_000, 750_000)
+    with show_progress(in_bytes=True) as progress:
+        progress.step("fetching train-images", 500_000, 1_000_000)
+        progress.say("mnist, official: [somewhere] cannot be reached")
+        progress.step("fetching train-images", 1_000_000, 1_000_000)
+        progress.step("fetching the labels", 250_000, 750_000)
     shown, said = capsys.readouterr()
     assert shown == ""
     assert re.search(r"fetching the labels .*250\.0/750\.0 kB", said)

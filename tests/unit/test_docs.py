@@ -27,6 +27,7 @@ import pytest
 import offbeat as ob
 from offbeat.cli import COMMANDS, USAGES, flags, main
 from offbeat.cli.launch import launch, work
+from offbeat.cli.options import Output
 from offbeat.cli.train import train
 from offbeat.cluster import PRESETS, Fault, StragglerModel
 from offbeat.cluster.cluster import Cluster
@@ -346,7 +347,7 @@ def test_the_command_page_lists_every_command_key_and_record() -> None:
 
 def test_every_flag_that_the_command_page_names_exists() -> None:
     known = {flag.name for flag in flags.all_flags()} | set(flags.ALIASES.values())
-    known |= {"--" + item.name.replace("_", "-") for item in dataclasses.fields(flags.Output)}
+    known |= {"--" + item.name.replace("_", "-") for item in dataclasses.fields(Output)}
     known |= {flag.name for flag in flags.live_flags()} | {"--help", "--trace"}
     known |= {"--no-" + flag.name[2:] for flag in flags.live_flags() if flag.kind is bool}
     known |= {

@@ -11,7 +11,16 @@ import pytest
 from made_records import a_round, a_small_run, a_traffic, an_update
 from rich.console import Console
 
-from offbeat.cli.live_view import LINE_SECONDS, RECENT_SECONDS, Board, Lines, Quiet, view, watching, worker_line
+from offbeat.cli.live_view import (
+    LINE_SECONDS,
+    RECENT_SECONDS,
+    LineWatcher,
+    RunState,
+    RunWatcher,
+    render_run,
+    watch_run,
+    worker_line,
+)
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.workloads import Quadratic
 from offbeat.launch.process_settings import hub_or_worker_name, rank_names
@@ -21,15 +30,15 @@ from offbeat.strategies.hub import FixedMinibatch
 HUB = hub_or_worker_name
 
 
-def board() -> Board:
-    made = Board([1, 2])
+def state() -> RunState:
+    made = RunState([1, 2])
     made.add(a_small_run().records)
     return made
 
 
-def drawn(made: Board, title: str = "fmb, seed 0", target: str | None = None) -> str:
+def drawn(made: RunState, title: str = "fmb, seed 0", target: str | None = None) -> str:
     console = Console(file=io.StringIO(), width=100)
-    console.print(view(title, target, HUB, made))
+    console.print(render_run(title, target, HUB, made))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 
@@ -42,7 +51,7 @@ def joined(at: float, peer: int, incarnation: int = 0, there: bool = True, rank:
 
 
 def test_a_run_is_told_in_a_few_facts() -> None:
-    assert board().facts() == [
+    assert state().facts() == [
         "8 s",
         "version 1",
         "40 samples",
@@ -54,11 +63,11 @@ def test_a_run_is_told_in_a_few_facts() -> None:
 
 
 def test_before_anything_has_happened_little_is_said() -> None:
-    assert Board([1]).facts() == ["0 s", "version 0", "0 samples"]
+    assert RunState([1]).facts() == ["0 s", "version 0", "0 samples"]
 
 
 def test_each_worker_has_its_seconds_its_staleness_and_its_lives() -> None:
-    first, second = board().workers.values()
+    first, second = state().workers.values()
     assert (first.compute_seconds, first.idle_seconds, first.samples, first.lives) == (4.0, 0.0, 20, 1)
     assert (second.compute_seconds, second.idle_seconds, second.idle_share, second.lives) == (2.0, 2.0, 0.5, 2)
     assert (first.staleness_mean, second.staleness_mean) == (0.0, 3.0)
@@ -68,7 +77,7 @@ def test_each_worker_has_its_seconds_its_staleness_and_its_lives() -> None:
 
 
 def test_the_state_of_a_worker() -> None:
-    made = Board([1])
+    made = RunState([1])
     states = [made.workers[1].state]
     for record in (
         joined(0.0, 1),
@@ -84,14 +93,14 @@ def test_the_state_of_a_worker() -> None:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    made = Board([1])
+    made = RunState([1])
     made.add([a_round(1, 0.0, 1.0), an_update(1.0, 1000, (1, 0, 1000, 0))])
     made.add([a_round(1, 99.0, 1.0), an_update(100.0, 1010, (1, 1000, 1010, 0))])
     assert made.samples_per_second == made.computed_per_second(made.workers[1]) == 10 / RECENT_SECONDS
 
 
 def test_bytes_a_second_are_added_up_over_those_who_have_told_lately() -> None:
-    made = Board([1, 2])
+    made = RunState([1, 2])
     assert made.bytes_per_second is None
     made.add([a_traffic(1.0, rank=1, since=0.5, Gradient=1000)])
     assert made.bytes_per_second == 2000
@@ -104,13 +113,13 @@ def test_bytes_a_second_are_added_up_over_those_who_have_told_lately() -> None:
 
 
 def test_workers_that_were_not_expected_are_shown_and_the_hub_is_not_one() -> None:
-    made = Board([1])
+    made = RunState([1])
     made.add([joined(0.0, 0, rank=1), joined(1.0, 7)])
     assert sorted(made.workers) == [1, 7]
 
 
 def test_an_evaluation_that_is_late_does_not_replace_a_newer_one() -> None:
-    made = Board()
+    made = RunState()
     later, earlier = (Evaluation(at, 0, version, 0, 1.0 / version, None) for at, version in ((2.0, 2), (1.0, 1)))
     made.add([later, earlier])
     assert made.evaluation is later
@@ -120,7 +129,7 @@ def test_an_evaluation_that_is_late_does_not_replace_a_newer_one() -> None:
 
 
 def test_the_table_has_a_row_for_each_worker() -> None:
-    shown = drawn(board(), target="accuracy 0.9")
+    shown = drawn(state(), target="accuracy 0.9")
     assert "fmb, seed 0 (target: accuracy 0.9)" in shown
     assert "8 s · version 1 · 40 samples" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith("worker")]
@@ -131,11 +140,11 @@ def test_the_table_has_a_row_for_each_worker() -> None:
 
 
 def test_the_table_can_be_drawn_before_anybody_is_there() -> None:
-    assert "expected" in drawn(Board([1, 2]))
+    assert "expected" in drawn(RunState([1, 2]))
 
 
 def test_without_a_terminal_there_is_a_line_every_few_seconds_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines("fmb, seed 0", HUB, Board([1]))
+    lines = LineWatcher("fmb, seed 0", HUB, RunState([1]))
     for at in (1.0, LINE_SECONDS - 0.1, LINE_SECONDS + 0.1, LINE_SECONDS + 0.2, 2 * LINE_SECONDS):
         lines.records([an_update(at, 10, (1, 0, 10, 0))])
     said = capsys.readouterr().err.splitlines()
@@ -143,7 +152,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_of_the_run(capsys:
 
 
 def test_the_last_lines_tell_of_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines("fmb, seed 0", HUB, Board([1, 2]))
+    lines = LineWatcher("fmb, seed 0", HUB, RunState([1, 2]))
     lines.records(a_small_run().records)
     lines.ended()
     said = capsys.readouterr().err.splitlines()
@@ -153,7 +162,7 @@ def test_the_last_lines_tell_of_each_worker(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_notices_are_said_and_the_words_of_processes_are_labelled(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines("fmb, seed 0", HUB, Board([1]))
+    lines = LineWatcher("fmb, seed 0", HUB, RunState([1]))
     lines.records([Notice(1.0, 0, "raise samples_max")])
     lines.say("worker 1 was killed by SIGKILL")
     lines.line(1, "Traceback (most recent call last):")
@@ -168,9 +177,9 @@ def test_notices_are_said_and_the_words_of_processes_are_labelled(capsys: pytest
 
 
 def test_where_quiet_is_wanted_only_trouble_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with watching(EXPERIMENT, quiet=True) as watcher:
+    with watch_run(EXPERIMENT, quiet=True) as watcher:
         watcher.records(a_small_run().records)
-    assert isinstance(watcher, Quiet)
+    assert isinstance(watcher, RunWatcher)
     assert capsys.readouterr().err == ""
 
 
@@ -185,7 +194,7 @@ def test_where_everybody_computes_they_are_peers() -> None:
 
 
 def test_peers_have_no_version_in_common_and_their_samples_are_added_up() -> None:
-    made = Board([0, 1])
+    made = RunState([0, 1])
     update = an_update(1.0, 10, (0, 0, 10, 0))
     assert made.facts()[1] == "version 0"
     made.add([update, msgspec.structs.replace(update, rank=1, samples_total=12)])
@@ -193,7 +202,7 @@ def test_peers_have_no_version_in_common_and_their_samples_are_added_up() -> Non
 
 
 def test_who_is_started_again_meets_everybody_and_only_its_own_life_is_counted() -> None:
-    made = Board([0, 1, 2])
+    made = RunState([0, 1, 2])
     made.add([joined(0.0, 1, rank=rank) for rank in (0, 2)])
     made.add([joined(1.0, 1, there=False, rank=rank) for rank in (0, 2)])
     made.add([joined(2.0, 1, 1, rank=rank) for rank in (0, 2)])
@@ -205,15 +214,15 @@ EXPERIMENT = Experiment(Quadratic(), FixedMinibatch(), workers=2)
 
 
 def test_on_a_terminal_what_is_said_appears_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
+    class ScreenWatcher(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    terminal: Any = Terminal()
+    terminal: Any = ScreenWatcher()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with watching(EXPERIMENT, quiet=False, position="[2/4]") as watcher:
+    with watch_run(EXPERIMENT, quiet=False, position="[2/4]") as watcher:
         watcher.records(a_small_run().records)
         watcher.say("worker 1 was killed by SIGKILL")
         watcher.line(2, "[brackets] are kept")

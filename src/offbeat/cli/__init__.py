@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import cyclopts
 
+from offbeat.cli.output import console
 from offbeat.errors import ConfigurationError, OffbeatError, unknown
 from offbeat.version import __version__
 
@@ -139,7 +140,6 @@ def answered(call: Callable[[], int]) -> int:
 
 
 def _call(argv: list[str]) -> int:
-    from offbeat.cli.output import console
 
     result = application()(_with_script_apart(argv), console=console())
     return result if isinstance(result, int) else 0

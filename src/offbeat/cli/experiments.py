@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import tomli_w
 from cyclopts import Parameter
 
-from offbeat.cli.flags import Output, all_flags, file_flags, given, takes
+from offbeat.cli.flags import all_flags, file_flags, given, takes
+from offbeat.cli.options import Output
 from offbeat.cli.output import (
     EXPERIMENT,
     PAGE,
@@ -18,18 +19,20 @@ from offbeat.cli.output import (
     new_directory,
     print_comparison,
     print_json,
-    progress,
-    say,
+    print_status,
+    refuse_unwritable,
 )
 from offbeat.cli.plans import plan_from_file, plan_of
+from offbeat.cli.progress import RunProgress, show_progress
+from offbeat.core.actions import Record
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.lab.experiment import Experiment, Plan
+from offbeat.errors import MissingDependency
+from offbeat.lab.experiment import Experiment, Plan, share_done
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import file_name
 from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import Notice, RunRecords
+from offbeat.records.schema import Notice, RunRecords, Update
 
 NOTICES_SHOWN = 3
 
@@ -92,18 +95,21 @@ def places_of(plan: Plan) -> dict[Experiment, str]:
 
 def _write_experiment(plan: Plan, path: Path, command: str) -> None:
     text = f"# What was run here. To run it again: offbeat {command} THIS-FILE\n\n" + tomli_w.dumps(plan.to_plain())
-    try:
+    with refuse_unwritable(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
 
 
 def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> list[RunRecords]:
-    with progress(len(places), quiet) as shown:
+    with show_progress(quiet) as progress:
+        shown = RunProgress(progress, len(places))
+
+        def on_record(experiment: Experiment, record: Record) -> None:
+            if isinstance(record, Update):
+                shown.share(0, share_done(experiment, record), f"{experiment.name}, seed {experiment.seed}")
 
         def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
-            records = simulate_experiment(experiment, place, shown.on_record).records
-            shown.ended(summarize(records))
+            records = simulate_experiment(experiment, place, on_record).records
+            shown.ended(0, summarize(records))
             if not quiet:
                 _say_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
             return records
@@ -115,9 +121,9 @@ def _say_notices(records: RunRecords, whose: str) -> None:
     """What a user should read, once each, and not page after page."""
     texts = list(dict.fromkeys(record.text for record in records.records if isinstance(record, Notice)))
     for text in texts[:NOTICES_SHOWN]:
-        say(whose + text)
+        print_status(whose + text)
     if len(texts) > NOTICES_SHOWN:
-        say(f"{whose}{len(texts) - NOTICES_SHOWN} more notices are in the records")
+        print_status(f"{whose}{len(texts) - NOTICES_SHOWN} more notices are in the records")
 
 
 def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRecords]:
@@ -138,14 +144,14 @@ def _draw(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:
     try:
         return write_report(runs, path, baseline)
     except MissingDependency as missing:
-        say(f"no page was drawn: {missing}")
+        print_status(f"no page was drawn: {missing}")
         return None
 
 
 def _failures(summaries: tuple[Summary, ...]) -> int:
     failed = [summary for summary in summaries if summary.failure is not None]
     for summary in failed:
-        say(f"{summary.strategy}, seed {summary.seed}, failed: {summary.failure}")
+        print_status(f"{summary.strategy}, seed {summary.seed}, failed: {summary.failure}")
     return 1 if failed else 0
 
 

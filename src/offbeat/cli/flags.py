@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
+from offbeat.cli.options import CLUSTER, GROUPS, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output
 from offbeat.cluster import Cluster, Link
 from offbeat.core.configuration import Family, Option, noun, options
 from offbeat.core.optimizers import Optimizer
@@ -26,18 +27,6 @@ from offbeat.lab.experiment import Settings
 from offbeat.lab.live_runs import EVALUATE_LIVE
 from offbeat.lab.worker_main import LiveOptions
 
-RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
-STRATEGY, OPTIMIZER, WORKLOAD = "Strategies", "Optimizer", "Workload"
-
-_NOTES = {
-    STRATEGY: "Each goes to every named strategy that has it; NAME.FIELD=VALUE sets it for one alone.",
-    OPTIMIZER: "Without --optimizer, these change the optimizer that suits the workload.",
-    WORKLOAD: "In brackets: which workloads have it, and its default.",
-}
-GROUPS = {
-    section: Group(section, help=_NOTES.get(section, ""), sort_key=order)
-    for order, section in enumerate((RUN, LIVE, OUTPUT, CLUSTER, STRATEGY, OPTIMIZER, WORKLOAD))
-}
 ALIASES = {"optimizer.lr": "--lr"}
 METAVARS = {
     "seeds": "N",
@@ -101,23 +90,6 @@ class Flag:
 
 def flag_of(path: str) -> str:
     return "--" + path.replace("_", "-")
-
-
-def _output(text: str, metavar: str | None = None, name: str | None = None) -> Parameter:
-    return Parameter(name=name, help=text, metavar=metavar, group=GROUPS[OUTPUT], negative=(), show_default=False)
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where the results go."""
-
-    out: Annotated[
-        str | None, _output("directory for the records [runs/WORKLOAD-NNN, the next that is free]", "DIR")
-    ] = None
-    overwrite: Annotated[bool, _output("replace the runs that --out holds already")] = False
-    json: Annotated[bool, _output("print one JSON object and nothing else")] = False
-    no_report: Annotated[bool, _output("do not draw report.html", name="--no-report")] = False
-    quiet: Annotated[bool, _output("show no progress while it runs")] = False
 
 
 @functools.cache

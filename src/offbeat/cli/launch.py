@@ -14,9 +14,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from offbeat.cli.live_view import Board, Lines, Quiet
+from offbeat.cli.live_view import LineWatcher, RunState, RunWatcher
 from offbeat.cli.mpi import exec_mpirun
-from offbeat.cli.output import given_directory, new_directory, say
+from offbeat.cli.options import QuietFlag, option
+from offbeat.cli.output import given_directory, new_directory, print_status
 from offbeat.cli.worker_process import prepare
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
@@ -41,29 +42,25 @@ from offbeat.transports.rendezvous import Address, request_assignment
 EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
 
 
-def _option(text: str, metavar: str | None = None, name: str | tuple[str, ...] | None = None) -> Parameter:
-    return Parameter(name=name, help=text, metavar=metavar, negative=(), show_default=False)
-
-
 def launch(
     *script: Annotated[str, Parameter(name="SCRIPT", help="the script, and what it is to be called with")],
-    n: Annotated[str | None, _option("how many processes, the hub among them", "N", ("-n", "--processes"))] = None,
+    n: Annotated[str | None, option("how many processes, the hub among them", "N", ("-n", "--processes"))] = None,
     out: Annotated[
-        str | None, _option("directory for records and checkpoints [runs/SCRIPT-NNN, the next that is free]", "DIR")
+        str | None, option("directory for records and checkpoints [runs/SCRIPT-NNN, the next that is free]", "DIR")
     ] = None,
-    overwrite: Annotated[bool, _option("replace the run that --out holds already")] = False,
+    overwrite: Annotated[bool, option("replace the run that --out holds already")] = False,
     resume: Annotated[
-        str | None, _option("go on with the run in this directory, from its last checkpoint", "RUN")
+        str | None, option("go on with the run in this directory, from its last checkpoint", "RUN")
     ] = None,
-    restarts: Annotated[str | None, _option("times that a process which died is started again [3]", "N")] = None,
-    listen: Annotated[str | None, _option("for workers on other machines [this machine alone]", "HOST:PORT")] = None,
+    restarts: Annotated[str | None, option("times that a process which died is started again [3]", "N")] = None,
+    listen: Annotated[str | None, option("for workers on other machines [this machine alone]", "HOST:PORT")] = None,
     token_file: Annotated[
-        str | None, _option("file with the secret that workers must show; needed with --listen", "FILE")
+        str | None, option("file with the secret that workers must show; needed with --listen", "FILE")
     ] = None,
     transport: Annotated[
-        str | None, _option("how messages travel: gloo, or mpi, which calls mpirun [gloo]", "NAME")
+        str | None, option("how messages travel: gloo, or mpi, which calls mpirun [gloo]", "NAME")
     ] = None,
-    quiet: Annotated[bool, _option("show no progress while it runs")] = False,
+    quiet: QuietFlag = False,
 ) -> int:
     """Start the script so many times, until its rank 0 has ended."""
     require(bool(script), f"no script is named; {EXAMPLE}")
@@ -91,7 +88,7 @@ def launch(
         directory, made = _directory(script[0], out, overwrite, resume)
         place = RankInfo(0, processes, address, token, None, directory, resume is not None, "offbeat")
         try:
-            watcher = Quiet(_name) if quiet else Lines(Path(script[0]).name, _name, Board())
+            watcher = RunWatcher(_name) if quiet else LineWatcher(Path(script[0]).name, _name, RunState())
             return _supervise(script, place, listener, again, listen, watcher)
         finally:
             if made:
@@ -116,7 +113,12 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _supervise(
-    script: Sequence[str], place: RankInfo, listener: socket.socket, restarts: int, listen: str | None, watcher: Quiet
+    script: Sequence[str],
+    place: RankInfo,
+    listener: socket.socket,
+    restarts: int,
+    listen: str | None,
+    watcher: RunWatcher,
 ) -> int:
     assert place.address is not None
     assert place.directory is not None
@@ -188,19 +190,10 @@ def work(
         Parameter(name="SCRIPT", help="where the run trains a script: that script, and what it is called with"),
     ],
     token_file: Annotated[
-        str | None,
-        Parameter(help="file with the token of the run; needed unless it runs on this machine", metavar="FILE"),
+        str | None, option("file with the token of the run; needed unless it runs on this machine", "FILE")
     ] = None,
-    wait: Annotated[
-        str | None,
-        Parameter(
-            help=f"how long to try where nothing answers [{WAIT_SECONDS:g}]", metavar="SECONDS", show_default=False
-        ),
-    ] = None,
-    threads: Annotated[
-        str | None,
-        Parameter(help="threads to compute with [as the run says]", metavar="N", show_default=False),
-    ] = None,
+    wait: Annotated[str | None, option(f"how long to try where nothing answers [{WAIT_SECONDS:g}]", "SECONDS")] = None,
+    threads: Annotated[str | None, option("threads to compute with [as the run says]", "N")] = None,
 ) -> int:
     """Join as a worker until the run ends."""
     there = Address.parse(address)
@@ -229,7 +222,7 @@ def _become(script: list[str], address: Address, token: bytes | None, member: st
     """Ask which rank to take, and be the script under that rank."""
     told = request_assignment(address, token, member=member, rank=None, wait_seconds=seconds)
     rank_info = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
-    say(f"joining the run at {address} as rank {told.rank}")
+    print_status(f"joining the run at {address} as rank {told.rank}")
     sys.stdout.flush()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment_of(rank_info)}
     os.execve(sys.executable, [sys.executable, *script], environment)

@@ -9,13 +9,11 @@ from typing import Annotated, Any
 
 import tomli_w
 from cyclopts import Parameter
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from offbeat.cli import flags
 from offbeat.cli.class_lookup import find_strategy, find_workload
-from offbeat.cli.output import console, print_json
+from offbeat.cli.options import JsonFlag, option
+from offbeat.cli.output import console, print_json, table
 from offbeat.cluster import PRESETS, SUMMARIES
 from offbeat.core.configuration import options, to_plain
 from offbeat.core.workload import NamedWorkload
@@ -24,21 +22,15 @@ from offbeat.lab.workloads.images import ImageWorkload
 from offbeat.lab.workloads.models import Model
 
 Name = Annotated[str | None, Parameter(name="NAME", help="show this one in full", show_default=False)]
-Json = Annotated[bool, Parameter(help="print one JSON object and nothing else", negative=(), show_default=False)]
+Counts = Annotated[bool, option("show parameters, examples and classes instead; needs no data")]
 
 
-Counts = Annotated[
-    bool,
-    Parameter(help="show parameters, examples and classes instead; needs no data", negative=(), show_default=False),
-]
-
-
-def strategies(name: Name = None, /, *, json: Json = False) -> int:
+def strategies(name: Name = None, /, *, json: JsonFlag = False) -> int:
     """What strategies there are, or the fields of one with their defaults."""
     return _members("strategies", flags.strategies(), name, json, find_strategy)
 
 
-def workloads(name: Name = None, /, *, counts: Counts = False, json: Json = False) -> int:
+def workloads(name: Name = None, /, *, counts: Counts = False, json: JsonFlag = False) -> int:
     """What workloads there are, or the fields of one with their defaults."""
     if counts:
         found = list(flags.workloads().values()) if name is None else [find_workload(name)[0]]
@@ -46,7 +38,7 @@ def workloads(name: Name = None, /, *, counts: Counts = False, json: Json = Fals
     return _members("workloads", flags.workloads(), name, json, find_workload)
 
 
-def clusters(name: Name = None, /, *, json: Json = False) -> int:
+def clusters(name: Name = None, /, *, json: JsonFlag = False) -> int:
     """What clusters have a name, or what one of them holds, as TOML to start a file of your own from."""
     if name is not None and name not in PRESETS:
         raise unknown("cluster", name, PRESETS)
@@ -57,7 +49,7 @@ def clusters(name: Name = None, /, *, json: Json = False) -> int:
     elif name is not None:
         print(f"# {name}: {SUMMARIES[name]}\n\n{tomli_w.dumps(to_plain(PRESETS[name]))}", end="")
     else:
-        console().print(_table(["cluster", "what it is"], [[key, SUMMARIES[key]] for key in PRESETS]))
+        console().print(table(["cluster", "what it is"], [[key, SUMMARIES[key]] for key in PRESETS]))
     return 0
 
 
@@ -75,7 +67,7 @@ def _members(plural: str, known: Mapping[str, type[Any]], name: str | None, json
         print_json({plural: [_plain(key, cls) for key, cls in known.items()]})
     else:
         rows = [[key, cls.summary, cls.paper] for key, cls in known.items()]
-        console().print(_table([plural, "what it is", "paper or source"], rows))
+        console().print(table([plural, "what it is", "paper or source"], rows))
     return 0
 
 
@@ -95,10 +87,7 @@ def _print_counts(rows: list[dict[str, Any]], json: bool) -> int:
         return 0
     heads = ["workload", "model", "parameters", "training examples", "test examples", "classes"]
     cells = [[str(row["workload"]), row["model"], *(_count(row[key]) for key in _NUMBERS)] for row in rows]
-    table = _table(heads, cells)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    console().print(table)
+    console().print(table(heads, cells, right=heads[2:]))
     return 0
 
 
@@ -115,7 +104,7 @@ def _print_one(name: str, cls: type[Any]) -> None:
         if text:
             out.print(f"{text}\n", markup=False)
     rows = [[item.flag, flags.shown(item.default), item.text] for item in options(cls)]
-    out.print(_table(["flag", "default", "meaning"], rows))
+    out.print(table(["flag", "default", "meaning"], rows))
 
 
 def _plain(name: str, cls: type[Any]) -> dict[str, Any]:
@@ -129,12 +118,3 @@ def _plain(name: str, cls: type[Any]) -> dict[str, Any]:
         for item in options(cls)
     ]
     return {"name": name, "summary": cls.summary, "paper": cls.paper, "fields": fields}
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for index, head in enumerate(heads):
-        table.add_column(head, no_wrap=index == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live as Screen
-from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.output import say as say_line
+from offbeat.cli.output import print_status, table
 from offbeat.lab.report.formatting import NONE, fixed, number, percent, size
 from offbeat.launch.process_settings import rank_names
 from offbeat.records.schema import AnyRecord, Ended, Evaluation, Membership, Notice, Round, Traffic, Undone, Update
@@ -33,7 +31,7 @@ WAITING_SHARE = 0.5
 
 
 @dataclass
-class Worker:
+class WorkerState:
     """What the records say about one rank."""
 
     rank: int
@@ -107,11 +105,11 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-class Board:
+class RunState:
     """A live run so far."""
 
     def __init__(self, computing: Sequence[int] = ()) -> None:
-        self.workers = {rank: Worker(rank) for rank in computing}
+        self.workers = {rank: WorkerState(rank) for rank in computing}
         self.elapsed = 0.0
         self.version = 0
         self.updates = 0
@@ -148,8 +146,8 @@ class Board:
             while len(count) > 1 and count[1][0] < since:
                 count.popleft()
 
-    def _worker(self, rank: int) -> Worker:
-        return self.workers.setdefault(rank, Worker(rank))
+    def _worker(self, rank: int) -> WorkerState:
+        return self.workers.setdefault(rank, WorkerState(rank))
 
     def _updated(self, record: Update) -> None:
         self.version, self.updates = max(self.version, record.version), self.updates + 1
@@ -184,7 +182,7 @@ class Board:
         ]
         return sum(rate or 0.0 for rate in rates) if rates else None
 
-    def computed_per_second(self, worker: Worker) -> float | None:
+    def computed_per_second(self, worker: WorkerState) -> float | None:
         return _ratio(sum(record.samples for record in worker.recent), min(self.elapsed, RECENT_SECONDS))
 
     @property
@@ -223,7 +221,7 @@ LINE_SECONDS = 5.0
 Name = Callable[[int], str]
 
 
-class Quiet:
+class RunWatcher:
     """Says only what went wrong: what processes complain of, and what becomes of those that die."""
 
     def __init__(self, name: Name) -> None:
@@ -233,7 +231,7 @@ class Quiet:
         pass
 
     def say(self, sentence: str) -> None:
-        say_line(sentence)
+        print_status(sentence)
 
     def line(self, rank: int, text: str) -> None:
         # What a process says in a sentence of ours, on its way out, is why it ended, and is told with that.
@@ -247,31 +245,31 @@ class Quiet:
         print(text, file=sys.stderr, flush=True)
 
 
-class Lines(Quiet):
+class LineWatcher(RunWatcher):
     """A line about the run every few seconds of it, and at the end one about each worker."""
 
-    def __init__(self, title: str, name: Name, board: Board) -> None:
+    def __init__(self, title: str, name: Name, state: RunState) -> None:
         super().__init__(name)
-        self._title, self._board = title, board
+        self._title, self._state = title, state
         self._next = LINE_SECONDS
 
     def records(self, records: Sequence[AnyRecord]) -> None:
-        self._board.add(records)
+        self._state.add(records)
         for record in records:
             if isinstance(record, Notice):
                 self.say(f"{self._title}: {record.text}")
         over = any(isinstance(record, Ended) for record in records)
-        if self._board.elapsed >= self._next and not over:
-            self._next = (self._board.elapsed // LINE_SECONDS + 1) * LINE_SECONDS
-            self._show(f"{self._title}: {', '.join(self._board.facts())}")
+        if self._state.elapsed >= self._next and not over:
+            self._next = (self._state.elapsed // LINE_SECONDS + 1) * LINE_SECONDS
+            self._show(f"{self._title}: {', '.join(self._state.facts())}")
 
     def ended(self) -> None:
-        self._show(f"{self._title}: {', '.join(self._board.facts())}")
-        for rank, worker in sorted(self._board.workers.items()):
+        self._show(f"{self._title}: {', '.join(self._state.facts())}")
+        for rank, worker in sorted(self._state.workers.items()):
             self._show(f"  {self._name(rank)}: {worker_line(worker)}")
 
 
-def worker_line(worker: Worker) -> str:
+def worker_line(worker: WorkerState) -> str:
     """What one worker did, in one line."""
     stale = worker.staleness_mean
     return ", ".join(
@@ -286,19 +284,19 @@ def worker_line(worker: Worker) -> str:
     )
 
 
-class Terminal(Quiet):
+class ScreenWatcher(RunWatcher):
     """The view for a terminal; what is said appears above it."""
 
-    def __init__(self, title: str, target: str | None, name: Name, board: Board, screen: Screen) -> None:
+    def __init__(self, title: str, target: str | None, name: Name, state: RunState, screen: Screen) -> None:
         super().__init__(name)
-        self._title, self._target, self._board, self._screen = title, target, board, screen
+        self._title, self._target, self._state, self._screen = title, target, state, screen
 
     def records(self, records: Sequence[AnyRecord]) -> None:
-        self._board.add(records)
+        self._state.add(records)
         for record in records:
             if isinstance(record, Notice):
                 self.say(record.text)
-        self._screen.update(view(self._title, self._target, self._name, self._board))
+        self._screen.update(render_run(self._title, self._target, self._name, self._state))
 
     def say(self, sentence: str) -> None:
         self._show(f"offbeat: {sentence}")
@@ -307,26 +305,27 @@ class Terminal(Quiet):
         self._screen.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def view(title: str, target: str | None, name: Name, board: Board) -> Group:
+def render_run(title: str, target: str | None, name: Name, state: RunState) -> Group:
     """The run in two lines, and a row for each worker."""
     head = Text(title, style="bold")
     if target is not None:
         head.append(f" (target: {target})", style="not bold")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    table.add_column("")
-    table.add_column("state")
-    for column in ("samples", "samples/s", "staleness", "idle", "compute s", "idle s", "send s", "lives"):
-        table.add_column(column, justify="right")
-    for rank, worker in sorted(board.workers.items()):
-        table.add_row(name(rank), Text(worker.state, style=_STYLES[worker.state]), *_cells(board, worker))
-    return Group(head, Text(" · ".join(board.facts())), Text(""), table)
+    numbers = ("samples", "samples/s", "staleness", "idle", "compute s", "idle s", "send s", "lives")
+    rows: list[tuple[str | Text, ...]] = [
+        (name(rank), Text(worker.state, style=_STYLES[worker.state]), *_cells(state, worker))
+        for rank, worker in sorted(state.workers.items())
+    ]
+    workers = table(["", "state", *numbers], rows, right=numbers)
+    workers.padding = (0, 1, 0, 0)  # so that a terminal of 80 columns holds it
+    workers.collapse_padding = True
+    return Group(head, Text(" · ".join(state.facts())), Text(""), workers)
 
 
 _STYLES = {"computing": "green", "waiting": "yellow", "joined": "green", "lost": "red", "expected": "dim"}
 
 
-def _cells(board: Board, worker: Worker) -> list[str]:
-    rate = board.computed_per_second(worker)
+def _cells(state: RunState, worker: WorkerState) -> list[str]:
+    rate = state.computed_per_second(worker)
     return [
         f"{worker.samples:,}",
         number(rate) if worker.rounds else NONE,
@@ -340,18 +339,18 @@ def _cells(board: Board, worker: Worker) -> list[str]:
 
 
 @contextmanager
-def watching(experiment: Experiment, quiet: bool, position: str = "") -> Iterator[RunObserver]:
+def watch_run(experiment: Experiment, quiet: bool, position: str = "") -> Iterator[RunObserver]:
     """Somebody to look on while an experiment runs; `position` is its place among several, such as `[2/4]`."""
     strategy = experiment.strategy
     ranks = range(strategy.processes(experiment.workers))
     computing = [rank for rank in ranks if strategy.computes(rank)]
     name = rank_names(strategy)
     title = " ".join(filter(None, [position, f"{experiment.name}, seed {experiment.seed}"]))
-    board = Board(computing)
+    state = RunState(computing)
     if quiet:
-        yield Quiet(name)
+        yield RunWatcher(name)
     elif not sys.stderr.isatty():
-        lines = Lines(title, name, board)
+        lines = LineWatcher(title, name, state)
         yield lines
         lines.ended()
     else:
@@ -359,5 +358,5 @@ def watching(experiment: Experiment, quiet: bool, position: str = "") -> Iterato
         target = resolved.target
         goal = None if target is None else f"{target.metric} {target.value:g}"
         whole = f"{title}, on {workload.label}"
-        with Screen(view(whole, goal, name, board), console=Console(stderr=True), transient=True) as screen:
-            yield Terminal(whole, goal, name, board, screen)
+        with Screen(render_run(whole, goal, name, state), console=Console(stderr=True), transient=True) as screen:
+            yield ScreenWatcher(whole, goal, name, state, screen)

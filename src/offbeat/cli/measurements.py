@@ -14,17 +14,16 @@ from typing import Annotated, Any
 import numpy as np
 import tomli_w
 from cyclopts import Parameter
-from rich import box
 from rich.table import Table
 
-from offbeat.cli.flags import GROUPS, LIVE, OUTPUT, RUN, WORKLOAD, Flag, derived, given, live_flags, takes, workloads
-from offbeat.cli.live_view import Quiet
-from offbeat.cli.output import console, print_json, say
+from offbeat.cli.flags import Flag, derived, given, live_flags, takes, workloads
+from offbeat.cli.live_view import RunWatcher
+from offbeat.cli.options import LIVE, OUTPUT, RUN, WORKLOAD, OutputJsonFlag, OutputQuietFlag, option
+from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable, table
 from offbeat.cli.plans import live_of, workload_of
 from offbeat.cluster import StragglerModel
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError
 from offbeat.lab.calibration import MICROBATCH, Calibration, MeasuredWorker
 from offbeat.lab.calibration import SECONDS as CALIBRATE_SECONDS
 from offbeat.lab.calibration import calibrate as measure_cluster
@@ -59,19 +58,15 @@ def _workload_flags() -> tuple[Flag, ...]:
     return tuple(derived(WORKLOAD, workloads()))
 
 
-def _output(text: str, metavar: str | None = None) -> Parameter:
-    return Parameter(help=text, metavar=metavar, group=GROUPS[OUTPUT], negative=(), show_default=False)
-
-
 @takes(calibrate_flags())
 def calibrate(
     *words: Annotated[
         str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
     ],
-    out: Annotated[str, _output(f"the file to write [{FILE}]", "FILE")] = FILE,
-    overwrite: Annotated[bool, _output("replace the file if it is there already")] = False,
-    json: Annotated[bool, _output("print one JSON object and nothing else")] = False,
-    quiet: Annotated[bool, _output("show no progress while it runs")] = False,
+    out: Annotated[str, option(f"the file to write [{FILE}]", "FILE", section=OUTPUT)] = FILE,
+    overwrite: Annotated[bool, option("replace the file if it is there already", section=OUTPUT)] = False,
+    json: OutputJsonFlag = False,
+    quiet: OutputQuietFlag = False,
     flags: Any,
 ) -> int:
     """What the words and flags describe, measured."""
@@ -93,10 +88,11 @@ def calibrate(
 
     def begins(number: int, total: int, what: str) -> None:
         if not quiet:
-            say(f"[{number}/{total}] {what}")
+            print_status(f"[{number}/{total}] {what}")
 
     found = measure_cluster(workload, live=live_of(told), watcher=_Watcher(), on_probe=begins, **sizes)
-    _write(path, as_toml(found, out))
+    with refuse_unwritable(path):
+        path.write_text(as_toml(found, out), encoding="utf-8")
     if json:
         print_json({**_calibration_to_plain(found), "file": out})
     else:
@@ -104,7 +100,7 @@ def calibrate(
     return 0
 
 
-class _Watcher(Quiet):
+class _Watcher(RunWatcher):
     """Says once what every probe would say again, such as where workers may join."""
 
     def __init__(self) -> None:
@@ -147,13 +143,6 @@ def _compact(text: str) -> str:
     return re.sub(r"\[\n((?:    [-+.\de]+,\n){9,})\]", wrapped, text)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
-
-
 def _spread(worker: MeasuredWorker) -> dict[str, float]:
     return dict(zip(("p50", "p90", "max"), map(float, np.percentile(worker.speed_factors, [50, 90, 100])), strict=True))
 
@@ -173,21 +162,11 @@ def _calibration_to_plain(found: Calibration) -> dict[str, Any]:
     return {"workload": found.workload, "workers": workers, "seconds_per_update": update, "cluster": cluster}
 
 
-HEADS = ("worker", "ms/sample", "ms/call", "ms/round", "spread p50", "p90", "max", "latency ms", "MB/s")
-
-
 def _print_calibration(found: Calibration, file: str) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in HEADS:
-        table.add_column(head, justify="right")
-    for mine in found.workers:
-        table.add_row(*_cells(mine))
-    out = console()
-    out.print(table)
-    out.print()
-    out.print(f"an update takes {found.seconds_per_update * 1e3:.3g} ms", markup=False)
-    out.print(f"cluster: {file}", markup=False, soft_wrap=True)
-    out.print(f"next:    {next_line(found, file)}", markup=False, soft_wrap=True)
+    heads = ("worker", "ms/sample", "ms/call", "ms/round", "spread p50", "p90", "max", "latency ms", "MB/s")
+    console().print(table(heads, map(_cells, found.workers), right=heads))
+    print_lines("", f"an update takes {found.seconds_per_update * 1e3:.3g} ms")
+    print_lines(f"cluster: {file}", f"next:    {next_line(found, file)}", wrap=False)
 
 
 def _cells(mine: MeasuredWorker) -> Sequence[str]:
@@ -230,8 +209,10 @@ def microbatch(
     *words: Annotated[
         str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
     ],
-    plot: Annotated[str | None, _output("draw the curve to this file, .png, .svg or .pdf [none]", "FILE")] = None,
-    json: Annotated[bool, _output("print one JSON object and nothing else")] = False,
+    plot: Annotated[
+        str | None, option("draw the curve to this file, .png, .svg or .pdf [none]", "FILE", section=OUTPUT)
+    ] = None,
+    json: OutputJsonFlag = False,
     flags: Any,
 ) -> int:
     """What the words and flags describe, measured."""
@@ -244,13 +225,10 @@ def microbatch(
     if json:
         print_json(_curve_to_plain(curve))
         return 0
-    screen = console()
-    screen.print(_curve_table(curve))
-    screen.print()
-    for sentence in sentences(curve):
-        screen.print(sentence, markup=False, soft_wrap=not screen.is_terminal)
+    console().print(_curve_table(curve))
+    print_lines("", *sentences(curve))
     if place is not None:
-        screen.print(f"written: {place}", markup=False, soft_wrap=True)
+        print_lines(f"written: {place}", wrap=False)
     return 0
 
 
@@ -294,13 +272,9 @@ def _parts(count: int) -> str:
 
 def _curve_table(curve: MicrobatchCurve) -> Table:
     title = f"{curve.workload}, {curve.parameters:,} parameters, one thread"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.show_edge = table.pad_edge = False
-    for head in ("micro-batch", "ms per sample", "of the best", "spread", "repeats", f"ms per step of {curve.batch}"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in curve.rows:
-        table.add_row(
+    heads = ["micro-batch", "ms per sample", "of the best", "spread", "repeats", f"ms per step of {curve.batch}", ""]
+    rows = [
+        (
             str(row.size),
             number(1e3 * row.seconds_per_sample),
             f"{row.seconds_per_sample / curve.best.seconds_per_sample:.2f}",
@@ -309,7 +283,9 @@ def _curve_table(curve: MicrobatchCurve) -> Table:
             number(1e3 * curve.seconds_per_step(row.size)),
             "←" if row.size == curve.recommendation else "",
         )
-    return table
+        for row in curve.rows
+    ]
+    return table(heads, rows, right=heads[:-1], title=title)
 
 
 def _curve_to_plain(curve: MicrobatchCurve) -> dict[str, Any]:

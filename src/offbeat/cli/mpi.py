@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from offbeat.cli.output import expect_no_terminal, say
+from offbeat.cli.output import expect_no_terminal, print_status
 from offbeat.core.validation import require
 from offbeat.launch import RankInfo, mpirun_command, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
@@ -35,7 +35,7 @@ def read_rank_info_for(transport: str) -> RankInfo:
 
 def say_of_rank(place: RankInfo, error: Exception) -> None:
     """What is wrong on another rank than 0 may be wrong there alone: a file that only some machines have."""
-    say(f"rank {place.rank} on {socket.gethostname()}: {error}")
+    print_status(f"rank {place.rank} on {socket.gethostname()}: {error}")
 
 
 def check_mpi_options(live: LiveOptions) -> None:

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.mpi import read_rank_info_for
 from offbeat.cli.network_view import Lines, Progress, progress, sentences, view
-from offbeat.cli.output import console, print_json, say
+from offbeat.cli.output import console, print_json, print_status
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency, unknown
@@ -131,7 +131,7 @@ def _from_here(crew: _Crew, probe: Probe, transport: str, options: TestOptions, 
 
     def invite(opened: Address) -> None:
         assert crew.listen is not None
-        say(f"others join with: offbeat network {advertised_address(crew.listen, opened)} --token-file FILE")
+        print_status(f"others join with: offbeat network {advertised_address(crew.listen, opened)} --token-file FILE")
 
     return probe_here(
         probe,
@@ -187,7 +187,7 @@ def _present(network: Network, out: Path | None, json: bool) -> int:
             if path is not None and not json:
                 print(f"written: {path}")
     for sentence in network.flaws:
-        say(sentence)
+        print_status(sentence)
     return 1 if network.corrupted else 0
 
 
@@ -198,7 +198,7 @@ def _figure(network: Network, path: Path) -> Path | None:
     try:
         return save(heat_maps(panels), path)
     except MissingDependency as missing:
-        say(f"no figure was drawn: {missing}")
+        print_status(f"no figure was drawn: {missing}")
         return None
     except OSError as error:
         raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None

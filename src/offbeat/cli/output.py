@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from offbeat.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from offbeat.core.actions import Budget, Record
-    from offbeat.lab.experiment import Experiment
     from offbeat.records.comparison import Comparison
-    from offbeat.records.metrics import Summary
 
 WIDTH_WITHOUT_TERMINAL = 100
 EXPERIMENT = "experiment.toml"
@@ -45,7 +45,7 @@ class _Console(Console):
         raise BrokenPipeError  # `main` answers it, for this and for all other output
 
 
-def say(sentence: str) -> None:
+def print_status(sentence: str) -> None:
     """One line on standard error."""
     print(f"offbeat: {sentence}", file=sys.stderr)
 
@@ -54,104 +54,51 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def print_lines(*lines: str, wrap: bool = True) -> None:
+    """Print lines on standard output; a terminal wraps them between words, except paths and commands (`wrap=False`)."""
+    out = console()
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=not (wrap and out.is_terminal))
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str | Text]] = (), *, right: Collection[str] = (), title: str = ""
+) -> Table:
+    """A table as all commands print them: a line below the heads, and no frame.
+
+    Args:
+        heads: the heads of the columns. The first column is never broken into lines; the others fold.
+        rows: the cells of each row; text is shown as it is, without markup.
+        right: the heads whose columns are aligned to the right, as numbers are.
+        title: a line above the table.
+    """
+    result = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    result.show_edge = result.pad_edge = False
+    for index, head in enumerate(heads):
+        justify: Any = "right" if head in right else "left"
+        result.add_column(head, justify=justify, no_wrap=index == 0, overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return result
+
+
+@contextmanager
+def refuse_unwritable(path: Path, flag: str = "--out", noun: str = "place") -> Iterator[None]:
+    """Turn an OSError while `path` is written into a sentence that names the flag for another place."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another {noun} with {flag}") from None
+
+
 def print_comparison(comparison: Comparison, places: Iterable[str]) -> None:
     """The table, the headline, and where everything is."""
     from offbeat.lab.report.table import comparison_table, headline
 
     out = console()
     out.print(comparison_table(comparison, out.width))
-    out.print()
-    out.print(headline(comparison), markup=False, soft_wrap=not out.is_terminal)
-    out.print()
-    for place in places:
-        out.print(place, markup=False, soft_wrap=True)
-
-
-# Progress
-
-
-class Progress(Protocol):
-    """Is told of every record as it is made, and of every run that has ended."""
-
-    def on_record(self, experiment: Experiment, record: Record) -> None: ...
-    def ended(self, summary: Summary) -> None: ...
-
-
-@contextmanager
-def progress(runs: int, quiet: bool) -> Iterator[Progress]:
-    """A bar on a terminal, lines elsewhere, nothing where quiet is wanted."""
-    if quiet:
-        yield Silence()
-    elif not sys.stderr.isatty():
-        yield Lines(runs)
-    else:
-        from rich import progress as bars
-
-        columns = (
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.TaskProgressColumn(),
-            bars.TimeRemainingColumn(elapsed_when_finished=True),
-        )
-        with bars.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-            task = shown.add_task("starting", total=float(runs))
-            yield Bar(runs, lambda done, text: shown.update(task, completed=done, description=text))
-
-
-class Silence:
-    def on_record(self, experiment: Experiment, record: Record) -> None:
-        pass
-
-    def ended(self, summary: Summary) -> None:
-        pass
-
-
-class Lines(Silence):
-    """One short line for each run that has ended."""
-
-    def __init__(self, runs: int) -> None:
-        self._runs, self._ended = runs, 0
-
-    def ended(self, summary: Summary) -> None:
-        self._ended += 1
-        reached = summary.seconds_to_target
-        if summary.failure is not None:
-            came = "failed"
-        elif reached is not None:
-            came = f"target reached after {reached:.1f} s"
-        else:
-            came = f"{summary.samples:,} samples in {summary.seconds:.1f} s"
-        print(f"[{self._ended}/{self._runs}] {summary.strategy}, seed {summary.seed}: {came}", file=sys.stderr)
-
-
-class _Update(Protocol):
-    def __call__(self, done: float, text: str, /) -> None: ...
-
-
-class Bar(Silence):
-    """One bar over all runs; a run counts by the share of its samples, or of its seconds, that is done."""
-
-    def __init__(self, runs: int, update: _Update) -> None:
-        self._runs, self._ended, self._update = runs, 0, update
-
-    def on_record(self, experiment: Experiment, record: Record) -> None:
-        from offbeat.records.schema import Update
-
-        if isinstance(record, Update) and experiment.until is not None:
-            share = _share(record, experiment.until)
-            text = f"{experiment.name}, seed {experiment.seed} ({self._ended + 1} of {self._runs})"
-            self._update(self._ended + min(1.0, share), text)
-
-    def ended(self, summary: Summary) -> None:
-        self._ended += 1
-
-
-def _share(update: Any, until: Budget) -> float:
-    from offbeat.core.actions import Samples
-
-    if isinstance(until, Samples):
-        return float(update.samples_total / until.count)
-    return float(update.at / until.seconds)  # type: ignore[attr-defined]
+    print_lines("", headline(comparison), "")
+    print_lines(*places, wrap=False)
 
 
 # Directories

@@ -16,19 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.cli.class_lookup import EXAMPLE, find_strategy, find_workload, load_files
-from offbeat.cli.flags import (
-    CLUSTER,
-    LIVE,
-    OPTIMIZER,
-    RUN,
-    STRATEGY,
-    WORKLOAD,
-    Given,
-    flag_of,
-    strategies,
-    workloads,
-)
-from offbeat.cli.output import say
+from offbeat.cli.flags import Given, flag_of, strategies, workloads
+from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD
+from offbeat.cli.output import print_status
 from offbeat.cluster import Cluster, Link, load_cluster
 from offbeat.core.configuration import from_plain, make, options, read_toml, to_plain
 from offbeat.core.optimizers import Optimizer
@@ -158,7 +148,7 @@ def _with_use_for_workers(plan: Plan, asked: bool) -> Plan:
     """The same plan; where workers were asked for and no strategy has a use for them, that is said."""
     if asked and all(strategy.processes(plan.workers) < plan.workers for strategy in plan.strategies):
         trains = "trains" if len(plan.labels) == 1 else "train"
-        say(f"{_listed(plan.labels)} {trains} in one process, so the {plan.workers} workers are not used")
+        print_status(f"{_listed(plan.labels)} {trains} in one process, so the {plan.workers} workers are not used")
     return plan
 
 

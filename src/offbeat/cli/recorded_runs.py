@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import find_strategy, load_files
 from offbeat.cli.flags import strategies
-from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, say
+from offbeat.cli.options import option
+from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
@@ -36,19 +37,10 @@ def replay(
     /,
     *,
     seed: Annotated[
-        str | None,
-        Parameter(
-            help="the seed of a test of this strategy under random faults, as a failure prints it",
-            metavar="N",
-            show_default=False,
-        ),
+        str | None, option("the seed of a test of this strategy under random faults, as a failure prints it", "N")
     ] = None,
-    trace: Annotated[
-        bool, Parameter(help="with --seed: print every event and action", negative=(), show_default=False)
-    ] = False,
-    no_faults: Annotated[
-        bool, Parameter(help="with --seed: a cluster where nothing goes wrong", negative=(), show_default=False)
-    ] = False,
+    trace: Annotated[bool, option("with --seed: print every event and action")] = False,
+    no_faults: Annotated[bool, option("with --seed: a cluster where nothing goes wrong")] = False,
 ) -> int:
     """Which of the two is meant shows in whether there is a seed."""
     if seed is not None:
@@ -72,7 +64,7 @@ def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
     try:
         testing.replay(name, seed, trace, faults)
     except AssertionError as error:
-        say(" ".join(str(error).split()) or "an invariant does not hold")
+        print_status(" ".join(str(error).split()) or "an invariant does not hold")
         return 1
     print(f"{name} with seed {seed}: every invariant holds")
     return 0
@@ -87,7 +79,7 @@ def _replay_run(directory: Path) -> int:
         print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
         return 0
     number, before, after = _first_difference(recorded.splitlines(), again.splitlines())
-    say(f"{directory / RECORDS} differs from line {number} on{_excuse(header)}")
+    print_status(f"{directory / RECORDS} differs from line {number} on{_excuse(header)}")
     print(f"recorded: {before}\nnow:      {after}")
     return 1
 
@@ -169,7 +161,7 @@ def report(
     read = [read_run(run) for run in found]
     records = told_apart(without_repeats(read))
     if len(records) < len(read):
-        say(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
+        print_status(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
     path = Path(out) if out else _above(found) / PAGE
     comparison = Comparison.of(records, baseline)
     places = [f"page: {write_report(records, path, baseline)}"]

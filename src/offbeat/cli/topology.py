@@ -11,15 +11,14 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.output import console, print_json
+from offbeat.cli.options import JsonFlag, option
+from offbeat.cli.output import console, print_json, print_lines, refuse_unwritable, table
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.rank_pairs import graph_figure, layout
 from offbeat.lab.plots.style import save
 from offbeat.topology import Constants, Edges, Graph, Topology
@@ -49,7 +48,7 @@ def speedup(constants: Constants) -> float:
     return math.sqrt(constants.chi1 / constants.chi2) if constants.chi2 else 1.0
 
 
-def view(topology: Topology, constants: Constants, title: str, width: int) -> Group:
+def render_topology(topology: Topology, constants: Constants, title: str, width: int) -> Group:
     """The figures and the drawing, for a screen of so many columns; `sentences` come after them."""
     parts: list[RenderableType] = [Text(title, style="bold"), Text(""), _constants_table(topology, constants), Text("")]
     peers = len(topology.members)
@@ -89,25 +88,21 @@ def _constants_table(topology: Topology, constants: Constants) -> Table:
         ("α̃", constants.alpha_tilde, "what the second copy takes of a difference; the first takes ½"),
         ("spectral gap", constants.gap, "λ2 of the Laplacian"),
     ]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("constant", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
-    for name, value, text in rows:
-        table.add_row(name, f"{value:.5f}", text)
-    table.add_row("edges", str(len(edges(topology))), "pairs of peers that average")
-    table.add_row("degree", str(most) if fewest == most else f"{fewest}–{most}", "neighbours of a peer, as they count")
-    return table
+    cells = [
+        *((name, f"{value:.5f}", text) for name, value, text in rows),
+        ("edges", str(len(edges(topology))), "pairs of peers that average"),
+        ("degree", str(most) if fewest == most else f"{fewest}–{most}", "neighbours of a peer, as they count"),
+    ]
+    return table(["constant", "value", "what it is"], cells, right=["value"])
 
 
 def _listing(topology: Topology) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("neighbours", overflow="fold")
-    for rank in topology.members:
-        counts = Counter(topology.neighbours(rank))
-        table.add_row(str(rank), " ".join(f"{peer}×{n}" if n > 1 else str(peer) for peer, n in counts.items()))
-    return table
+    counts = {rank: Counter(topology.neighbours(rank)) for rank in topology.members}
+    rows = [
+        (str(rank), " ".join(f"{peer}×{n}" if n > 1 else str(peer) for peer, n in peers.items()))
+        for rank, peers in counts.items()
+    ]
+    return table(["rank", "neighbours"], rows, right=["rank"])
 
 
 # The drawing: lines of dots, 2 by 4 to a sign, with the ranks on top
@@ -155,20 +150,16 @@ PEERS_MAX = 2048
 """Every eigenvalue is computed, in time that grows with the cube: seconds at this size, minutes soon after."""
 
 
-def _option(text: str, metavar: str | None = None, name: str | tuple[str, ...] | None = None) -> Parameter:
-    return Parameter(name=name, help=text, metavar=metavar, negative=(), show_default=False)
-
-
 def topology(
     graph: Annotated[
         str, Parameter(name="GRAPH", help="complete, cycle, exponential or star, or a file with an edge a line")
     ],
     /,
     *,
-    n: Annotated[str | None, _option("how many peers [16; an edge list: its own]", "N", ("-n", "--peers"))] = None,
-    rate: Annotated[str, _option("averagings of a peer per gradient [1]", "RATE")] = "1",
-    plot: Annotated[str | None, _option("draw the graph to this file, .png or .svg [none]", "FILE")] = None,
-    json: Annotated[bool, _option("print one JSON object and nothing else")] = False,
+    n: Annotated[str | None, option("how many peers [16; an edge list: its own]", "N", ("-n", "--peers"))] = None,
+    rate: Annotated[str, option("averagings of a peer per gradient [1]", "RATE")] = "1",
+    plot: Annotated[str | None, option("draw the graph to this file, .png or .svg [none]", "FILE")] = None,
+    json: JsonFlag = False,
 ) -> int:
     """Print the constants of a graph, and draw it."""
     shape: Graph = Graph.shorthand(graph)
@@ -183,13 +174,12 @@ def topology(
         print_json(_to_plain(made, per_gradient))
         return 0
     screen = console()
-    screen.print(view(made, constants, f"{title}, rate {per_gradient:g}", screen.width))
-    for sentence in sentences(made, constants):
-        screen.print(sentence, markup=False, soft_wrap=not screen.is_terminal)
+    screen.print(render_topology(made, constants, f"{title}, rate {per_gradient:g}", screen.width))
+    print_lines(*sentences(made, constants))
     if place is None and peers > LISTED_MAX:
-        screen.print("It is too large to draw here; add --plot graph.png.", markup=False)
+        print_lines("It is too large to draw here; add --plot graph.png.")
     if place is not None:
-        screen.print(f"written: {place}", markup=False, soft_wrap=True)
+        print_lines(f"written: {place}", wrap=False)
     return 0
 
 
@@ -208,10 +198,8 @@ def _label(word: str, graph: Graph) -> str:
 
 
 def _drawn(topology: Topology, title: str, path: Path) -> Path:
-    try:
+    with refuse_unwritable(path, "--plot", "file"):
         return save(graph_figure(topology, title), path)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another file with --plot") from None
 
 
 def _to_plain(topology: Topology, rate: float) -> dict[str, Any]:

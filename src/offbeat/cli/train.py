@@ -12,24 +12,10 @@ import msgspec
 from cyclopts import Parameter
 
 from offbeat.cli.experiments import carry_out, places_of, present
-from offbeat.cli.flags import (
-    CLUSTER,
-    GROUPS,
-    LIVE,
-    OPTIMIZER,
-    RUN,
-    STRATEGY,
-    WORKLOAD,
-    Given,
-    Output,
-    flag_of,
-    given,
-    live_defaults,
-    live_flags,
-    takes,
-)
-from offbeat.cli.live_view import watching
+from offbeat.cli.flags import Given, flag_of, given, live_defaults, live_flags, takes
+from offbeat.cli.live_view import watch_run
 from offbeat.cli.mpi import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
+from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output, option
 from offbeat.cli.plans import checked, live_of, plan_from_file, plan_of
 from offbeat.cli.worker_process import prepare
 from offbeat.core.actions import Budget
@@ -56,13 +42,7 @@ def train(
         ),
     ],
     resume: Annotated[
-        str | None,
-        Parameter(
-            help="go on with the run in this directory, from its last checkpoint",
-            metavar="RUN",
-            group=GROUPS[LIVE],
-            show_default=False,
-        ),
+        str | None, option("go on with the run in this directory, from its last checkpoint", "RUN", section=LIVE)
     ] = None,
     flags: Any,
     output: Any,
@@ -89,7 +69,7 @@ def train(
         check_faults(plan.cluster.faults, local, strategy.is_required)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
-        with watching(experiment, output.quiet, position) as watcher:
+        with watch_run(experiment, output.quiet, position) as watcher:
             return recorded(experiment, directory, live, watcher, place)
 
     return carry_out(plan, output, run, "train")
@@ -194,7 +174,7 @@ def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, 
     if live.transport == "mpi" and place.alone:
         check_mpi_options(live)
         exec_mpirun(experiment.strategy.processes(experiment.workers))
-    with watching(experiment, output.quiet) as watcher:
+    with watch_run(experiment, output.quiet) as watcher:
         run = recorded(experiment, directory, live, watcher, place, resume=True)
     return present([run], output, directory, None)
 

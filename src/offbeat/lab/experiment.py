@@ -37,6 +37,7 @@ from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, check_types, require, require_bandwidth_limit
 from offbeat.core.workload import NamedWorkload, Target, Workload
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.records.schema import Update
 
 DEFAULT_WORKERS = 10
 
@@ -245,3 +246,11 @@ def _build_named(workload: NamedWorkload) -> Workload:
 
 def build_workload(workload: NamedWorkload | Workload) -> Workload:
     return _build_named(workload) if isinstance(workload, NamedWorkload) else workload
+
+
+def share_done(experiment: Experiment, update: Update) -> float:
+    """The share, from 0 to 1, of a run's samples or seconds that is done at this update; 0 where no end is set."""
+    until = experiment.until
+    if isinstance(until, Samples):
+        return min(1.0, update.samples_total / until.count)
+    return min(1.0, update.at / until.seconds) if isinstance(until, Seconds) else 0.0

@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 
-from offbeat.core.actions import Record, Samples, Seconds
+from offbeat.core.actions import Record
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.lab.experiment import Experiment
+from offbeat.lab.experiment import Experiment, share_done
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.microbatching import time_per_step
 from offbeat.lab.reproduction.study import SCALES, Case, Scale, Study, StudyRun, load_study
@@ -243,7 +243,7 @@ def _simulate(task: Task, tell: OnShare | None = None) -> Outcome:
         now = time.monotonic()
         if isinstance(record, Update) and now - said >= LOOK_SECONDS:
             said = now
-            (tell or _tell)(task.index, _share(experiment, record))
+            (tell or _tell)(task.index, share_done(experiment, record))
 
     try:
         simulate_experiment(task.experiment, task.place, on_record)
@@ -253,13 +253,6 @@ def _simulate(task: Task, tell: OnShare | None = None) -> Outcome:
         traceback.print_exc()
         return task.index, f"{task.experiment.name}, seed {task.experiment.seed}, met a mistake, shown above", False
     return task.index, None, False
-
-
-def _share(experiment: Experiment, update: Update) -> float:
-    until = experiment.until
-    if isinstance(until, Samples):
-        return min(1.0, update.samples_total / until.count)
-    return min(1.0, update.at / until.seconds) if isinstance(until, Seconds) else 0.0
 
 
 def cores() -> int:

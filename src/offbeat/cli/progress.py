@@ -1,0 +1,121 @@
+"""Progress of commands on standard error: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from offbeat.cli.output import print_status
+
+if TYPE_CHECKING:
+    from rich import progress as bars
+
+    from offbeat.records.metrics import Summary
+
+StepLine = Callable[[str, float, float | None], str]
+"""Turns the text, the amount done and the total of a step that begins into a line."""
+
+
+class Progress:
+    """How far a command is. Only the thread that made it may call it.
+
+    Args:
+        bar: the bar to draw; none where standard error is not a terminal.
+        step_line: where there is no bar, the line to print when a step begins; none prints no line.
+        quiet: show sentences of `say` only.
+    """
+
+    def __init__(
+        self, bar: bars.Progress | None = None, step_line: StepLine | None = None, quiet: bool = False
+    ) -> None:
+        self._bar, self._step_line, self._quiet = bar, step_line, quiet
+        self._task: bars.TaskID | None = None
+        self._text = ""
+        self._total: float | None = None
+
+    def step(self, text: str, done: float, total: float | None = 1.0) -> None:
+        """Show a step: its text, and how much of the total is done. Another total begins another bar."""
+        begins, self._text = text != self._text, text
+        if self._bar is not None:
+            if self._task is not None and total != self._total:
+                self._bar.remove_task(self._task)
+                self._task = None
+            if self._task is None:
+                self._task, self._total = self._bar.add_task(text, total=total), total
+            self._bar.update(self._task, description=text, completed=done)
+        elif begins and self._step_line is not None:
+            self.line(self._step_line(text, done, total))
+
+    def line(self, text: str) -> None:
+        """Print a line where there is no bar to show the same."""
+        if self._bar is None and not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence, above the bar where there is one."""
+        if self._bar is None:
+            print_status(sentence)
+        else:
+            self._bar.console.print(f"offbeat: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def show_progress(
+    quiet: bool = False, *, step_line: StepLine | None = None, in_bytes: bool = False
+) -> Iterator[Progress]:
+    """Progress in the way that suits standard error.
+
+    Args:
+        quiet: show nothing but sentences of `Progress.say`.
+        step_line: where there is no terminal, the line to print when a step begins; none prints no line.
+        in_bytes: steps count bytes, and the bar shows how many; otherwise it shows a percentage.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield Progress(None, step_line, quiet)
+        return
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description:<24}"),
+        bars.BarColumn(),
+        bars.DownloadColumn() if in_bytes else bars.TaskProgressColumn(),
+        bars.TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Progress(bar)
+
+
+class RunProgress:
+    """Progress of a known number of runs; a run that has not ended counts by the share of it that is done."""
+
+    def __init__(self, progress: Progress, runs: int) -> None:
+        self._progress, self._runs, self._ended = progress, runs, 0
+        self._shares: dict[int, float] = {}
+
+    def share(self, index: int, share: float, label: str | None = None) -> None:
+        """This share, from 0 to 1, of the run with this index is done; `label` names it where runs do not overlap."""
+        self._shares[index] = share
+        self._show(None if label is None else f"{label} ({self._ended + 1} of {self._runs})")
+
+    def ended(self, index: int, summary: Summary) -> None:
+        """The run with this index has ended."""
+        self._ended += 1
+        self._shares.pop(index, None)
+        self._show()
+        self._progress.line(f"[{self._ended}/{self._runs}] {summary.strategy}, seed {summary.seed}: {_result(summary)}")
+
+    def _show(self, text: str | None = None) -> None:
+        done = self._ended + sum(self._shares.values())
+        self._progress.step(text or f"{self._ended} of {self._runs} runs", done, float(self._runs))
+
+
+def _result(summary: Summary) -> str:
+    if summary.failure is not None:
+        return "failed"
+    if summary.seconds_to_target is not None:
+        return f"target reached after {summary.seconds_to_target:.1f} s"
+    return f"{summary.samples:,} samples in {summary.seconds:.1f} s"
