@@ -66,6 +66,22 @@ def test_cases_are_a_pure_function_of_their_seed() -> None:
     assert draw_case(ob.AsyncTimed(), 6).scenario.cluster != first.cluster
 
 
+def test_random_settings_follow_from_the_types_of_fields_unless_a_strategy_draws_its_own() -> None:
+    @dataclass(frozen=True)
+    class Typed(ob.FixedMinibatch):
+        restarts: bool = False
+        sources: ob.parts.Sources | None = None
+
+    drawn = [draw_case(Typed(batch=1), seed, faults=False).scenario.strategy for seed in range(40)]
+    assert all(isinstance(strategy, Typed) for strategy in drawn)
+    assert {strategy.restarts for strategy in drawn if isinstance(strategy, Typed)} == {False, True}
+    sources = {strategy.sources for strategy in drawn if isinstance(strategy, Typed)}
+    assert sources == {None, ob.parts.AllMembers(), ob.parts.Best(), ob.parts.Better()}
+    assert {strategy.nonfinite_max for strategy in drawn if isinstance(strategy, Typed)} == {5}, "left as it is"
+    parts = ob.Hub(waits=False, collect=ob.parts.Messages(2))
+    assert all(draw_case(parts, seed).scenario.strategy.waits is False for seed in range(8))  # type: ignore[attr-defined]
+
+
 def test_a_replayed_case_can_be_traced(capsys: pytest.CaptureFixture[str]) -> None:
     replay("apam", 3, trace=True)
     assert "GradientReady(" in capsys.readouterr().out

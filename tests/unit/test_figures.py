@@ -26,7 +26,7 @@ from offbeat.lab.plots.figures import (
     report_figures,
     write_figures,
 )
-from offbeat.lab.plots.looks import NAMED, Look, looks
+from offbeat.lab.plots.looks import NAMED, Look, looks, named_looks
 from offbeat.lab.plots.rank_pairs import exchange_maps
 from offbeat.lab.plots.style import FORMATS, Groups, save_as, svg_text
 from offbeat.lab.plots.sweeps import GREY, Point, against
@@ -69,6 +69,17 @@ def test_every_strategy_with_a_name_has_a_look_that_no_other_has_with_or_without
     assert set(ours) <= set(NAMED)
     assert len({look.colour for look in NAMED.values()}) == len(NAMED)
     assert len(without_colour(NAMED)) == len(NAMED)
+
+
+def test_a_new_strategy_needs_no_entry_to_have_a_look_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(30):
+        name = f"new-{number}"
+        kind = type("New", (), {"__module__": "offbeat.strategies.new", "name": name})
+        monkeypatch.setitem(Strategy.members, name, kind)
+    style = named_looks()
+    assert len(style) == len(NAMED) + 30 == len(without_colour(style))
+    assert len({look.colour for look in style.values()}) == len(style)
+    assert {name: style[name] for name in NAMED} == NAMED
 
 
 @pytest.mark.parametrize("others", [[], ["amb"], ["x", "y", "fmb batch=64"], ["amb, fixed limit", "apam"]])

@@ -40,6 +40,8 @@ from offbeat.core.events import Event
 from offbeat.core.flat import Layout
 from offbeat.core.messages import Buffers
 from offbeat.core.optimizers import Optimizer
+from offbeat.core.random_settings import settings_by_type
+from offbeat.core.randomness import stream
 from offbeat.core.validation import require_positive
 
 State = dict[str, Any]
@@ -112,6 +114,8 @@ class Strategy(Family, ABC):
     """One line for `offbeat strategies`."""
     paper: ClassVar[str] = ""
     """Where it was published."""
+    figure_style: ClassVar[int | None] = None
+    """Number of its colour, dashes and marker in figures; not inherited. None: the next that is free."""
 
     _: KW_ONLY
     compression: Compression | None = option(None, "how messages are compressed: bf16, int8, or top-k:0.01")
@@ -131,6 +135,18 @@ class Strategy(Family, ABC):
     @abstractmethod
     def node(self, context: NodeContext) -> Node:
         """The node of `context.rank`. Engines ask `node_of`, which compresses what it sends, where that is wanted."""
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        """Fields for a random case of `offbeat.testing.check_strategy`; a pure function of its arguments.
+
+        Override it where settings only work together, or need a range. Fields with a usual name (batch, optimizer, …:
+        see `core/random_settings.py`) are drawn for every strategy. The default draws booleans and members of families.
+
+        seed: seed of the case; draw from `stream(seed, "fuzz <strategy>")`.
+        workers: ranks that compute.
+        """
+        return settings_by_type(cls, stream(seed, "fuzz settings"))
 
     def is_required(self, rank: int) -> bool:
         """Whether a run is over when this rank is lost: rank 0's, unless ranks are equals, of whom any may go."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from offbeat.core.configuration import option
 from offbeat.core.events import Evaluated, Event, GradientReady, Leave, Started, StepReady, TimerFired
 from offbeat.core.memory_pool import Pool
 from offbeat.core.optimizers import AMSGrad, Optimizer
+from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext, State, Strategy
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.errors import ConfigurationError
@@ -43,6 +44,7 @@ class Serial(Strategy, name="serial"):
 
     summary: ClassVar[str] = "one process and one batch after the other: what a single machine does by itself"
     paper: ClassVar[str] = "Robbins and Monro, 1951 (stochastic approximation)"
+    figure_style: ClassVar[int | None] = 15
 
     batch: int = option(64, "samples per update")
     microbatch: int = option(16, "samples per forward and backward call")
@@ -102,12 +104,17 @@ class ArtificialDelay(Serial, name="artificial-delay"):
 
     summary: ClassVar[str] = "serial AMSGrad, its gradients taken up to D − 1 updates ago by chance: a study of delay"
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM's study of delay)"
+    figure_style: ClassVar[int | None] = 16
 
     delay: int = option(1, "D: a gradient is 0 to D − 1 updates old, each as likely")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "delay")
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        return {"delay": int(stream(seed, "fuzz delay").choice([1, 2, 5, 20]))}
 
     @property
     def iterates(self) -> int:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import offbeat.strategies  # noqa: F401  (registers the named strategies)
+from offbeat.core.strategy import Strategy
+
 Dashes = Literal["-"] | tuple[float, tuple[float, ...]]
 
 # The first seven are after Okabe and Ito, told apart by colour-blind readers; their yellow vanishes on white.
@@ -49,31 +52,6 @@ class Look:
     dashes: Dashes
     marker: str
 
-
-STRATEGIES = (
-    "fmb",
-    "amb",
-    "async-timed",
-    "async-fmb",
-    "apam",
-    "sync-amsgrad",
-    "k-of-n",
-    "gossip",
-    "local-sgd",
-    "restart",
-    "gossip-acid",
-    "diloco",
-    "delayed-exchange",
-    "population",
-    "decoupled-diloco",
-    "serial",
-    "artificial-delay",
-)
-NAMED = {
-    name: Look(COLOURS[place], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
-    for place, name in enumerate(STRATEGIES)
-}
-"""The look of each strategy that has a name. No two share a colour, and none shares both dashes and marker."""
 
 SHADES = (0.0, 0.4, -0.3, 0.65, 0.2)
 """How far the colour of a first, second, third … of one strategy goes towards white, or below zero towards black."""
@@ -122,3 +100,22 @@ def _shaded(colour: str, number: int) -> str:
     towards = 255 if shade > 0 else 0
     parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return "#" + "".join(f"{round(part + abs(shade) * (towards - part)):02x}" for part in parts)
+
+
+def named_looks() -> dict[str, Look]:
+    """A strategy with a `figure_style` has the look of that number, the others have what is left."""
+    kinds = [kind for kind in Strategy.members.values() if kind.__module__.startswith("offbeat.strategies.")]
+    numbers = {kind.name: vars(kind).get("figure_style") for kind in kinds}
+    named = {
+        name: Look(COLOURS[number], DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)])
+        for name, number in numbers.items()
+        if number is not None
+    }
+    for place, name in enumerate((name for name in numbers if name not in named), start=len(named)):
+        colour = _shaded(COLOURS[place % len(COLOURS)], place // len(COLOURS))
+        named[name] = Look(colour, *_free_pair(named.values()))
+    return named
+
+
+NAMED = named_looks()
+"""The look of each strategy that has a name. No two share a colour, and none shares both dashes and marker."""

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from offbeat.core.configuration import option
+from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
-from offbeat.strategies.gossip.gossip_parts import Acid, GossipBase, Momentum
+from offbeat.strategies.gossip.gossip_parts import (
+    Acid,
+    FirstAvailable,
+    GossipBase,
+    Matchings,
+    Momentum,
+    Partner,
+    Poisson,
+    Random,
+    Regular,
+)
 from offbeat.strategies.gossip.membership_view import linked_to
 from offbeat.strategies.gossip.peer import Peer
+from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
 
 
 @dataclass(frozen=True)
@@ -19,6 +31,25 @@ class Gossip(GossipBase, name="gossip"):
 
     summary: ClassVar[str] = "no hub: every peer steps its own replica and averages with one neighbour at a time"
     paper: ClassVar[str] = "Lian et al., ICML 2018 (AD-PSGD)"
+    figure_style: ClassVar[int | None] = 7
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        random = stream(seed, "fuzz gossip")
+        graphs: list[Graph] = [Cycle(), Complete(), Star()]
+        if workers & (workers - 1) == 0:
+            graphs.append(ExponentialGraph())
+        graph = graphs[int(random.integers(len(graphs)))]
+        matched = workers % 2 == 0 and not (isinstance(graph, Star) and workers > 2)
+        partners: list[Partner] = [Random(), FirstAvailable(), Matchings() if matched else Random()]
+        accelerated = random.random() < 0.6 and not isinstance(graph, Complete)
+        return {
+            "graph": graph,
+            "rate": float(10 ** random.uniform(-1, 0.7)),
+            "partner": partners[int(random.integers(3))],
+            "clock": [Poisson(), Regular()][int(random.integers(2))],
+            "momentum": Acid() if accelerated else None,
+        }
 
     def computes(self, rank: int) -> bool:
         return True
@@ -44,5 +75,6 @@ class GossipAcid(Gossip, name="gossip-acid"):
 
     summary: ClassVar[str] = "gossip whose averaging has momentum: keeps peers together that see different data"
     paper: ClassVar[str] = "Nabli, Belilovsky, Oyallon, NeurIPS 2023 (A²CiD²)"
+    figure_style: ClassVar[int | None] = 10
 
     momentum: Momentum | None = option(Acid(), "momentum of averaging: acid (A²CiD²), or none")

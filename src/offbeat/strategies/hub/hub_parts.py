@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from offbeat.core.actions import Budget, Samples
 from offbeat.core.optimizers import Optimizer
@@ -142,6 +143,10 @@ class HubSettings(ServerStrategy):
         require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
         require_positive(self, "checkpoint_interval_seconds")
         require_not_negative(self, "staleness_max", "damping")
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        return {}  # the parts are what is tested
 
     @property
     def staleness_bound(self) -> int | None:

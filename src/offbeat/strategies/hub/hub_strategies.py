@@ -8,11 +8,12 @@ import dataclasses
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from offbeat.core.actions import Samples, Seconds
 from offbeat.core.configuration import option
 from offbeat.core.optimizers import AMSGrad, Optimizer
+from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.strategies.hub.hub_parts import AllWorkers, Distinct, Every, HubSettings, Messages, Share, TargetBatch
@@ -116,6 +117,7 @@ class FixedMinibatch(HubStrategy, name="fmb"):
 
     summary: ClassVar[str] = "synchronous, a fixed batch per worker; the slowest sets the pace (the baseline)"
     paper: ClassVar[str] = "Dekel et al., JMLR 2012 (distributed mini-batches)"
+    figure_style: ClassVar[int | None] = 0
 
     batch: int = option(256, "samples each worker computes per update")
 
@@ -129,6 +131,7 @@ class AnytimeMinibatch(HubStrategy, name="amb"):
 
     summary: ClassVar[str] = "synchronous, a time limit per worker; slow ones contribute less, nobody waits long"
     paper: ClassVar[str] = "Ferdinand et al., ICLR 2019"
+    figure_style: ClassVar[int | None] = 1
 
     batch: int = option(256, "samples per update and worker that the time limit is steered to, where seconds is none")
     seconds: float | None = option(None, "seconds each worker computes per update; none: steered towards the batch")
@@ -149,6 +152,7 @@ class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
 
     summary: ClassVar[str] = "asynchronous, a fixed batch per message; the hub updates on every K-th message"
     paper: ClassVar[str] = "Dutta et al., AISTATS 2018 (K-batch async SGD)"
+    figure_style: ClassVar[int | None] = 3
 
     batch: int = option(64, "samples per message")
     messages: int | None = option(None, "messages per update; none: as many as there are workers")
@@ -163,6 +167,7 @@ class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
 
     summary: ClassVar[str] = "asynchronous, workers and hub each run by a clock of their own"
     paper: ClassVar[str] = "Al-Lawati, Adikari, Draper, IEEE JSAIT 2021 (AMB-DG)"
+    figure_style: ClassVar[int | None] = 2
 
     worker_seconds: float | None = option(
         None, "seconds a worker computes per message; none: as long as 90 samples usually take"
@@ -188,6 +193,7 @@ class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
 
     summary: ClassVar[str] = "asynchronous AMSGrad; an update per gradient, each worker waits for its own answer only"
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM)"
+    figure_style: ClassVar[int | None] = 4
 
     batch: int = option(64, "samples per message")
 
@@ -204,6 +210,7 @@ class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
 
     summary: ClassVar[str] = "synchronous AMSGrad; one batch split among all workers (APAM's baseline)"
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (baseline)"
+    figure_style: ClassVar[int | None] = 5
 
     batch: int = option(640, "samples per update over all workers")
 
@@ -220,6 +227,7 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
 
     summary: ClassVar[str] = "synchronous, but only the first k of n workers count; late gradients are dropped"
     paper: ClassVar[str] = "Chen et al., 2016, arXiv:1604.00981 (backup workers)"
+    figure_style: ClassVar[int | None] = 6
 
     batch: int = option(256, "samples each worker computes per update")
     k: int | None = option(None, "workers whose reports make an update; none: 0.8 of them")
@@ -247,6 +255,7 @@ class RestartFromCheckpoint(HubStrategy, name="restart"):
 
     summary: ClassVar[str] = "synchronous, and a lost worker stops all: they wait for it and restart at a checkpoint"
     paper: ClassVar[str] = "common practice; the baseline under failures"
+    figure_style: ClassVar[int | None] = 9
 
     batch: int = option(256, "samples each worker computes per update")
     checkpoint_interval_seconds: float = option(60.0, "seconds of training between two checkpoints in memory")
@@ -256,3 +265,7 @@ class RestartFromCheckpoint(HubStrategy, name="restart"):
         return self.composed(
             compute=Samples(self.batch), collect=AllWorkers(), waits=True, checkpoint_interval_seconds=every
         )
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        return {"checkpoint_interval_seconds": float(10 ** stream(seed, "fuzz restart").uniform(-3, 1))}

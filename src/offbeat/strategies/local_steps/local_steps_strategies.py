@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from offbeat.core.configuration import option
 from offbeat.core.optimizers import SGD, AdamW, Optimizer
+from offbeat.core.random_settings import PARAMETERS_MIN, maybe, random_optimizer
+from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
@@ -68,6 +70,10 @@ class LocalSteps(ServerStrategy):
             self.fragments == 1 or not isinstance(self.content, Gradients),
             "gradients are sent in one piece, since the optimizer steps all parameters at once; set fragments to 1",
         )
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        return {}  # the parts are what is tested
 
     @property
     def staleness_bound(self) -> int | None:
@@ -140,6 +146,22 @@ class LocalStepsStrategy(ServerStrategy):
         require_positive(self, *(name for name in positive if hasattr(self, name)))
         self.composition()  # whatever its parts refuse is refused here
 
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        """For all strategies of the family; each takes the fields that it has."""
+        random = stream(seed, "fuzz local steps")
+        every = int(random.integers(1, 6))
+        return {
+            "every": every,
+            "delay": int(random.integers(0, 8)),
+            "send": [Gradients(), Differences()][int(random.integers(2))],
+            "fragments": min(int(random.integers(1, every + 1)), PARAMETERS_MIN),
+            "quorum": maybe(random, int(random.integers(1, workers + 1))),
+            "grace": float(random.choice([0.0, 0.5, 1.0])),
+            "inner": random_optimizer(random),
+            "outer": [SGD(lr=1.0), SGD(lr=0.7, momentum=0.5, nesterov=True)][int(random.integers(2))],
+        }
+
     def composed(self, **parts: object) -> LocalSteps:
         """A composition of these parts and of the fields that all share."""
         names = ("batch", "microbatch", "nonfinite_max", "patience_seconds")
@@ -159,6 +181,7 @@ class LocalSGD(LocalStepsStrategy, name="local-sgd"):
 
     summary: ClassVar[str] = "synchronous, but only every k steps: workers train alone, then take the mean"
     paper: ClassVar[str] = "Stich, ICLR 2019 (local SGD)"
+    figure_style: ClassVar[int | None] = 8
 
     every: int = option(10, "steps between two averages")
     optimizer: Optimizer | None = option(None, "how every worker updates; none: the one that suits the workload")
@@ -173,6 +196,7 @@ class DiLoCo(LocalStepsStrategy, name="diloco"):
 
     summary: ClassVar[str] = "synchronous every k steps: AdamW on workers, Nesterov momentum on their mean difference"
     paper: ClassVar[str] = "Douillard et al., 2023, arXiv:2311.08105 (DiLoCo)"
+    figure_style: ClassVar[int | None] = 11
 
     every: int = option(50, "steps between two exchanges")
     inner: Optimizer | None = option(None, "how every worker updates; none: AdamW at the rate that suits the workload")
@@ -191,6 +215,7 @@ class DelayedExchange(LocalStepsStrategy, name="delayed-exchange"):
 
     summary: ClassVar[str] = "workers send every k steps and apply the answer d steps later: the wire stalls nobody"
     paper: ClassVar[str] = "a proof of concept for PC clusters; as DaSGD, Zhou et al., 2020, arXiv:2006.00441"
+    figure_style: ClassVar[int | None] = 12
 
     every: int = option(4, "steps between two exchanges")
     delay: int = option(2, "steps after which the answer is applied; 0: everybody waits for it")
@@ -207,6 +232,7 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
 
     summary: ClassVar[str] = "DiLoCo where nobody waits: fragments in turn, a quorum and a grace window at the hub"
     paper: ClassVar[str] = "Decoupled DiLoCo, 2026, arXiv:2604.21428"
+    figure_style: ClassVar[int | None] = 14
 
     every: int = option(48, "steps in which every fragment is sent once")
     fragments: int = option(4, "fragments that the parameters are sent in, one after the other")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from offbeat.core.configuration import option
 from offbeat.core.optimizers import Optimizer
+from offbeat.core.random_settings import maybe
+from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.strategies.local_training import LocalTraining, Values, soonest
 from offbeat.strategies.population.population_member import PopulationMember
-from offbeat.strategies.population.population_parts import Better, Initial, Shuffled, Sources
+from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Shuffled, Sources
 from offbeat.strategies.population.population_server import PopulationServer
 from offbeat.strategies.server_node import HUB, ServerStrategy
 
@@ -23,6 +25,7 @@ class Population(ServerStrategy, name="population"):
 
     summary: ClassVar[str] = "a model of its own on every worker, averaged with those that do better; the best is kept"
     paper: ClassVar[str] = "a proof of concept for PC clusters; preemption as in population-based training"
+    figure_style: ClassVar[int | None] = 13
 
     every: int = option(20, "steps between two reports of a worker")
     sources: Sources = option(Better(), "whom a worker averages with: all, best, or better (strictly better scores)")
@@ -50,6 +53,16 @@ class Population(ServerStrategy, name="population"):
             all(rate > 0 for rate in self.rates),
             f"Population.rates must all be greater than 0, but are {list(self.rates)}",
         )
+
+    @classmethod
+    def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
+        random = stream(seed, "fuzz population")
+        return {
+            "every": int(random.integers(1, 6)),
+            "sources": [AllMembers(), Best(), Better()][int(random.integers(3))],
+            "preempt_above": maybe(random, float(random.choice([1.0, 1.25]))),
+            "rates": tuple(float(10 ** random.uniform(-1, 3)) for _ in range(int(random.integers(0, workers + 1)))),
+        }
 
     def processes(self, workers: int) -> int:
         require(
