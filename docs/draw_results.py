@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offbeat.lab.reproduction.findings import Findings, find, quantity, shown
-from offbeat.lab.reproduction.runs import Timed, opened, read_study, read_timings
+from offbeat.lab.reproduction.findings import Findings, compute_findings, format_interval, quantity
+from offbeat.lab.reproduction.runs import BatchTiming, open_results, read_study, read_timings
 from offbeat.lab.reproduction.study import Study, StudyRun, names
 from offbeat.lab.reproduction.study_figures import TIMING_CAPTION, TIMING_FILE, draw_all
 
@@ -34,9 +34,9 @@ is said each time, agreement is of ratios, and an accuracy is not the original's
 """
 
 
-def section(study: Study, runs: list[StudyRun], timed: list[Timed]) -> str:
+def section(study: Study, runs: list[StudyRun], timed: list[BatchTiming]) -> str:
     """One study as text."""
-    said, findings = study.described, find(study, runs)
+    said, findings = study.description, compute_findings(study, runs)
     parts = [
         f"## {study.name}: {said.title}",
         f"- The original: {said.original}.\n- Here: {said.scaled}.\n- To be expected: {said.expect}.",
@@ -45,7 +45,7 @@ def section(study: Study, runs: list[StudyRun], timed: list[Timed]) -> str:
     ]
     if timed:
         parts.append(timing_table(timed))
-    captions = {drawing.file: drawing.caption for drawing in said.drawings}
+    captions = {drawing.file: drawing.caption for drawing in said.figures}
     if said.timing is not None:
         captions[TIMING_FILE] = TIMING_CAPTION
     for file, caption in captions.items():
@@ -56,16 +56,16 @@ def section(study: Study, runs: list[StudyRun], timed: list[Timed]) -> str:
 
 
 def table(study: Study, findings: Findings) -> str:
-    columns = study.described.columns
+    columns = study.description.columns
     cases = any(row.case for row in findings.rows)
     lines = [[*(["case"] if cases else []), "strategy", *(quantity(name).head for name in columns)]]
     for row in findings.rows:
-        cells = [shown(row.cells[name], quantity(name), row.runs) for name in columns]
+        cells = [format_interval(row.cells[name], quantity(name), row.runs) for name in columns]
         lines.append([*([row.case] if cases else []), row.strategy, *cells])
     return as_markdown(lines)
 
 
-def timing_table(timed: list[Timed]) -> str:
+def timing_table(timed: list[BatchTiming]) -> str:
     lines = [["batch", "parts", "time per step, median (s)"]]
     for row in timed:
         lines.append([str(row.batch), str(row.parts), f"{sorted(row.seconds)[len(row.seconds) // 2]:.4g}"])
@@ -84,7 +84,7 @@ def page(draw: bool) -> str:
         path = RECORDS / f"{name}.zip"
         if not path.is_file():
             continue
-        with opened(path) as directory:
+        with open_results(path) as directory:
             study, runs = read_study(directory)
             timed = read_timings(directory)
             if draw:

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from made_records import a_round, a_small_run, accuracies, an_update, losses, run, timed
 
+from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError
 from offbeat.records.comparison import Comparison, interval, speedup
 from offbeat.records.curves import band, evaluation_curve, hub_updates, samples_curve, segments, staleness_counts
-from offbeat.records.metrics import RankSummary, Target, per_rank, samples_to_target, seconds_to_target, summarize
+from offbeat.records.metrics import RankSummary, per_rank, samples_to_target, seconds_to_target, summarize
 from offbeat.records.schema import AnyRecord, Ended, Evaluation, Membership
 
 KEYS = [

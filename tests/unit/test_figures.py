@@ -29,7 +29,7 @@ from offbeat.lab.plots.figures import (
 from offbeat.lab.plots.looks import NAMED, Look, looks, named_looks
 from offbeat.lab.plots.rank_pairs import exchange_maps
 from offbeat.lab.plots.style import FORMATS, Groups, save_as, svg_text
-from offbeat.lab.plots.sweeps import GREY, Point, against
+from offbeat.lab.plots.sweeps import GREY, Point, sweep
 from offbeat.lab.plots.timeline import timeline
 from offbeat.records.schema import RunRecords
 
@@ -235,7 +235,7 @@ def test_all_labels_share_the_bins_of_a_quantity() -> None:
 
 def test_what_others_have_published_is_hollow_and_grey_and_says_so() -> None:
     measured = {"fmb": [Point(2, 90.0, 80.0, 100.0), Point(4, 60.0, 50.0, 70.0)], "amb": [Point(2, 70.0)]}
-    figure = against(
+    figure = sweep(
         "workers", "time (s)", measured, log_x=True, log_y=True, reference={"fmb": [(2.0, 85.0), (4.0, 58.0)]}
     )
     (axes,) = figure.axes

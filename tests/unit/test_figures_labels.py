@@ -10,7 +10,7 @@ import pytest
 from made_records import run
 
 from offbeat.cli import main
-from offbeat.lab.report.labels import told_apart
+from offbeat.lab.report.labels import with_distinct_labels
 from offbeat.records.schema import RunRecords
 
 PLAIN: dict[str, Any] = {
@@ -47,7 +47,7 @@ def _path(directory: str | None) -> Path | None:
 
 
 def labels(*runs: RunRecords) -> list[str]:
-    return [one.header.label for one in told_apart(runs)]
+    return [one.header.label for one in with_distinct_labels(runs)]
 
 
 def test_one_comparison_keeps_its_labels_and_seeds_are_no_difference() -> None:

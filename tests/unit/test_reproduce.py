@@ -15,13 +15,20 @@ import pytest
 from offbeat.cli import main
 from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.figures import CELLS
-from offbeat.lab.reproduction.findings import QUANTITIES, common_training_loss, find, shown, spelled, verdict_of
-from offbeat.lab.reproduction.runs import archive, opened, read_study, tasks_of
+from offbeat.lab.reproduction.findings import (
+    QUANTITIES,
+    common_training_loss,
+    compute_findings,
+    format_interval,
+    spell_interval,
+    verdict_of,
+)
+from offbeat.lab.reproduction.runs import archive, open_results, read_study, tasks_of
 from offbeat.lab.reproduction.study import (
     SCALES,
     Claim,
+    RunSelection,
     Scale,
-    Side,
     Study,
     StudyRun,
     directory,
@@ -109,11 +116,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", names())
 def test_what_a_study_speaks_of_is_there(name: str, scale: Scale) -> None:
     study = load_study(name, scale)
-    said = study.described
+    said = study.description
     sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
     labels = {label for _, label in sides}
     assert set(said.columns) <= set(QUANTITIES)
-    for drawing in said.drawings:
+    for drawing in said.figures:
         assert bool(drawing.cells) != bool(drawing.y), drawing.file
         assert {cell for row in drawing.cells for cell in row} <= set(CELLS)
         assert set(drawing.cases) <= {case.label for case in study.cases}
@@ -126,7 +133,7 @@ def test_what_a_study_speaks_of_is_there(name: str, scale: Scale) -> None:
         assert "{ours}" in claim.sentence
         for side in (claim.of, claim.over):
             assert side is None or (side.case, side.strategy) in sides
-    assert len({drawing.file for drawing in said.drawings}) == len(said.drawings)
+    assert len({drawing.file for drawing in said.figures}) == len(said.figures)
 
 
 @pytest.mark.parametrize("name", names())
@@ -285,7 +292,7 @@ def test_quantities_are_what_they_say(own: Path, capsys: pytest.CaptureFixture[s
     for run, value in zip(runs, QUANTITIES["seconds_per_epoch"].of(runs, 1000), strict=True):
         assert value == pytest.approx(run.summary.seconds / run.summary.samples * 1000)
     assert QUANTITIES["seconds_per_epoch"].of(runs, None) == [None] * len(runs)
-    row = find(study, runs).rows[0]
+    row = compute_findings(study, runs).rows[0]
     assert row.cells["accuracy"] == Interval(even[0].summary.accuracy or 0.0, None, None, 1)
 
 
@@ -299,31 +306,35 @@ def test_a_number_is_judged_beside_what_was_published(
 ) -> None:
     own.write_text(OWN.replace("low = 1.3\nhigh = 1.5", f'low = {low}\nhigh = {high}\nbetter = "{better}"'))
     study, runs = of_own(own, capsys)
-    (finding,) = find(study, runs).sentences
+    (finding,) = compute_findings(study, runs).sentences
     assert finding.verdict == verdict
     assert (f"ours is {verdict}" if verdict != "agrees" else "ours agrees") in finding.sentence
 
 
 def test_an_interval_that_agrees_with_anything_agrees_with_nothing() -> None:
-    claim = Claim(quantity="accuracy", of=Side("fmb"), sentence="{ours}", published="2", low=2.0, high=2.0)
+    claim = Claim(quantity="accuracy", of=RunSelection("fmb"), sentence="{ours}", published="2", low=2.0, high=2.0)
     assert verdict_of(claim, Interval(1.9, 1.5, 2.3, 3)) == "agrees"
     assert verdict_of(claim, Interval(1.9, -1.0, 4.8, 3)) == "uncertain"
     assert verdict_of(claim, Interval(1.2, 1.0, 1.4, 3)) == "worse"
 
 
 def test_intervals_are_shown_with_as_many_digits_as_count() -> None:
-    assert shown(None) == "–"
-    assert shown(Interval(1.234567, None, None, 1)) == spelled(Interval(1.234567, None, None, 1)) == "1.23"
-    assert shown(Interval(12345.6, 12345.1, 12346.1, 3)) == "12,346 ±0.5"
-    assert shown(Interval(1.5e6, 1e6, 2e6, 3), QUANTITIES["bytes_sent"]) == "1.50 MB ±500 kB"
-    assert spelled(Interval(12345.6, 12000.0, 13000.0, 3)) == "12,346 (12,000–13,000)"
-    assert shown(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 ±0.250"
-    assert spelled(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 (0.250–0.750)"
+    assert format_interval(None) == "–"
+    assert (
+        format_interval(Interval(1.234567, None, None, 1))
+        == spell_interval(Interval(1.234567, None, None, 1))
+        == "1.23"
+    )
+    assert format_interval(Interval(12345.6, 12345.1, 12346.1, 3)) == "12,346 ±0.5"
+    assert format_interval(Interval(1.5e6, 1e6, 2e6, 3), QUANTITIES["bytes_sent"]) == "1.50 MB ±500 kB"
+    assert spell_interval(Interval(12345.6, 12000.0, 13000.0, 3)) == "12,346 (12,000–13,000)"
+    assert format_interval(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 ±0.250"
+    assert spell_interval(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 (0.250–0.750)"
 
 
 def test_a_mean_says_of_how_many_runs_it_is(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A target that only some runs reach must not look like one that all reach."""
-    assert shown(Interval(2.0, 1.0, 3.0, 2), None, 3) == "2 ±1 (2 of 3)"
+    assert format_interval(Interval(2.0, 1.0, 3.0, 2), None, 3) == "2 ±1 (2 of 3)"
     own.write_text(OWN.replace('quantity = "seconds_per_epoch"', 'quantity = "seconds_to_target"'), encoding="utf-8")
     study, runs = of_own(own, capsys)
     more = [dataclasses.replace(run, records=with_seed(run, 1)) for run in runs]
@@ -333,7 +344,7 @@ def test_a_mean_says_of_how_many_runs_it_is(own: Path, capsys: pytest.CaptureFix
         else run
         for run in more
     ]
-    findings = find(study, [*runs, *missed])
+    findings = compute_findings(study, [*runs, *missed])
     assert "That is of 1 of 2 seeds; the others have no such number." in findings.sentences[0].sentence
     cell = findings.rows[0].cells["seconds_to_target"]
     assert cell is not None
@@ -379,7 +390,7 @@ def test_an_archive_holds_what_is_needed_and_nothing_else(own: Path, capsys: pyt
     with zipfile.ZipFile(first) as held:
         assert {Path(name).name for name in held.namelist()} == {"study.json", "study.toml", HEADER, RECORDS}
     shutil.rmtree("here")
-    with opened(first) as place:
+    with open_results(first) as place:
         again, read = read_study(place)
         assert [run.records.records for run in read] == [run.records.records for run in runs]
         assert len(tasks_of(again, place)) == len(tasks_of(study, place)) == 4

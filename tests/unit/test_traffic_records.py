@@ -22,7 +22,7 @@ from offbeat.records.comparison import Comparison, bytes_ratio
 from offbeat.records.curves import quality_over_bytes
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, RunRecords, Traffic
-from offbeat.records.traffic import BytesSent, TrafficCount, Weight, weigh
+from offbeat.records.traffic import BytesSent, MessageSize, TrafficCounter, message_size
 from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.transports import wire
 from offbeat.transports.remote_records import RecordLines
@@ -250,12 +250,12 @@ def test_sizes_have_three_digits_and_a_unit_of_a_thousand(nbytes: float | None, 
 
 
 def test_a_count_is_cumulative_by_kind_and_says_nothing_twice() -> None:
-    count = TrafficCount(rank=3)
+    count = TrafficCounter(rank=3)
     count.begin(1.5)
-    count.sent(Weight("Gradient", 100, 400))
-    count.sent(Weight("Gradient", 50, 60))
-    count.sent(Weight("Bye", 10, 10))
-    count.received(Weight("Stop", 7, 7))
+    count.sent(MessageSize("Gradient", 100, 400))
+    count.sent(MessageSize("Gradient", 50, 60))
+    count.sent(MessageSize("Bye", 10, 10))
+    count.received(MessageSize("Stop", 7, 7))
     record = count.record(2.0)
     assert record == Traffic(
         at=2.0,
@@ -270,7 +270,7 @@ def test_a_count_is_cumulative_by_kind_and_says_nothing_twice() -> None:
 
 
 def test_when_a_count_began_follows_the_clock_until_it_has_been_said() -> None:
-    count = TrafficCount()
+    count = TrafficCounter()
     count.begin(1.0)
     count.shift(100.0)
     first = count.record(102.0)
@@ -283,8 +283,8 @@ def test_when_a_count_began_follows_the_clock_until_it_has_been_said() -> None:
 
 def test_a_message_weighs_what_the_wire_says_or_what_it_is_taken_to_weigh() -> None:
     message = Stop(torch.zeros(10), (), 1)
-    assert weigh(message) == Weight("Stop", HEADER_BYTES + 40, HEADER_BYTES + 40)
-    assert weigh(message, 1064) == Weight("Stop", 1064, 1064)
+    assert message_size(message) == MessageSize("Stop", HEADER_BYTES + 40, HEADER_BYTES + 40)
+    assert message_size(message, 1064) == MessageSize("Stop", 1064, 1064)
 
 
 def test_what_is_coded_counts_with_and_without() -> None:
@@ -292,7 +292,7 @@ def test_what_is_coded_counts_with_and_without() -> None:
     blob = ob.compression.Int8().encode(vector, Pool())
     whole, coded = (Gradient(tensor, (), 1, 0.0, 0, (0, 1), 1.0, True) for tensor in (vector, blob))
     assert blob.nbytes < vector.nbytes
-    assert weigh(coded) == Weight("Gradient", HEADER_BYTES + blob.nbytes, HEADER_BYTES + vector.nbytes)
+    assert message_size(coded) == MessageSize("Gradient", HEADER_BYTES + blob.nbytes, HEADER_BYTES + vector.nbytes)
     encoded, plain = wire.encode(coded), wire.encode(whole)
     assert (encoded.kind, encoded.nbytes) == ("Gradient", wire.HEAD_BYTES + blob.nbytes)
     assert encoded.nbytes_uncompressed == plain.nbytes_uncompressed == plain.nbytes

@@ -21,7 +21,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.plots.figures import write_figures
 from offbeat.lab.plots.style import FORMATS
-from offbeat.lab.report.labels import told_apart, without_repeats
+from offbeat.lab.report.labels import with_distinct_labels, without_duplicates
 from offbeat.lab.report.page import write_report
 from offbeat.lab.simulated_runs import record_bytes, simulate_experiment
 from offbeat.records.comparison import Comparison
@@ -159,7 +159,7 @@ def report(
     require(figures is not None or not format, "--format is for figures; say where to put them with --figures DIR")
     found = list(dict.fromkeys(run for path in runs for run in _as_planned(find_runs([Path(path)]))))
     read = [read_run(run) for run in found]
-    records = told_apart(without_repeats(read))
+    records = with_distinct_labels(without_duplicates(read))
     if len(records) < len(read):
         print_status(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
     path = Path(out) if out else _above(found) / PAGE

@@ -16,17 +16,17 @@ from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
 from offbeat.errors import MissingDependency
 from offbeat.lab.experiment import build_workload
-from offbeat.lab.reproduction.findings import Findings, check, find, quantity, shown
+from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval, quantity
 from offbeat.lab.reproduction.runs import (
-    Timed,
+    BatchTiming,
     archive,
-    begin,
-    carry_out,
+    claim_directory,
     cores,
     measure,
-    opened,
+    open_results,
     read_study,
     read_timings,
+    run_tasks,
     tasks_of,
     write_timings,
 )
@@ -70,11 +70,11 @@ def reproduce(
     require(save is None or Path(save).suffix == ".zip", f"--save writes an archive; type --save {save}.zip")
     chosen = None if seeds is None else tuple(range(seeds))
     study = load_study(name, scale, chosen)  # type: ignore[arg-type]
-    check(study)
+    check_study(study)
     for workload in dict.fromkeys(case.plan.workload for case in study.cases):
         build_workload(workload)  # data that is missing is said before anything is begun
     directory = new_directory(study.name) if out is None else Path(out)
-    begin(study, directory, chosen)
+    claim_directory(study, directory, chosen)
     try:
         runs, timed = _carried_out(study, directory, processes or cores(), quiet)
     except KeyboardInterrupt:
@@ -85,15 +85,17 @@ def reproduce(
     return _tell(study, runs, timed, directory, None if no_figures else directory, json)
 
 
-def _carried_out(study: Study, directory: Path, processes: int, quiet: bool) -> tuple[list[StudyRun], list[Timed]]:
+def _carried_out(
+    study: Study, directory: Path, processes: int, quiet: bool
+) -> tuple[list[StudyRun], list[BatchTiming]]:
     timed = read_timings(directory)
-    if study.described.timing is not None and not timed:
+    if study.description.timing is not None and not timed:
         timed = measure(study, (lambda text: None) if quiet else print_status)
         write_timings(directory, timed)
     tasks = tasks_of(study, directory)
     with show_progress(quiet) as progress:
         shown = RunProgress(progress, len(tasks))
-        return carry_out(tasks, processes, shown.share, lambda index, run: shown.ended(index, run.summary)), timed
+        return run_tasks(tasks, processes, shown.share, lambda index, run: shown.ended(index, run.summary)), timed
 
 
 def _again(study: Study, directory: Path, seeds: int | None) -> str:
@@ -103,14 +105,14 @@ def _again(study: Study, directory: Path, seeds: int | None) -> str:
 
 
 def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
-    with opened(place) as directory:
+    with open_results(place) as directory:
         study, runs = read_study(directory)
         where = out or (place.with_suffix("") if place.suffix == ".zip" else place)
         return _tell(study, runs, read_timings(directory), place, where if draws else None, json)
 
 
 def _tell(
-    study: Study, runs: list[StudyRun], timed: list[Timed], records: Path, drawn_to: Path | None, json: bool
+    study: Study, runs: list[StudyRun], timed: list[BatchTiming], records: Path, drawn_to: Path | None, json: bool
 ) -> int:
     """The figures, the table or JSON, and the exit code."""
     try:
@@ -118,7 +120,7 @@ def _tell(
     except MissingDependency as missing:
         figures = []
         print_status(f"no figure was drawn: {missing}")
-    findings = find(study, runs)
+    findings = compute_findings(study, runs)
     if json:
         print_json(_plain(study, runs, timed, findings, figures))
     else:
@@ -131,7 +133,7 @@ def _tell(
 
 
 def _plain(
-    study: Study, runs: list[StudyRun], timed: list[Timed], findings: Findings, figures: list[Path]
+    study: Study, runs: list[StudyRun], timed: list[BatchTiming], findings: Findings, figures: list[Path]
 ) -> dict[str, Any]:
     comparisons = {
         case.label: Comparison.of([run.records for run in mine], case.plan.baseline).to_json()
@@ -144,13 +146,13 @@ def _plain(
     return {**told, **({"timings": times} if times else {}), **alone}
 
 
-def _print(study: Study, timed: list[Timed], findings: Findings, figures: list[Path], records: Path) -> None:
-    described = study.described
-    print_lines(f"{described.title}\n")
+def _print(study: Study, timed: list[BatchTiming], findings: Findings, figures: list[Path], records: Path) -> None:
+    description = study.description
+    print_lines(f"{description.title}\n")
     if timed:
         console().print(_timing_table(timed), "")
     console().print(_table(study, findings), "")
-    sentences = [f"Scale {study.scale}: {described.scaled}", *(finding.sentence for finding in findings.sentences)]
+    sentences = [f"Scale {study.scale}: {description.scaled}", *(finding.sentence for finding in findings.sentences)]
     print_lines(*(f"{sentence}\n" for sentence in sentences))
     drawn = [f"figure:  {path}  (also .svg, .pdf)" for path in figures if path.suffix == ".png"]
     print_lines(f"records: {records}", *drawn, wrap=False)
@@ -158,12 +160,12 @@ def _print(study: Study, timed: list[Timed], findings: Findings, figures: list[P
 
 def _table(study: Study, findings: Findings) -> Table:
     cases = any(row.case for row in findings.rows)
-    heads = [*(["case"] if cases else []), "strategy", *(quantity(name).head for name in study.described.columns)]
+    heads = [*(["case"] if cases else []), "strategy", *(quantity(name).head for name in study.description.columns)]
     rows = [
         [
             *([row.case] if cases else []),
             row.strategy,
-            *(shown(row.cells[name], quantity(name), row.runs) for name in study.described.columns),
+            *(format_interval(row.cells[name], quantity(name), row.runs) for name in study.description.columns),
         ]
         for row in findings.rows
     ]
@@ -175,7 +177,7 @@ def _table(study: Study, findings: Findings) -> Table:
     return result
 
 
-def _timing_table(timed: list[Timed]) -> Table:
+def _timing_table(timed: list[BatchTiming]) -> Table:
     heads = ["batch", "parts", "time per step (s), median of the repeats"]
     rows = [(str(row.batch), str(row.parts), f"{statistics.median_high(row.seconds):.4g}") for row in timed]
     return table(heads, rows, right=heads)
@@ -188,7 +190,12 @@ def _list(json: bool) -> int:
         return 0
     heads = ["study", "what it shows", "runs", "minutes on two cores"]
     rows = [
-        (study.name, study.described.title, str(sum(1 for _ in study.experiments())), f"{study.described.minutes:g}")
+        (
+            study.name,
+            study.description.title,
+            str(sum(1 for _ in study.experiments())),
+            f"{study.description.minutes:g}",
+        )
         for study in studies
     ]
     console().print(table(heads, rows, right=heads[2:]))
@@ -196,7 +203,7 @@ def _list(json: bool) -> int:
 
 
 def _described(study: Study) -> dict[str, Any]:
-    said = study.described
+    said = study.description
     return {
         "name": study.name,
         "title": said.title,
@@ -204,5 +211,5 @@ def _described(study: Study) -> dict[str, Any]:
         "scaled": said.scaled,
         "expect": said.expect,
         "minutes": said.minutes,
-        "figures": [drawing.file for drawing in said.drawings],
+        "figures": [drawing.file for drawing in said.figures],
     }

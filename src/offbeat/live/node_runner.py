@@ -47,7 +47,7 @@ from offbeat.live.evaluation import Evaluator, Measure
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
-from offbeat.records.traffic import TrafficCount, Weight, weigh
+from offbeat.records.traffic import MessageSize, TrafficCounter, message_size
 from offbeat.transports.link import CLOSED
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
@@ -203,7 +203,7 @@ class NodeRunner:
         self._met: set[int] = set()
         self._unmet: dict[int, list[Send]] = {}
         """What waits for peers that have not joined for the first time."""
-        self._traffic = TrafficCount(rank)
+        self._traffic = TrafficCounter(rank)
         self._undated: list[Record] = []
         """Records from before the clock was set; see `_date`."""
         self._due: list[tuple[float, int, Due]] = []
@@ -432,7 +432,7 @@ class NodeRunner:
                 else:
                     self._arrived(incoming)
             case Departed(to=to, key=key):
-                self._traffic.sent(Weight(incoming.kind, incoming.nbytes, incoming.nbytes_uncompressed))
+                self._traffic.sent(MessageSize(incoming.kind, incoming.nbytes, incoming.nbytes_uncompressed))
                 self._send_seconds = incoming.seconds
                 if not (key or "").startswith(JOURNAL):
                     self._used[to] = self._used.get(to, 0) + incoming.nbytes
@@ -505,7 +505,7 @@ class NodeRunner:
         message = arrived.message
         if self._known.get(arrived.source) != arrived.incarnation:
             return  # held up for so long that its link is gone
-        self._traffic.received(weigh(message, arrived.nbytes))
+        self._traffic.received(message_size(message, arrived.nbytes))
         if isinstance(message, RecordLines):
             if self._on_journal is not None:
                 self._on_journal(arrived.source, message)

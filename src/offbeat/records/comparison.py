@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.records.metrics import Summary, Target, finite, summarize, target_of
+from offbeat.records.metrics import Summary, finite, summarize, target_of
 from offbeat.records.schema import RunRecords
 
 CONFIDENCE = 0.95

@@ -20,7 +20,7 @@ PER_BIN = 10
 
 
 @dataclass(frozen=True)
-class Series:
+class ConsensusSeries:
     """Consensus distances as (seconds, distance), in order of time."""
 
     points: tuple[tuple[float, float], ...]
@@ -28,7 +28,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Exchanging:
+class ExchangeSummary:
     """The exchanges of a run in numbers. `lost` ones had no answer; the others count those that were averaged."""
 
     averaged: int
@@ -55,7 +55,7 @@ def exchange_counts(run: RunRecords) -> list[list[int]]:
     return counts
 
 
-def exchanging(run: RunRecords, seconds: float) -> Exchanging:
+def summarize_exchanges(run: RunRecords, seconds: float) -> ExchangeSummary:
     """The exchanges of a run that took so many seconds."""
     averaged = exchanges(run)
     lost = sum(isinstance(record, Exchange) and record.outcome == "lost" for record in run.records)
@@ -63,7 +63,7 @@ def exchanging(run: RunRecords, seconds: float) -> Exchanging:
     exact, half = _exact(run), seconds / 2
     late = [exchange for exchange in averaged if exchange.at >= half]
     distance = _time_average(exact, half, seconds) if exact else _estimate(late, _peers(run, averaged))
-    return Exchanging(
+    return ExchangeSummary(
         averaged=len(averaged),
         lost=lost,
         round_trip_seconds=round_trips / len(averaged) if averaged else None,
@@ -72,14 +72,14 @@ def exchanging(run: RunRecords, seconds: float) -> Exchanging:
     )
 
 
-def consensus_series(run: RunRecords) -> Series:
+def consensus_series(run: RunRecords) -> ConsensusSeries:
     """The consensus distance over time: exact where the records have it, else the means of equal stretches of time."""
     exact = _exact(run)
     if exact:
-        return Series(tuple(exact), estimated=False)
+        return ConsensusSeries(tuple(exact), estimated=False)
     averaged = [exchange for exchange in exchanges(run) if exchange.distance is not None]
     if not averaged:
-        return Series((), estimated=True)
+        return ConsensusSeries((), estimated=True)
     bins = max(1, min(BINS_MAX, len(averaged) // PER_BIN))
     start, stop = min(exchange.at for exchange in averaged), max(exchange.at for exchange in averaged)
     members: dict[int, list[Exchange]] = {}
@@ -92,7 +92,7 @@ def consensus_series(run: RunRecords) -> Series:
         distance = _estimate(group, peers)
         if distance is not None:
             points.append((math.fsum(exchange.at for exchange in group) / len(group), distance))
-    return Series(tuple(points), estimated=True)
+    return ConsensusSeries(tuple(points), estimated=True)
 
 
 def _exact(run: RunRecords) -> list[tuple[float, float]]:

@@ -13,8 +13,9 @@ from typing import Literal
 
 import msgspec
 
+from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError
-from offbeat.records.exchanges import exchanges, exchanging
+from offbeat.records.exchanges import exchanges, summarize_exchanges
 from offbeat.records.schema import (
     Dropped,
     Ended,
@@ -32,13 +33,6 @@ from offbeat.records.schema import Round as RoundRecord
 from offbeat.records.traffic import BytesSent, bytes_received, sent_by_kind
 
 Metric = Literal["accuracy", "loss"]
-
-
-class Target(msgspec.Struct, frozen=True):
-    """What a run is timed against: an accuracy to rise to, or a loss to fall to."""
-
-    metric: Metric
-    value: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +272,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     compute_seconds = math.fsum(record.seconds for record in rounds)
     idle_seconds = math.fsum(record.idle_seconds for record in rounds)
     memberships = list(of_kind(run, Membership))
-    exchanged = exchanging(run, seconds)
+    exchanged = summarize_exchanges(run, seconds)
     return Summary(
         strategy=header.label,
         workload=header.workload,

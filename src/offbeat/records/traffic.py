@@ -86,7 +86,7 @@ def _added(several: Iterable[Mapping[str, Flow]]) -> dict[str, Flow]:
 # Both engines count every message here, so that counting one is a look-up and a few additions.
 
 
-class Weight(NamedTuple):
+class MessageSize(NamedTuple):
     """A message as it is counted."""
 
     kind: str
@@ -94,13 +94,13 @@ class Weight(NamedTuple):
     nbytes_uncompressed: int
 
 
-def weigh(message: Message, nbytes: int | None = None) -> Weight:
+def message_size(message: Message, nbytes: int | None = None) -> MessageSize:
     """What a message weighs; `nbytes` of it on the wire, where there is one."""
     nbytes = message.nbytes if nbytes is None else nbytes
-    return Weight(type(message).__name__, nbytes, nbytes + saved_bytes(message))
+    return MessageSize(type(message).__name__, nbytes, nbytes + saved_bytes(message))
 
 
-class TrafficCount:
+class TrafficCounter:
     """Counts from the beginning of a process's part in a run, for one rank or for all of a simulation."""
 
     def __init__(self, rank: int = 0) -> None:
@@ -114,13 +114,13 @@ class TrafficCount:
         self.bytes_sent = 0
         self.messages_sent = 0
 
-    def sent(self, weight: Weight) -> None:
+    def sent(self, weight: MessageSize) -> None:
         self.moved = True
         self.bytes_sent += weight.nbytes
         self.messages_sent += 1
         _add(self._sent, weight)
 
-    def received(self, weight: Weight) -> None:
+    def received(self, weight: MessageSize) -> None:
         self.moved = True
         _add(self._received, weight)
 
@@ -144,7 +144,7 @@ class TrafficCount:
         return traffic
 
 
-def _add(flows: dict[str, list[int]], weight: Weight) -> None:
+def _add(flows: dict[str, list[int]], weight: MessageSize) -> None:
     kind, nbytes, uncompressed = weight
     flow = flows.get(kind)
     if flow is None:

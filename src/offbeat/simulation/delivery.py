@@ -15,7 +15,7 @@ from offbeat.core.actions import Send
 from offbeat.core.events import Event, GradientReady, MessageArrived, PeerJoined, PeerLost, Sent, StepReady
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
-from offbeat.records.traffic import TrafficCount, Weight, weigh
+from offbeat.records.traffic import MessageSize, TrafficCounter, message_size
 from offbeat.simulation.network import LinkState, Outbox
 from offbeat.simulation.state import SimulationState
 
@@ -52,7 +52,7 @@ class Delivery:
     def __init__(self, state: SimulationState) -> None:
         self._state = state
         self.sent = SentTensors()
-        self.traffic = TrafficCount()
+        self.traffic = TrafficCounter()
 
     def record_traffic(self, at: float) -> None:
         """Write what all ranks together have sent and received."""
@@ -103,7 +103,7 @@ class Delivery:
 
     def _begin(self, rank: int, link: LinkState, outbox: Outbox) -> Transmission:
         send = outbox.leaving = outbox.queue.popleft()
-        weight = weigh(send.message)
+        weight = message_size(send.message)
         self.traffic.sent(weight)
         if outbox.rate_limit is not None:
             outbox.rate_limit.consume(weight.nbytes)
@@ -170,7 +170,7 @@ class Delivery:
         """Let a message arrive later."""
         self._state.emit(until, rank, arrival)
 
-    def arrived(self, at: float, source: int, message: Message, weight: Weight) -> MessageArrived:
+    def arrived(self, at: float, source: int, message: Message, weight: MessageSize) -> MessageArrived:
         self.traffic.received(weight)
         for tensor in message.tensors():
             if self.sent.changed(tensor):
@@ -267,7 +267,7 @@ class Transmission:
     send: Send
     link: LinkState
     incarnation: int
-    weight: Weight
+    weight: MessageSize
     began: float
     seconds: float
 
@@ -286,7 +286,7 @@ class Arrival:
     send: Send
     link: LinkState
     incarnation: int
-    weight: Weight
+    weight: MessageSize
 
     def __call__(self, at: float) -> Event | None:
         if not self.link.up or self.link.incarnation != self.incarnation:

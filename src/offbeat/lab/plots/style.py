@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -63,11 +63,11 @@ SETTINGS: dict[Any, Any] = {
 }
 
 
-def styled(draw: Callable[Given, Figure]) -> Callable[Given, Figure]:
+def styled(draw: Callable[Params, Figure]) -> Callable[Params, Figure]:
     """Draw under the settings above, and only there."""
 
     @functools.wraps(draw)
-    def drawn(*args: Given.args, **kwargs: Given.kwargs) -> Figure:
+    def drawn(*args: Params.args, **kwargs: Params.kwargs) -> Figure:
         try:
             import matplotlib
         except ImportError:
@@ -146,7 +146,7 @@ def add_legend(figure: Figure, looks: Mapping[str, Look], names: Mapping[str, st
     """Name the labels that are drawn on any axes, above them; `names` are what the legend calls them instead."""
     drawn = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
     shown = {(names or {}).get(label, label): look for label, look in looks.items() if label in drawn}
-    place_legend(figure, [sign(name, look) for name, look in shown.items()])
+    place_legend(figure, [legend_handle(name, look) for name, look in shown.items()])
 
 
 def place_legend(figure: Figure, handles: list[Line2D]) -> None:
@@ -159,7 +159,7 @@ def place_legend(figure: Figure, handles: list[Line2D]) -> None:
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, handlelength=2.6)
 
 
-def sign(name: str, look: Look) -> Line2D:
+def legend_handle(name: str, look: Look) -> Line2D:
     """A look as a legend shows it."""
     from matplotlib.lines import Line2D
 

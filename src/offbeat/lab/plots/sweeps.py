@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat.lab.plots.line_plots import set_logarithmic_y
 from offbeat.lab.plots.looks import COLOURS, Look, looks
-from offbeat.lab.plots.style import INK, WIDTH_INCHES, new_figure, place_legend, sign, styled
+from offbeat.lab.plots.style import INK, WIDTH_INCHES, legend_handle, new_figure, place_legend, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ class Point:
 
 
 @styled
-def against(
+def sweep(
     x_label: str,
     y_label: str,
     series: Mapping[str, Sequence[Point]],
@@ -64,9 +64,9 @@ def against(
         axes.set_ylim(0.7 * heights.min(), 1.4 * heights.max())  # an interval may reach below zero
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    signs = [sign(label, style[label]) for label in series]
+    signs = [legend_handle(label, style[label]) for label in series]
     for label in published:
-        signs.append(sign(f"{label}, published", style[label]))
+        signs.append(legend_handle(f"{label}, published", style[label]))
         signs[-1].set(**_hollow(style[label]))
     place_legend(figure, signs)
     return figure

@@ -32,7 +32,7 @@ Identity = tuple[tuple[tuple[str, str], ...], Path | None]
 """What was run, and where it lies if nobody knows what was run. Runs with the same are one group."""
 
 
-def told_apart(runs: Sequence[RunRecords]) -> list[RunRecords]:
+def with_distinct_labels(runs: Sequence[RunRecords]) -> list[RunRecords]:
     """The runs in the same order, with labels that no two different configurations share."""
     known = all(run.header.experiment for run in runs)
     common = [_part(_settings(run), SHARED if known else ALWAYS_KNOWN) for run in runs]
@@ -46,7 +46,7 @@ def told_apart(runs: Sequence[RunRecords]) -> list[RunRecords]:
     return _labelled(labelled, additions)
 
 
-def without_repeats(runs: Sequence[RunRecords]) -> list[RunRecords]:
+def without_duplicates(runs: Sequence[RunRecords]) -> list[RunRecords]:
     """Each run once: the same seed simulated twice is no second sample."""
     kept: list[RunRecords] = []
     for run in runs:

@@ -9,9 +9,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.core.workload import Target
 from offbeat.lab.report.formatting import NONE, fixed, number, percent, plural, seconds, size
 from offbeat.records.comparison import Comparison, Interval, Speedup, interval
-from offbeat.records.metrics import Metric, Summary, Target
+from offbeat.records.metrics import Metric, Summary
 
 TERMINAL_WIDTH = 100
 LABEL_MAX = 16

@@ -12,12 +12,12 @@ import numpy as np
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.report.formatting import size
-from offbeat.lab.reproduction.study import Claim, Side, Study, StudyRun
+from offbeat.lab.reproduction.study import Claim, RunSelection, Study, StudyRun
 from offbeat.records import curves
 from offbeat.records.comparison import Interval, interval
 from offbeat.records.metrics import Summary
 
-JUDGED = {
+VERDICTS = {
     "agrees": "ours agrees",
     "better": "ours is better",
     "worse": "ours is worse",
@@ -61,10 +61,10 @@ class Findings:
         }
 
 
-def find(study: Study, runs: Sequence[StudyRun]) -> Findings:
+def compute_findings(study: Study, runs: Sequence[StudyRun]) -> Findings:
     """Everything that is told of these runs."""
     rows = tuple(_rows(study, runs))
-    return Findings(rows, tuple(_finding(study, claim, runs) for claim in study.described.claims))
+    return Findings(rows, tuple(_finding(study, claim, runs) for claim in study.description.claims))
 
 
 def values_of(study: Study, name: str, runs: Sequence[StudyRun]) -> dict[tuple[str, str, int], float | None]:
@@ -72,13 +72,13 @@ def values_of(study: Study, name: str, runs: Sequence[StudyRun]) -> dict[tuple[s
     found = {}
     for case in dict.fromkeys(run.case for run in runs):
         mine = [run for run in runs if run.case == case]
-        values = quantity(name).of(mine, study.described.epoch)
+        values = quantity(name).of(mine, study.description.epoch)
         found.update({(case, run.strategy, run.seed): value for run, value in zip(mine, values, strict=True)})
     return found
 
 
 def _rows(study: Study, runs: Sequence[StudyRun]) -> list[Row]:
-    columns = {name: values_of(study, name, runs) for name in study.described.columns}
+    columns = {name: values_of(study, name, runs) for name in study.description.columns}
     rows = []
     for case, strategy in dict.fromkeys((run.case, run.strategy) for run in runs):
         seeds = [run.seed for run in runs if (run.case, run.strategy) == (case, strategy)]
@@ -93,19 +93,19 @@ def _finding(study: Study, claim: Claim, runs: Sequence[StudyRun]) -> Finding:
     ours = interval(compared)
     if ours is None:
         return Finding(f"Not found here: {claim.sentence.format(ours='–')} Published: {claim.published}.", None, "")
-    said = claim.sentence.format(ours=spelled(ours, quantity(claim.quantity) if claim.over is None else None))
+    said = claim.sentence.format(ours=spell_interval(ours, quantity(claim.quantity) if claim.over is None else None))
     verdict = verdict_of(claim, ours)
     if ours.count < len(compared):
         said += f" That is of {ours.count} of {len(compared)} seeds; the others have no such number."
-    judged = f"; {JUDGED[verdict]}" if verdict else ""
+    judged = f"; {VERDICTS[verdict]}" if verdict else ""
     return Finding(f"{said} Published: {claim.published}{judged}.", ours, verdict)
 
 
-def check(study: Study) -> None:
+def check_study(study: Study) -> None:
     """Refuse a study that speaks of something that is not there, before it is run."""
-    said = study.described
+    said = study.description
     sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
-    for name in (*said.columns, *(drawing.y for drawing in said.drawings if drawing.y)):
+    for name in (*said.columns, *(drawing.y for drawing in said.figures if drawing.y)):
         quantity(name)
     for claim in said.claims:
         quantity(claim.quantity)
@@ -137,7 +137,7 @@ def _compared(claim: Claim, values: dict[tuple[str, str, int], float | None]) ->
     return ratios
 
 
-def _by_seed(side: Side, values: dict[tuple[str, str, int], float | None]) -> dict[int, float | None]:
+def _by_seed(side: RunSelection, values: dict[tuple[str, str, int], float | None]) -> dict[int, float | None]:
     return {
         seed: value
         for (case, strategy, seed), value in values.items()
@@ -158,7 +158,7 @@ def verdict_of(claim: Claim, ours: Interval) -> str:
     return "agrees" if high - low <= abs(ours.mean) else "uncertain"  # a wide interval agrees with anything
 
 
-def shown(value: Interval | None, of: Quantity | None = None, runs: int | None = None) -> str:
+def format_interval(value: Interval | None, of: Quantity | None = None, runs: int | None = None) -> str:
     """For tables: a mean, half of its interval after ± where there is one, and of how many runs if not of all."""
     if value is None:
         return "–"
@@ -168,7 +168,7 @@ def shown(value: Interval | None, of: Quantity | None = None, runs: int | None =
     return text if runs is None or value.count == runs else f"{text} ({value.count} of {runs})"
 
 
-def spelled(value: Interval, of: Quantity | None = None) -> str:
+def spell_interval(value: Interval, of: Quantity | None = None) -> str:
     """For sentences: a mean, and the ends of its interval in brackets where there is one."""
     mean = _number(value.mean, of)
     if value.low is None or value.high is None:

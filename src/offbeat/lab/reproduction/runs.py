@@ -31,21 +31,21 @@ from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.experiment import Experiment, share_done
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.microbatching import time_per_step
-from offbeat.lab.reproduction.study import SCALES, Case, Scale, Study, StudyRun, load_study
+from offbeat.lab.reproduction.study import SCALES, Scale, Study, StudyCase, StudyRun, load_study
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.live import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, rank_files, read_header, read_run
 from offbeat.records.metrics import end_of, summarize
 from offbeat.records.schema import Update
 
-FILE = "study.json"
-OWN = "study.toml"
+MANIFEST = "study.json"
+STUDY_COPY = "study.toml"
 """A copy of the file of a study that does not ship."""
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """How often a run says how far it is."""
 
 
-class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StudyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which study a directory holds."""
 
     study: str
@@ -54,24 +54,24 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Task:
+class RunTask:
     """One run, and where it goes."""
 
     index: int
-    case: Case
+    case: StudyCase
     experiment: Experiment
     place: Path
 
 
-OnShare = Callable[[int, float], None]
+OnProgress = Callable[[int, float], None]
 """Is told how much of which task is done."""
 OnEnd = Callable[[int, StudyRun], None]
 
 
-def tasks_of(study: Study, directory: Path) -> list[Task]:
+def tasks_of(study: Study, directory: Path) -> list[RunTask]:
     """Every run and its place, no two the same."""
     tasks = [
-        Task(index, case, experiment, directory / _place(case, experiment))
+        RunTask(index, case, experiment, directory / _place(case, experiment))
         for index, (case, experiment) in enumerate(study.experiments())
     ]
     places = Counter(task.place for task in tasks)
@@ -80,19 +80,19 @@ def tasks_of(study: Study, directory: Path) -> list[Task]:
     return tasks
 
 
-def _place(case: Case, experiment: Experiment) -> Path:
+def _place(case: StudyCase, experiment: Experiment) -> Path:
     run = f"{file_name(experiment.name)}-seed{experiment.seed}"
     return Path(file_name(case.label).lstrip(".") or "-", run) if case.label else Path(run)
 
 
-def begin(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
+def claim_directory(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
     """Say in the directory which study it holds; refuse one that holds another."""
-    stored = Stored(study.name, study.scale, seeds)
+    stored = StudyManifest(study.name, study.scale, seeds)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / FILE
+        path = directory / MANIFEST
         if path.is_file():
-            other = _stored(directory)
+            other = _read_manifest(directory)
             if other != stored:
                 raise ConfigurationError(
                     f"{directory} holds the study {other.study} at scale {other.scale}"
@@ -103,12 +103,12 @@ def begin(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
         else:
             path.write_bytes(msgspec.json.encode(stored) + b"\n")
         if study.own is not None:
-            (directory / OWN).write_bytes(study.own.read_bytes())
+            (directory / STUDY_COPY).write_bytes(study.own.read_bytes())
     except OSError as error:
         raise ConfigurationError(f"cannot use {directory} ({error.strerror}); name another place with --out") from None
 
 
-def is_done(task: Task) -> bool:
+def is_done(task: RunTask) -> bool:
     """Whether the run is there, of the same experiment, and has ended.
 
     A simulation that failed would fail again; a live run that failed, or was interrupted, is worth another try.
@@ -127,12 +127,12 @@ def is_done(task: Task) -> bool:
     return end is not None and (end.failure is None or header.engine == "simulated")
 
 
-def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: OnEnd) -> list[StudyRun]:
+def run_tasks(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress, on_end: OnEnd) -> list[StudyRun]:
     """All runs, simulated ones `processes` at a time and then live ones one by one; in the order of the tasks."""
     found: dict[int, StudyRun] = {}
 
-    def ended(task: Task) -> None:
-        found[task.index] = measured(task)
+    def ended(task: RunTask) -> None:
+        found[task.index] = load_run(task)
         on_end(task.index, found[task.index])
 
     open_tasks = []
@@ -143,7 +143,7 @@ def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: 
             _clear(task.place)
             open_tasks.append(task)
     simulated = [task for task in open_tasks if task.case.engine == "simulated"]
-    for index in _simulated(simulated, min(processes, len(simulated)), on_share):
+    for index in _simulated(simulated, min(processes, len(simulated)), on_progress):
         ended(tasks[index])
     for task in open_tasks:
         if task.case.engine == "live":
@@ -152,7 +152,7 @@ def carry_out(tasks: Sequence[Task], processes: int, on_share: OnShare, on_end: 
     return [found[index] for index in sorted(found)]
 
 
-def measured(task: Task) -> StudyRun:
+def load_run(task: RunTask) -> StudyRun:
     records = read_run(task.place)
     return StudyRun(task.case.label, records, summarize(records))
 
@@ -167,25 +167,25 @@ def _clear(place: Path) -> None:
 # Several at a time
 
 
-def _simulated(tasks: Sequence[Task], processes: int, on_share: OnShare) -> Iterator[int]:
+def _simulated(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[int]:
     """The index of each task when it has ended."""
-    ended = _one_by_one(tasks, on_share) if processes <= 1 else _side_by_side(tasks, processes, on_share)
+    ended = _one_by_one(tasks, on_progress) if processes <= 1 else _side_by_side(tasks, processes, on_progress)
     for index, failure, wrong in ended:
         if failure is not None:
             raise ConfigurationError(failure) if wrong else RunFailed(failure)
         yield index
 
 
-Outcome = tuple[int, str | None, bool]
+TaskOutcome = tuple[int, str | None, bool]
 """Which task it was, why it failed, and whether that is for the user to mend."""
 
 
-def _one_by_one(tasks: Sequence[Task], on_share: OnShare) -> Iterator[Outcome]:
+def _one_by_one(tasks: Sequence[RunTask], on_progress: OnProgress) -> Iterator[TaskOutcome]:
     for task in tasks:
-        yield _simulate(task, on_share)
+        yield _simulate(task, on_progress)
 
 
-def _side_by_side(tasks: Sequence[Task], processes: int, on_share: OnShare) -> Iterator[Outcome]:
+def _side_by_side(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[TaskOutcome]:
     """Every process imports anew, for torch cannot be copied safely."""
     context = multiprocessing.get_context("spawn")
     shares: Any = context.SimpleQueue()
@@ -196,10 +196,10 @@ def _side_by_side(tasks: Sequence[Task], processes: int, on_share: OnShare) -> I
         left = len(tasks)
         while left:
             try:
-                outcome: Outcome = results.next(LOOK_SECONDS)
+                outcome: TaskOutcome = results.next(POLL_SECONDS)
             except multiprocessing.TimeoutError:
                 while not shares.empty():
-                    on_share(*shares.get())
+                    on_progress(*shares.get())
                 _check_alive(workers)
                 continue
             left -= 1
@@ -224,7 +224,7 @@ def _pool(pool: Pool) -> Iterator[Pool]:
         pool.join()
 
 
-_tell: OnShare = lambda index, share: None  # noqa: E731
+_tell: OnProgress = lambda index, share: None  # noqa: E731
 
 
 def _be_quiet(shares: Any) -> None:
@@ -234,14 +234,14 @@ def _be_quiet(shares: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _simulate(task: Task, tell: OnShare | None = None) -> Outcome:
+def _simulate(task: RunTask, tell: OnProgress | None = None) -> TaskOutcome:
     """Run one; in a process of the pool, which tells its share through a queue."""
     said = 0.0
 
     def on_record(experiment: Experiment, record: Record) -> None:
         nonlocal said
         now = time.monotonic()
-        if isinstance(record, Update) and now - said >= LOOK_SECONDS:
+        if isinstance(record, Update) and now - said >= POLL_SECONDS:
             said = now
             (tell or _tell)(task.index, share_done(experiment, record))
 
@@ -264,8 +264,8 @@ def cores() -> int:
 
 def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
     """The study that a directory holds, and its runs; those that are missing are left out."""
-    stored = _stored(directory)
-    own = directory / OWN
+    stored = _read_manifest(directory)
+    own = directory / STUDY_COPY
     study = load_study(str(own) if own.is_file() else stored.study, stored.scale, stored.seeds)
     study = dataclasses.replace(study, name=stored.study)
     tasks = [task for task in tasks_of(study, directory) if _has_ended(task.place)]
@@ -273,16 +273,16 @@ def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
         raise ConfigurationError(
             f"{directory} holds no run of the study {study.name}; type: offbeat reproduce {study.name}"
         )
-    return study, [measured(task) for task in tasks]
+    return study, [load_run(task) for task in tasks]
 
 
 def _has_ended(place: Path) -> bool:
     return (place / HEADER).is_file() and end_of(read_run(place)) is not None
 
 
-def _stored(directory: Path) -> Stored:
+def _read_manifest(directory: Path) -> StudyManifest:
     try:
-        stored = msgspec.json.decode((directory / FILE).read_bytes(), type=Stored)
+        stored = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=StudyManifest)
     except (OSError, msgspec.MsgspecError):
         raise ConfigurationError(
             f"{directory} holds no study; name a directory or an archive that 'offbeat reproduce' has written"
@@ -296,7 +296,7 @@ def _stored(directory: Path) -> Stored:
 
 def archive(directory: Path, path: Path) -> Path:
     """Everything that figures are drawn from in one file, the same bytes for the same records."""
-    files = [directory / FILE, directory / OWN, directory / TIMINGS]
+    files = [directory / MANIFEST, directory / STUDY_COPY, directory / TIMINGS]
     for run in find_runs([directory]):
         files += [run / HEADER, run / RECORDS, *(path for _, path in rank_files(run))]
     try:
@@ -315,7 +315,7 @@ def archive(directory: Path, path: Path) -> Path:
 
 
 @contextmanager
-def opened(place: Path) -> Iterator[Path]:
+def open_results(place: Path) -> Iterator[Path]:
     """A directory with what a directory or an archive holds."""
     if place.suffix != ".zip":
         yield place
@@ -335,7 +335,7 @@ def opened(place: Path) -> Iterator[Path]:
 TIMINGS = "timings.json"
 
 
-class Timed(msgspec.Struct, frozen=True):
+class BatchTiming(msgspec.Struct, frozen=True):
     """The gradient of a batch, cut into so many parts: how long it took, once for each repeat."""
 
     batch: int
@@ -343,9 +343,9 @@ class Timed(msgspec.Struct, frozen=True):
     seconds: tuple[float, ...]
 
 
-def measure(study: Study, on_batch: Callable[[str], None]) -> list[Timed]:
+def measure(study: Study, on_batch: Callable[[str], None]) -> list[BatchTiming]:
     """What the study wants timed; `on_batch` is told what comes next."""
-    timing = study.described.timing
+    timing = study.description.timing
     if timing is None:
         return []
     workload = study.cases[0].plan.workload
@@ -354,19 +354,19 @@ def measure(study: Study, on_batch: Callable[[str], None]) -> list[Timed]:
         on_batch(f"timing batches of {batch}")
         parts = [count for count in timing.splits if count <= batch // 2]
         for taken in time_per_step(workload, batch, parts, timing.repeats):
-            rows.append(Timed(batch, taken.splits, taken.repeats))
+            rows.append(BatchTiming(batch, taken.splits, taken.repeats))
     return rows
 
 
-def write_timings(directory: Path, rows: list[Timed]) -> None:
+def write_timings(directory: Path, rows: list[BatchTiming]) -> None:
     (directory / TIMINGS).write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
 
 
-def read_timings(directory: Path) -> list[Timed]:
+def read_timings(directory: Path) -> list[BatchTiming]:
     path = directory / TIMINGS
     if not path.is_file():
         return []
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Timed])
+        return msgspec.json.decode(path.read_bytes(), type=list[BatchTiming])
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"{path} cannot be read ({error}); delete it, and time again") from None

@@ -30,7 +30,7 @@ Scale = Literal["default", "full"]
 Engine = Literal["simulated", "live"]
 
 
-class Drawing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StudyFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A figure: a panel of `cells`, or else a quantity against the cases' `x`."""
 
     file: str
@@ -52,7 +52,7 @@ class Drawing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Values of others, by label."""
 
 
-class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Runs of one strategy in one case."""
 
     strategy: str
@@ -63,8 +63,8 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """One sentence: a quantity of `of`, or how often that of `over` goes into it, beside what was published."""
 
     quantity: str
-    of: Side
-    over: Side | None = None
+    of: RunSelection
+    over: RunSelection | None = None
     sentence: str
     """Holds {ours}, for a number with its interval."""
     published: str
@@ -84,7 +84,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     published: dict[str, list[tuple[float, float]]] = {}
 
 
-class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StudyDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a file says of a study, besides what is run."""
 
     title: str
@@ -97,13 +97,13 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Quantities of the table."""
     epoch: int | None = None
     """How many samples an epoch has."""
-    drawings: list[Drawing]
+    figures: list[StudyFigure]
     claims: list[Claim]
     timing: Timing | None = None
 
 
 @dataclass(frozen=True)
-class Case:
+class StudyCase:
     """One plan of a study."""
 
     label: str
@@ -119,10 +119,10 @@ class Study:
     name: str
     scale: Scale
     own: Path | None
-    described: Described
-    cases: tuple[Case, ...]
+    description: StudyDescription
+    cases: tuple[StudyCase, ...]
 
-    def experiments(self) -> Iterator[tuple[Case, Experiment]]:
+    def experiments(self) -> Iterator[tuple[StudyCase, Experiment]]:
         """Seed by seed, so that a study that is broken off still compares like with like."""
         for seed in dict.fromkeys(seed for case in self.cases for seed in case.plan.seeds):
             for case in self.cases:
@@ -130,7 +130,7 @@ class Study:
                     if experiment.seed == seed:
                         yield case, experiment
 
-    def case(self, label: str) -> Case:
+    def case(self, label: str) -> StudyCase:
         for case in self.cases:
             if case.label == label:
                 return case
@@ -188,17 +188,17 @@ def study_of(
     cases = tuple(_case(base, each, case, seeds, where) for case in table.pop("case", [{}]))
     labels = [case.label for case in cases]
     require(len(set(labels)) == len(labels), f"{where} has two cases of one label; give each a label of its own")
-    table["drawings"], table["claims"] = table.pop("figure", []), table.pop("claim", [])
+    table["figures"], table["claims"] = table.pop("figure", []), table.pop("claim", [])
     try:
-        described = msgspec.convert(table, Described)
+        description = msgspec.convert(table, StudyDescription)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{where} cannot be read: {error}") from None
-    return Study(name, scale, None, described, cases)
+    return Study(name, scale, None, description, cases)
 
 
 def _case(
     base: dict[str, Any], each: dict[str, Any], changes: dict[str, Any], seeds: tuple[int, ...] | None, where: str
-) -> Case:
+) -> StudyCase:
     changes = dict(changes)
     label, x, engine = changes.pop("label", ""), changes.pop("x", None), changes.pop("engine", "simulated")
     require(engine in ("simulated", "live"), f"{where}: engine is 'simulated' or 'live', not {engine!r}")
@@ -209,7 +209,7 @@ def _case(
     if seeds is not None:
         table["seeds"] = list(seeds)
     plan = Plan.from_plain(table, f"{where}, case {label!r}" if label else where)
-    return Case(label, x, engine, plan)
+    return StudyCase(label, x, engine, plan)
 
 
 def _merged(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

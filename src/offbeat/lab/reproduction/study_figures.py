@@ -12,24 +12,24 @@ from offbeat.core.strategy import Strategy
 from offbeat.lab.experiment import Plan
 from offbeat.lab.plots.figures import panel
 from offbeat.lab.plots.style import FORMATS, save_as
-from offbeat.lab.plots.sweeps import Point, against
+from offbeat.lab.plots.sweeps import Point, sweep
 from offbeat.lab.reproduction.findings import quantity, values_of
-from offbeat.lab.reproduction.runs import Timed
-from offbeat.lab.reproduction.study import Drawing, Study, StudyRun, Timing
+from offbeat.lab.reproduction.runs import BatchTiming
+from offbeat.lab.reproduction.study import Study, StudyFigure, StudyRun, Timing
 from offbeat.records.comparison import interval
 from offbeat.records.schema import RunRecords
 
 
 def draw_all(
-    study: Study, runs: Sequence[StudyRun], timed: Sequence[Timed], place: Path, formats: Sequence[str] = FORMATS
+    study: Study, runs: Sequence[StudyRun], timed: Sequence[BatchTiming], place: Path, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
     """Every figure of the study, as files in a directory."""
     written = []
-    for drawing in study.described.drawings:
+    for drawing in study.description.figures:
         draw = _draw_sweep if drawing.y else _draw_panel
         written += draw(study, drawing, runs, place / drawing.file, formats)
-    if study.described.timing is not None:
-        written += _draw_timing(study.described.timing, timed, place / TIMING_FILE, formats)
+    if study.description.timing is not None:
+        written += _draw_timing(study.description.timing, timed, place / TIMING_FILE, formats)
     return written
 
 
@@ -37,7 +37,7 @@ TIMING_FILE = "time-per-step"
 TIMING_CAPTION = "Time of one gradient of a whole batch against the number of parts that it is cut into."
 
 
-def _chosen(drawing: Drawing, runs: Sequence[StudyRun]) -> list[StudyRun]:
+def _chosen(drawing: StudyFigure, runs: Sequence[StudyRun]) -> list[StudyRun]:
     return [
         run
         for run in runs
@@ -47,13 +47,13 @@ def _chosen(drawing: Drawing, runs: Sequence[StudyRun]) -> list[StudyRun]:
 
 
 def _draw_panel(
-    study: Study, drawing: Drawing, runs: Sequence[StudyRun], path: Path, formats: Sequence[str]
+    study: Study, drawing: StudyFigure, runs: Sequence[StudyRun], path: Path, formats: Sequence[str]
 ) -> list[Path]:
     figure = panel([_labelled(run, drawing) for run in _chosen(drawing, runs)], drawing.cells)
     return save_as(figure, path, formats)
 
 
-def _labelled(run: StudyRun, drawing: Drawing) -> RunRecords:
+def _labelled(run: StudyRun, drawing: StudyFigure) -> RunRecords:
     names = {"strategy": run.strategy, "case": run.case, "both": f"{run.strategy}, {run.case}"}
     header = msgspec.structs.replace(run.records.header, label=names[drawing.by])
     if drawing.by == "case":  # of one strategy, whose colour would not tell them apart
@@ -62,7 +62,7 @@ def _labelled(run: StudyRun, drawing: Drawing) -> RunRecords:
 
 
 def _draw_sweep(
-    study: Study, drawing: Drawing, runs: Sequence[StudyRun], path: Path, formats: Sequence[str]
+    study: Study, drawing: StudyFigure, runs: Sequence[StudyRun], path: Path, formats: Sequence[str]
 ) -> list[Path]:
     chosen = _chosen(drawing, runs)
     values = values_of(study, drawing.y, chosen)
@@ -74,7 +74,7 @@ def _draw_sweep(
                 series.setdefault(strategy, []).append(Point(case.x, mean.mean, mean.low, mean.high))
     head = quantity(drawing.y).head
     named = {label: strategy.name for case in study.cases for label, strategy in _named(case.plan)}
-    figure = against(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published, named)
+    figure = sweep(drawing.x, head, series, drawing.log_x, drawing.log_y, drawing.published, named)
     return save_as(figure, path, formats)
 
 
@@ -82,11 +82,11 @@ def _named(plan: Plan) -> Iterator[tuple[str, Strategy]]:
     return zip(plan.labels, plan.strategies, strict=True)
 
 
-def _draw_timing(timing: Timing, timed: Sequence[Timed], path: Path, formats: Sequence[str]) -> list[Path]:
+def _draw_timing(timing: Timing, timed: Sequence[BatchTiming], path: Path, formats: Sequence[str]) -> list[Path]:
     series: dict[str, list[Point]] = {}
     for row in timed:
         mean = interval(row.seconds)
         assert mean is not None
         series.setdefault(f"batch of {row.batch}", []).append(Point(row.parts, mean.mean, mean.low, mean.high))
     labels = "parts of a batch (number)", "time per step (s)"
-    return save_as(against(*labels, series, log_x=True, log_y=True, reference=timing.published), path, formats)
+    return save_as(sweep(*labels, series, log_x=True, log_y=True, reference=timing.published), path, formats)
