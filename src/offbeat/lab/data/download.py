@@ -1,6 +1,6 @@
-"""Fetch a file over HTTP, from the first place that answers, and go on where an earlier attempt stopped.
+"""Download a file over HTTP from the first URL that answers; an interrupted download is resumed.
 
-What has arrived is kept in NAME.part. Only a file that is complete and has the right checksum gets its name.
+Incomplete content is kept in NAME.part. Only a complete file with the right checksum gets its name.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from offbeat.errors import RunFailed
 from offbeat.lab.data.catalogue import OfficialFile
 
 SILENCE_SECONDS = 8.0
-"""How long to wait for a connection, or for the next bytes."""
+"""Time limit of a connection attempt, and between received bytes."""
 BLOCK_BYTES = 1 << 18
 
 
 class DownloadProgress(Protocol):
-    """Is told what is done, and how far it is."""
+    """Receives progress: sentences, and bytes done of a total that may be unknown."""
 
     def say(self, sentence: str, /) -> None: ...
     def step(self, what: str, done: int, total: int | None, /) -> None: ...
 
 
 class SourceFailed(RunFailed):
-    """A place that does not give what was asked for; another one may."""
+    """A source or URL failed; another one may work."""
 
 
-def fetch(wanted: OfficialFile, folder: Path, progress: DownloadProgress) -> Path:
-    """The file, in this folder."""
-    path = folder / wanted.name
-    if path.exists() and _md5(path) == wanted.md5:
+def fetch(file: OfficialFile, folder: Path, progress: DownloadProgress) -> Path:
+    """Download a file into a folder, unless it is there. Raises `SourceFailed` if no URL works."""
+    path = folder / file.name
+    if path.exists() and _md5(path) == file.md5:
         return path
-    part = folder / f"{wanted.name}.part"
+    part = folder / f"{file.name}.part"
     reasons = []
-    for url in wanted.urls:
+    for url in file.urls:
         try:
-            _fetch_from(url, wanted, part, progress)
+            _fetch_from(url, file, part, progress)
         except SourceFailed as failed:
             reasons.append(str(failed))
         else:
@@ -54,96 +54,96 @@ def fetch(wanted: OfficialFile, folder: Path, progress: DownloadProgress) -> Pat
     raise SourceFailed("; ".join(reasons))
 
 
-def _fetch_from(url: str, wanted: OfficialFile, part: Path, progress: DownloadProgress) -> None:
-    """Fill the part from one place. Tries again as long as each connection brings something."""
+def _fetch_from(url: str, file: OfficialFile, part: Path, progress: DownloadProgress) -> None:
+    """Download from one URL. A broken connection is retried as long as each attempt received something."""
     while True:
-        there = _size(part)
+        before = _size(part)
         try:
-            complete = _receive(url, wanted.name, part, progress)
-        except _Broken as broken:
-            if _size(part) > there:
+            complete = _receive(url, file.name, part, progress)
+        except _ConnectionFailed as failed:
+            if _size(part) > before:
                 continue
-            raise SourceFailed(f"{_host(url)} cannot be reached ({broken})") from None
-        if complete and _md5(part) == wanted.md5:
+            raise SourceFailed(f"{_host(url)} cannot be reached ({failed})") from None
+        if complete and _md5(part) == file.md5:
             return
         if complete:
             part.unlink()
-            if not there:
-                raise SourceFailed(f"{wanted.name} from {_host(url)} has a wrong checksum and was deleted")
-        elif _size(part) <= there:
-            kept = f"{_size(part):,} bytes of {wanted.name} are kept for next time"
+            if not before:
+                raise SourceFailed(f"{file.name} from {_host(url)} has a wrong checksum and was deleted")
+        elif _size(part) <= before:
+            kept = f"{_size(part):,} bytes of {file.name} are kept for next time"
             raise SourceFailed(f"the connection to {_host(url)} broke; {kept}")
 
 
-class _Broken(Exception):
-    """A connection that could not be made, or that ended."""
+class _ConnectionFailed(Exception):
+    """A connection could not be made, or broke."""
 
 
 def _receive(url: str, name: str, part: Path, progress: DownloadProgress) -> bool:
-    """Append what one connection brings; True where that is all of it."""
-    there = _size(part)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={there}-"} if there else {})
-    with _network():
+    """Append what one connection delivers. Returns whether the file is complete."""
+    received = _size(part)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={received}-"} if received else {})
+    with _network_errors():
         try:
-            response = _answer(request)
+            response = _open_url(request)
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and there:
-                return True  # nothing is missing, or all of it is wrong: the checksum tells
+            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and received:
+                return True  # complete or wrong: the checksum decides
             raise
     with response:
-        if there and response.status != http.client.PARTIAL_CONTENT:
-            there = 0
+        if received and response.status != http.client.PARTIAL_CONTENT:
+            received = 0
         length = response.headers.get("Content-Length")
-        total = there + int(length) if length is not None and length.isdecimal() else None
-        with part.open("ab" if there else "wb") as file:
+        total = received + int(length) if length is not None and length.isdecimal() else None
+        with part.open("ab" if received else "wb") as output:
             for block in _blocks(response):
-                file.write(block)
-                there += len(block)
-                progress.step(f"fetching {name}", there, total)
-    return total is None or there >= total
+                output.write(block)
+                received += len(block)
+                progress.step(f"fetching {name}", received, total)
+    return total is None or received >= total
 
 
-def _answer(request: urllib.request.Request) -> Any:
-    """The answer to a request, or an error after a few seconds.
+def _open_url(request: urllib.request.Request) -> Any:
+    """The response to a request, or an error after `SILENCE_SECONDS`.
 
-    A host can have many addresses, each with a time limit of its own, and looking them up has none; so this is done
-    in a thread that is not waited for any longer.
+    urllib's time limit holds for each address of a host and not for name resolution, so the request runs in a thread
+    that is abandoned after the limit.
     """
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def open_url() -> None:
         try:
-            answers.put(urllib.request.urlopen(request, timeout=SILENCE_SECONDS))
+            responses.put(urllib.request.urlopen(request, timeout=SILENCE_SECONDS))
         except Exception as error:
-            answers.put(error)
+            responses.put(error)
 
-    threading.Thread(target=ask, daemon=True, name="offbeat-fetch").start()
+    threading.Thread(target=open_url, daemon=True, name="offbeat-fetch").start()
     try:
-        answer = answers.get(timeout=SILENCE_SECONDS)
+        response = responses.get(timeout=SILENCE_SECONDS)
     except queue.Empty:
         raise TimeoutError(f"no answer within {SILENCE_SECONDS:g} seconds") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    if isinstance(response, Exception):
+        raise response
+    return response
 
 
 def _blocks(response: Any) -> Iterator[bytes]:
     while True:
-        with _network():
-            block = response.read1(BLOCK_BYTES)  # what there is, and not only when there is so much
+        with _network_errors():
+            block = response.read1(BLOCK_BYTES)  # returns what has arrived
         if not block:
             return
         yield block
 
 
 @contextmanager
-def _network() -> Iterator[None]:
+def _network_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise _Broken(str(getattr(reason, "strerror", None) or reason)) from None
+        raise _ConnectionFailed(str(getattr(reason, "strerror", None) or reason)) from None
 
 
 def _md5(path: Path) -> str:

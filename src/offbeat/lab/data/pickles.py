@@ -1,8 +1,8 @@
-"""Pickles that hold arrays, lists, dictionaries, numbers and text, read without running anything that they name.
+"""A restricted unpickler for arrays, lists, dictionaries, numbers and text; it calls no function named in a pickle.
 
-CIFAR-10 and ImageNet32 come as pickles. A pickle can name any function and have it called, so here the few names that
-arrays need stand for functions of our own, and every other one is refused. What a pickle is made of is looked at before
-it is loaded, since a few bytes of it can also ask for any amount of memory.
+CIFAR-10 and ImageNet32 are published as pickles. The few names that pickled arrays need are replaced by functions of
+this module; every other name is refused. Instructions are checked before loading, since a few bytes of a pickle can
+allocate any amount of memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from offbeat.errors import ConfigurationError
 
-KINDS = {"u1": np.uint8, "i4": np.int32, "i8": np.int64, "f4": np.float32, "f8": np.float64}
-REFUSED = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"}
-"""Instructions that make objects of other kinds, or that need something from outside the pickle."""
+DTYPES = {"u1": np.uint8, "i4": np.int32, "i8": np.int64, "f4": np.float32, "f8": np.float64}
+REFUSED_OPCODES = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"}
+"""Instructions that build objects of other types, or need data from outside the pickle."""
 
 
 def read_pickle(data: bytes, what: str) -> Any:
-    """What a pickle holds. Text of Python 2 comes as bytes."""
+    """The object in a pickle; strings of Python 2 become bytes. `what` names the pickle in errors."""
     try:
         _check_instructions(data)
         return _plain(_Reader(io.BytesIO(data), encoding="bytes").load())
@@ -37,70 +37,66 @@ def read_pickle(data: bytes, what: str) -> Any:
 
 
 class _Refused(Exception):
-    """Something that no pickle of arrays needs."""
+    """The pickle uses something that pickled arrays do not need."""
 
 
 def _check_instructions(data: bytes) -> None:
     for count, (code, argument, _) in enumerate(pickletools.genops(data), start=1):
-        if code.name in REFUSED:
+        if code.name in REFUSED_OPCODES:
             raise _Refused(f"uses the instruction {code.name}")
-        # The table of things to refer back to is as long as the largest number in it.
+        # The memo table is as long as its largest index.
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
             raise _Refused("numbers what it holds in a way that needs too much memory")
 
 
-class _Kind:
-    """Stands for numpy.dtype."""
+class _Dtype:
+    """The replacement of `numpy.dtype`."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         code = code.decode("ascii") if isinstance(code, bytes) else code
-        if code not in KINDS:
+        if code not in DTYPES:
             raise _Refused(f"holds an array of {code!r}")
-        self.kind = np.dtype(KINDS[code])
+        self.dtype = np.dtype(DTYPES[code])
 
     def __setstate__(self, state: Any) -> None:
         if state[1] in (">", b">"):
-            self.kind = self.kind.newbyteorder(">")
+            self.dtype = self.dtype.newbyteorder(">")
 
 
 class _Array:
-    """Stands for numpy.ndarray."""
+    """The replacement of `numpy.ndarray`."""
 
     value: NDArray[Any]
 
     def __setstate__(self, state: Any) -> None:
-        _, shape, kind, fortran, content = state
-        self.value = _array(content, kind, shape, "F" if fortran else "C")
+        _, shape, dtype, fortran, content = state
+        self.value = _array(content, dtype, shape, "F" if fortran else "C")
 
 
-def _array(content: Any, kind: Any, shape: Any, order: Any) -> NDArray[Any]:
-    if not isinstance(kind, _Kind) or not isinstance(content, bytes | bytearray) or order not in ("C", "F"):
+def _array(content: Any, dtype: Any, shape: Any, order: Any) -> NDArray[Any]:
+    if not isinstance(dtype, _Dtype) or not isinstance(content, bytes | bytearray) or order not in ("C", "F"):
         raise _Refused("describes an array in an unknown way")
-    return np.frombuffer(content, kind.kind).reshape(shape, order=order)
+    return np.frombuffer(content, dtype.dtype).reshape(shape, order=order)
 
 
-def _new_array(*_: Any) -> _Array:
-    return _Array()
+def _array_of_buffer(content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    array = _Array()
+    array.value = _array(content, dtype, shape, order)
+    return array
 
 
-def _array_of_buffer(content: Any, kind: Any, shape: Any, order: Any) -> _Array:
-    made = _Array()
-    made.value = _array(content, kind, shape, order)
-    return made
-
-
-def _bytes(text: Any, coding: Any) -> bytes:
-    if not isinstance(text, str) or coding not in ("latin1", b"latin1"):
+def _encode(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
         raise _Refused("codes bytes in an unknown way")
     return text.encode("latin1")
 
 
-def _nothing(*_: Any) -> None:
+def _refuse_call(*_: Any) -> None:
     raise _Refused("makes an array in an unknown way")
 
 
 class _Call:
-    """A function of ours that a pickle may have called, and nothing else be done to."""
+    """A function of this module that a pickle may call, and cannot change."""
 
     __slots__ = ("_function",)
 
@@ -115,13 +111,13 @@ class _Call:
 
 
 ALLOWED = {
-    "numpy.ndarray": _Call(_nothing),  # only ever an argument
-    "numpy.dtype": _Call(_Kind),
-    "numpy.core.multiarray._reconstruct": _Call(_new_array),
-    "numpy._core.multiarray._reconstruct": _Call(_new_array),
+    "numpy.ndarray": _Call(_refuse_call),  # only an argument
+    "numpy.dtype": _Call(_Dtype),
+    "numpy.core.multiarray._reconstruct": _Call(lambda *_: _Array()),
+    "numpy._core.multiarray._reconstruct": _Call(lambda *_: _Array()),
     "numpy.core.numeric._frombuffer": _Call(_array_of_buffer),
     "numpy._core.numeric._frombuffer": _Call(_array_of_buffer),
-    "_codecs.encode": _Call(_bytes),
+    "_codecs.encode": _Call(_encode),
 }
 
 
@@ -133,7 +129,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _plain(value: Any) -> Any:
-    """A dictionary with arrays in the place of what stood for them; nothing deeper is needed."""
+    """The object with `_Array` replaced by its array, in a dictionary too; deeper nesting is not needed."""
     if isinstance(value, dict):
         return {key: item.value if isinstance(item, _Array) else item for key, item in value.items()}
     return value.value if isinstance(value, _Array) else value

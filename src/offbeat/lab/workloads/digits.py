@@ -1,10 +1,11 @@
-"""Handwritten digits that ship inside scikit-learn: real, 1,797 images of 8×8 pixels, no download."""
+"""Handwritten digits from scikit-learn: 1,797 images of 8×8 pixels, without a download."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch.nn.functional as F
@@ -18,19 +19,44 @@ from offbeat.core.validation import require_positive
 from offbeat.core.workload import NamedWorkload, Size, Target, Workload
 from offbeat.errors import MissingDependency
 
-_PAPER = "E. Alpaydin, C. Kaynak: Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998"
 _CLASSES = 10
 _TRAIN, _TEST = 1438, 359
-_UNTIL = Samples(160_000)
 
 
 @dataclass(frozen=True)
-class Digits(NamedWorkload, name="digits"):
-    """One hidden layer: the default workload, small enough to simulate hundreds of workers in seconds."""
+class _DigitsWorkload(NamedWorkload):
+    """The digits with one of several models."""
+
+    paper = "E. Alpaydin, C. Kaynak: Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998"
+    until: ClassVar[Samples] = Samples(160_000)
+
+    @abstractmethod
+    def _model(self) -> nn.Module:
+        """A new model for inputs of 1×8×8."""
+
+    def build(self) -> Workload:
+        train, test = _load()
+        return Workload(
+            model=self._model,
+            loss=functools.partial(F.cross_entropy, reduction="none"),
+            train=train,
+            test=test,
+            split=self.split,
+            target=Target("accuracy", 0.9),
+            until=self.until,
+            label=self.name,
+        )
+
+    def size(self) -> Size:
+        parameters = sum(parameter.numel() for parameter in self._model().parameters())
+        return Size(self.layers, parameters, _TRAIN, _TEST, _CLASSES)
+
+
+@dataclass(frozen=True)
+class Digits(_DigitsWorkload, name="digits"):
+    """One hidden layer; small enough to simulate hundreds of workers in seconds."""
 
     summary = "scikit-learn's 8×8 digits, one hidden layer"
-    paper = _PAPER
-
     layers = "one hidden layer"
 
     hidden: int = option(64, "width of the hidden layer")
@@ -38,35 +64,21 @@ class Digits(NamedWorkload, name="digits"):
     def __post_init__(self) -> None:
         require_positive(self, "hidden")
 
-    def build(self) -> Workload:
-        return _workload(self, self._model)
-
-    def size(self) -> Size:
-        return _size(self, self._model())
-
     def _model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, _CLASSES))
 
 
 @dataclass(frozen=True)
-class DigitsCNN(NamedWorkload, name="digits-cnn"):
-    """A convolution, pooling, a second convolution, one layer: where computing costs more than sending."""
+class DigitsCNN(_DigitsWorkload, name="digits-cnn"):
+    """Two convolutions and a linear layer; computing costs more than sending."""
 
     summary = "scikit-learn's 8×8 digits, two convolutions"
-    paper = _PAPER
-
     layers = "two convolutions"
 
     width: int = option(16, "channels of the first convolution; the second has twice as many")
 
     def __post_init__(self) -> None:
         require_positive(self, "width")
-
-    def build(self) -> Workload:
-        return _workload(self, self._model)
-
-    def size(self) -> Size:
-        return _size(self, self._model())
 
     def _model(self) -> nn.Module:
         return nn.Sequential(
@@ -81,45 +93,20 @@ class DigitsCNN(NamedWorkload, name="digits-cnn"):
 
 
 @dataclass(frozen=True)
-class DigitsLogistic(NamedWorkload, name="digits-logistic"):
-    """Multinomial logistic regression: convex, 650 parameters, for thousands of workers."""
+class DigitsLogistic(_DigitsWorkload, name="digits-logistic"):
+    """Multinomial logistic regression: convex, 650 parameters, for thousands of simulated workers."""
 
     summary = "scikit-learn's 8×8 digits, logistic regression"
-    paper = _PAPER
-
     layers = "logistic regression"
-
-    def size(self) -> Size:
-        return _size(self, self._model())
-
-    def build(self) -> Workload:
-        return _workload(self, self._model, until=Samples(320_000))
+    until = Samples(320_000)
 
     def _model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, _CLASSES))
 
 
-def _size(named: NamedWorkload, model: nn.Module) -> Size:
-    return Size(named.layers, sum(parameter.numel() for parameter in model.parameters()), _TRAIN, _TEST, _CLASSES)
-
-
-def _workload(named: NamedWorkload, model: Callable[[], nn.Module], until: Samples = _UNTIL) -> Workload:
-    train, test = _load()
-    return Workload(
-        model=model,
-        loss=functools.partial(F.cross_entropy, reduction="none"),
-        train=train,
-        test=test,
-        split=named.split,
-        target=Target("accuracy", 0.9),
-        until=until,
-        label=named.name,
-    )
-
-
 @functools.cache
 def _load() -> tuple[Examples, Examples]:
-    """Training and test examples: a fifth of every class is held out, the same fifth whatever the seed."""
+    """Training and test examples. A fifth of every class is held out, the same for every seed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -19,7 +19,7 @@ from offbeat.core.validation import require, require_positive
 
 @dataclass(frozen=True)
 class ImageShape:
-    """What a model is given: images of so many channels, rows and columns, each of one of so many classes."""
+    """The shape of the inputs of a model, and the number of classes."""
 
     channels: int
     height: int
@@ -29,13 +29,13 @@ class ImageShape:
 
 @dataclass(frozen=True)
 class Model(Family, ABC):
-    """A model for images. The object is the configuration; `build` makes the module for the images at hand."""
+    """A model for images: the configuration, from which `build` makes a torch module."""
 
     narrowest: ClassVar[int]
     """Units of the narrowest layer at width 1."""
 
     usual: ClassVar[str]
-    """The data set that it is mostly trained on."""
+    """The data set that it is usually trained on."""
 
     width: float = option(1.0, "scale on channels and hidden units; 1 is the model as published")
 
@@ -45,15 +45,15 @@ class Model(Family, ABC):
 
     @property
     def channels_last(self) -> bool:
-        """Whether weights and batches lie in memory pixel by pixel: for most models that is quicker on a CPU."""
+        """Whether weights and batches use the channels-last memory format, which is faster on a CPU for most models."""
         return True
 
     @abstractmethod
     def build(self, shape: ImageShape) -> nn.Module:
-        """The module, with values drawn from torch's default generator."""
+        """A new module for images of this shape, initialized from torch's default generator."""
 
     def units(self, published: int) -> int:
-        """So many channels or hidden units at this width."""
+        """A published number of channels or hidden units, scaled by the width."""
         scaled = round(published * self.width)
         require(
             scaled > 0,
@@ -63,7 +63,7 @@ class Model(Family, ABC):
         return scaled
 
     def parameters(self, shape: ImageShape) -> int:
-        """How many parameters it trains on such images; nothing is allocated."""
+        """The number of parameters for images of this shape; nothing is allocated."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.build(shape).parameters())
 
@@ -100,7 +100,7 @@ class MnistCNN(Model, name="mnist-cnn"):
 
 @dataclass(frozen=True)
 class LeNet5(Model, name="lenet5"):
-    """LeNet5 with ReLU and maxima: two convolutions without padding, and 120 and 84 hidden units."""
+    """LeNet5 with ReLU and max pooling: two convolutions without padding, and 120 and 84 hidden units."""
 
     narrowest = 6
     usual = "mnist"
@@ -140,7 +140,7 @@ class CifarCNN(Model, name="cifar-cnn"):
 
     @property
     def channels_last(self) -> bool:
-        """Not at the widths at which its 5×5 convolutions have more than 256 channels: there it is slower."""
+        """False where its 5×5 convolutions have more than 256 channels, for which it is slower."""
         return self.units(512) <= 256
 
     def build(self, shape: ImageShape) -> nn.Module:
@@ -163,7 +163,7 @@ class CifarCNN(Model, name="cifar-cnn"):
 
 @dataclass(frozen=True)
 class AllCNN(Model, name="all-cnn"):
-    """Nine convolutions with batch norm, and nothing else but a mean: 1,681,268 parameters on CIFAR-10."""
+    """Nine convolutions with batch norm and a global mean: 1,681,268 parameters on CIFAR-10."""
 
     narrowest = 96
     usual = "cifar10"
@@ -191,7 +191,7 @@ class AllCNN(Model, name="all-cnn"):
 
 
 class _Scaled(nn.Module):
-    """Outputs times a constant."""
+    """Multiplies its input by a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class WideResNet28x2(_WideResNet, name="wrn-28-2"):
 
 
 class _Block(nn.Module):
-    """Two convolutions with batch norm, and a way around them."""
+    """Two convolutions with batch norm, and a shortcut."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Block(nn.Module):
 
 
 class _PreactivationBlock(nn.Module):
-    """The same with batch norm and ReLU before each convolution; where the shape changes, the way around is after."""
+    """Batch norm and ReLU before each of two convolutions; a shortcut that changes the shape follows the first ReLU."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -286,8 +286,8 @@ class _PreactivationBlock(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         active = F.relu(self.norm1(inputs))
-        around = inputs if self.shortcut is None else self.shortcut(active)
-        return self.convolution2(F.relu(self.norm2(self.convolution1(active)))) + around  # type: ignore[no-any-return]
+        shortcut = inputs if self.shortcut is None else self.shortcut(active)
+        return self.convolution2(F.relu(self.norm2(self.convolution1(active)))) + shortcut  # type: ignore[no-any-return]
 
 
 def _convolution(before: int, after: int, stride: int) -> nn.Conv2d:

@@ -1,4 +1,7 @@
-"""Made-up problems whose answer is known. Their data is the same whatever the seed of a run."""
+"""Synthetic problems: a quadratic, linear regression, and classification of Gaussians by small networks.
+
+The data is the same for every seed of a run.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ from offbeat.core.validation import require, require_not_negative, require_posit
 from offbeat.core.workload import NamedWorkload, Target, Workload
 
 _DATA_SEED = 0
+_CLASSES = 10
+_SIDE = 10
 
 
 class _Point(nn.Module):
-    """Parameters without a model around them: the output is the point itself, once per sample."""
+    """A parameter vector without a model; the output is the vector itself, once per sample."""
 
     def __init__(self, dimension: int) -> None:
         super().__init__()
@@ -36,9 +41,9 @@ class _Point(nn.Module):
 
 @dataclass(frozen=True)
 class Quadratic(NamedWorkload, name="quadratic"):
-    """f_i(x) = ½ Σ_j a_j (x_j − x*_j)² + ξ_i·(x − x*), with Σ_i ξ_i = 0, so that the mean is smallest at x*.
+    """f_i(x) = ½ Σ_j a_j (x_j − x*_j)² + ξ_i·(x − x*), with Σ_i ξ_i = 0, so that the mean has its minimum at x*.
 
-    Training starts at 0. The test loss is the exact distance to the smallest value, f(x) − f(x*).
+    Training starts at 0. The test loss is exactly f(x) − f(x*).
     """
 
     summary = "a noisy quadratic with a known optimum"
@@ -58,7 +63,7 @@ class Quadratic(NamedWorkload, name="quadratic"):
 
     @property
     def optimum(self) -> Tensor:
-        """x*, where the mean of the training losses and the test loss are smallest."""
+        """x*, the minimum of the mean training loss and of the test loss."""
         return torch.from_numpy(stream(_DATA_SEED, "quadratic optimum").standard_normal(self.dimension)).float()
 
     @property
@@ -69,31 +74,31 @@ class Quadratic(NamedWorkload, name="quadratic"):
     def build(self) -> Workload:
         noise = stream(_DATA_SEED, "quadratic noise").normal(0.0, self.noise, (self.examples, self.dimension))
         noise -= noise.mean(axis=0)
-        at_start = 0.5 * float((self.curvature * self.optimum**2).sum())
+        initial_loss = 0.5 * float((self.curvature * self.optimum**2).sum())
         return Workload(
             model=lambda: _Point(self.dimension),
             loss=functools.partial(_quadratic_losses, curvature=self.curvature, optimum=self.optimum),
-            # The point is the same for every sample; only the noise, which the loss needs, tells samples apart.
+            # Samples differ only in the noise, which the loss gets as the target.
             train=Examples(torch.empty(self.examples, 0), torch.from_numpy(noise).float()),
             test=Examples(torch.empty(1, 0), torch.zeros(1, self.dimension)),
             split=self.split,
             optimizer=SGD(lr=0.1),
-            target=Target("loss", 0.01 * at_start),
+            target=Target("loss", 0.01 * initial_loss),
             until=Samples(120_000),
             label=self.name,
         )
 
 
 def _quadratic_losses(outputs: Tensor, noise: Tensor, curvature: Tensor, optimum: Tensor) -> Tensor:
-    away = outputs - optimum.to(outputs)
-    return ((0.5 * curvature.to(outputs) * away + noise) * away).sum(1)
+    difference = outputs - optimum.to(outputs)
+    return ((0.5 * curvature.to(outputs) * difference + noise) * difference).sum(1)
 
 
 @dataclass(frozen=True)
 class LinearRegression(NamedWorkload, name="linear"):
-    """Least squares, ½(w·x + c − y)², with Gaussian inputs; its exact optimum is known.
+    """Least squares, ½(w·x + c − y)², with Gaussian inputs and a known optimum.
 
-    Evaluation is on the training data: what is minimised is what is measured.
+    Evaluation uses the training data.
     """
 
     summary = "linear regression with a known optimum"
@@ -116,13 +121,13 @@ class LinearRegression(NamedWorkload, name="linear"):
 
     @property
     def optimal_loss(self) -> float:
-        """The smallest mean loss there is."""
+        """The mean loss at the optimum."""
         return self._solve()[1]
 
     def build(self) -> Workload:
         inputs, targets = self._data()
         data = Examples.of((inputs, targets))
-        at_zero = float(0.5 * np.mean(targets**2))
+        initial_loss = float(0.5 * np.mean(targets**2))
         return Workload(
             model=lambda: nn.Sequential(nn.Linear(self.dimension, 1), nn.Flatten(0)),
             loss=_half_squares,
@@ -130,7 +135,7 @@ class LinearRegression(NamedWorkload, name="linear"):
             test=data,
             split=self.split,
             optimizer=SGD(lr=0.1),
-            target=Target("loss", self.optimal_loss + 0.01 * at_zero),
+            target=Target("loss", self.optimal_loss + 0.01 * initial_loss),
             until=Samples(60_000),
             label=self.name,
         )
@@ -154,10 +159,9 @@ def _half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TwoGaussians(NamedWorkload, name="toy"):
-    """Two Gaussians in R^10 around 1 and 9, told apart by a hidden layer of 500.
+    """Two Gaussians in R^10 around 1 and 9, classified with a hidden layer of 500.
 
-    At the default noise the best possible accuracy is 0.98; at 1 the classes do not touch and there is little to
-    learn.
+    At the default noise the best possible accuracy is 0.98; at 1 the classes are separable.
     """
 
     summary = "two Gaussians in ten dimensions, one hidden layer of 500"
@@ -189,17 +193,9 @@ class TwoGaussians(NamedWorkload, name="toy"):
         return Examples.of((1.0 + 8.0 * labels[:, None] + rng.normal(0.0, self.noise, (count, 10)), labels))
 
 
-# Two more toy problems: ten Gaussians in a hundred dimensions, for a deep network and for a convolutional one.
-
-
-_DATA_SEED = 0
-_CLASSES = 10
-_SIDE = 10
-
-
 @dataclass(frozen=True)
 class _TenGaussians(NamedWorkload):
-    """Each class is a random point, its examples are that point under noise. The best possible accuracy is 0.996."""
+    """Each class is a random point, its examples are that point plus noise. The best possible accuracy is 0.996."""
 
     paper = "a toy problem of anytime mini-batch studies; the data is made up here"
 
@@ -211,7 +207,7 @@ class _TenGaussians(NamedWorkload):
 
     @abstractmethod
     def _model(self) -> nn.Module:
-        """What tells the classes apart, given 1×10×10."""
+        """A new classifier for inputs of 1×10×10."""
 
     def build(self) -> Workload:
         return Workload(
