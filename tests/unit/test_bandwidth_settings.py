@@ -13,7 +13,7 @@ import pytest
 import offbeat as ob
 from offbeat.cli import flags, main
 from offbeat.cli.plans import plan_from_file, plan_of
-from offbeat.cli.train import _plan
+from offbeat.cli.train import read_plan
 from offbeat.cluster import PRESETS
 from offbeat.core.configuration import to_plain
 from offbeat.lab.experiment import DEFAULT_WORKERS, Experiment, Plan
@@ -23,10 +23,10 @@ from offbeat.live.injected_delay import InjectedDelay
 WORDS = ["quadratic", "fmb"]
 
 
-def given(argv: dict[str, str]) -> flags.Given:
+def given(argv: dict[str, str]) -> flags.FlagValues:
     values: dict[str, str | None] = {flag.attribute: None for flag in flags.live_flags()}
     names = {flag.name: flag.attribute for flag in flags.live_flags()}
-    return flags.given(
+    return flags.read_flags(
         types.SimpleNamespace(**values | {names[name]: text for name, text in argv.items()}), flags.live_flags()
     )
 
@@ -49,9 +49,9 @@ def test_in_a_live_run_it_comes_before_the_number_of_cores_but_not_before_a_laun
     told = given({"--cluster": "pc-star"})
     alone = RankInfo(0, 1, None)
     assert alone.alone
-    assert _plan(WORDS, told, alone).workers == 8
-    assert _plan(WORDS, given({}), alone).workers == flags.live_defaults()["workers"]
-    assert _plan(WORDS, told, RankInfo(0, 4, None, launcher="mpirun", transport="mpi")).workers == 3
+    assert read_plan(WORDS, told, alone).workers == 8
+    assert read_plan(WORDS, given({}), alone).workers == flags.live_defaults()["workers"]
+    assert read_plan(WORDS, told, RankInfo(0, 4, None, launcher="mpirun", transport="mpi")).workers == 3
 
 
 def test_in_an_experiment_file_what_the_file_says_counts(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_command_with_a_budget_tells_what_was_used(tmp_path: Path, capsys: pyt
     words = ["simulate", "quadratic", "async-fmb", "--workers", "2", "--until", "4000", "--no-report", "--quiet"]
     budget = ["--bytes-per-second", "500"]
     assert main([*words, *budget, "--out", str(tmp_path / "a")]) == 0
-    assert "budget:  async-fmb used " in capsys.readouterr().out
+    assert "limit:   async-fmb used " in capsys.readouterr().out
     assert main([*words, *budget, "--out", str(tmp_path / "b"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert 0 < run["budget_used_mean"] <= run["budget_used"] <= 1 + 1e-9

@@ -125,7 +125,7 @@ def plan(*argv: str) -> Plan:
             values[flag.attribute] = True if flag.kind is bool else next(rest)  # type: ignore[assignment]
         else:
             words.append(word)
-    return plan_of(words, flags.given(types.SimpleNamespace(**values), all_flags()))
+    return plan_of(words, flags.read_flags(types.SimpleNamespace(**values), all_flags()))
 
 
 # What can be typed

@@ -282,12 +282,12 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     Path("token").chmod(0o600)
     with pytest.raises(SystemExit):
         main(["work", "10.0.0.1:7", "--token-file", "token", "--wait", "5", "script.py", "--wait", "x"])
-    member = asked.pop("member")
+    run_worker = asked.pop("run_worker")
     assert asked == {"address": "10.0.0.1:7", "token": b"secret", "rank": None, "wait_seconds": 5.0}
     assert became[:2] == [sys.executable, [sys.executable, "script.py", "--wait", "x"]]
     seen = {name: became[2][name] for name in ("OFFBEAT_RANK", "OFFBEAT_PROCESSES", "OFFBEAT_ADDRESS", "OFFBEAT_TOKEN")}
     assert list(seen.values()) == ["3", "4", "10.0.0.1:7", b"secret".hex()]
-    assert became[2]["OFFBEAT_MEMBER"] == member
+    assert became[2]["OFFBEAT_MEMBER"] == run_worker
     assert capsys.readouterr().err == "offbeat: joining the run at 10.0.0.1:7 as rank 3\n"
 
 
@@ -304,12 +304,12 @@ def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytes
     monkeypatch.setattr("offbeat.lab.worker_main.worker_main", worker_main)
     monkeypatch.setenv("OFFBEAT_RANK", "0")
     monkeypatch.setenv("OFFBEAT_PROCESSES", "2")
-    assert worker_process.member(a_run("o")) == 7
+    assert worker_process.run_worker(a_run("o")) == 7
     assert taken == [Path("o"), 0]
 
 
 def test_records_of_a_run_that_failed_before_anybody_wrote_any(runs: Runs) -> None:
     runs.raises = RunFailed("worker 1: ValueError: there is no x")
     experiment = Experiment(NamedWorkload.members["quadratic"](), Strategy.members["fmb"](), workers=2)
-    run: RunRecords = train_command.recorded(experiment, Path("o"), LiveOptions(), RunWatcher(str), RankInfo())
+    run: RunRecords = train_command.run_recorded(experiment, Path("o"), LiveOptions(), RunWatcher(str), RankInfo())
     assert [getattr(record, "failure", None) for record in run.records] == ["worker 1: ValueError: there is no x"]

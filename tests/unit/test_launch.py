@@ -14,7 +14,7 @@ import pytest
 from made_records import a_round
 
 import offbeat as ob
-from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _with_script_apart, application, main
+from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _separate_script, application, main
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.lab.worker_main import local_ranks
@@ -233,7 +233,7 @@ def test_a_watch_knows_when_the_run_began_and_who_has_computed(tmp_path: Path) -
     ],
 )
 def test_what_comes_after_the_script_goes_to_the_script(argv: str, apart: str) -> None:
-    assert _with_script_apart(argv.split()) == apart.split()
+    assert _separate_script(argv.split()) == apart.split()
 
 
 @pytest.mark.parametrize("command", list(WORDS_BEFORE_SCRIPT))

@@ -10,7 +10,7 @@ import pytest
 from made_records import a_round, header
 
 import offbeat as ob
-from offbeat.cli.output import given_directory
+from offbeat.cli.output import prepare_directory
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.records.files import (
     BLOCK_BYTES,
@@ -190,21 +190,21 @@ def test_overwriting_removes_the_files_of_a_live_run_and_nothing_else(tmp_path: 
     for name in ("checkpoint-0.offbeat", "checkpoint-0.offbeat.partial", LIVE, RESULT, *foreign):
         (run / name).write_bytes(b"")
     with pytest.raises(ConfigurationError, match="already holds 1 run"):
-        given_directory(tmp_path, overwrite=False)
+        prepare_directory(tmp_path, overwrite=False)
     assert (run / HEADER).exists()
-    given_directory(tmp_path, overwrite=True)
+    prepare_directory(tmp_path, overwrite=True)
     assert sorted(path.name for path in run.iterdir()) == sorted(foreign)
     for name in foreign:
         (run / name).unlink()
     live(run)
-    given_directory(tmp_path, overwrite=True)
+    prepare_directory(tmp_path, overwrite=True)
     assert not run.exists()
 
 
 def test_a_directory_that_is_itself_a_run_can_be_overwritten(tmp_path: Path) -> None:
     run = live(tmp_path / "mine")
     write(run, 0, a_round(0, 0.0, 1.0))
-    given_directory(run, overwrite=True)
+    prepare_directory(run, overwrite=True)
     assert list(run.iterdir()) == []
 
 
@@ -213,12 +213,12 @@ def test_a_run_that_is_going_on_is_neither_written_by_a_second_process_nor_overw
     going_on = "fmb-seed0 is still going on; wait for its end"
     with RankWriter(run, 0) as writer, RankWriter(run, 1):
         writer.write(a_round(0, 0.0, 1.0))
-        for attempt in (lambda: RankWriter(run, 0), lambda: check_idle(run), lambda: given_directory(tmp_path, True)):
+        for attempt in (lambda: RankWriter(run, 0), lambda: check_idle(run), lambda: prepare_directory(tmp_path, True)):
             with pytest.raises(ConfigurationError, match=going_on):
                 attempt()
     check_idle(run)
     assert len(read_run(run).records) == 1
-    given_directory(tmp_path, overwrite=True)
+    prepare_directory(tmp_path, overwrite=True)
 
 
 def test_a_simulation_writes_one_file_and_the_same_bytes_each_time(tmp_path: Path) -> None:

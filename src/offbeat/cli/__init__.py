@@ -116,22 +116,22 @@ SWITCHES = ("--help", "-h", "--version", "--overwrite", "--quiet")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    return answered(lambda: _call(sys.argv[1:] if argv is None else argv))
+    return exit_code_of(lambda: _call(sys.argv[1:] if argv is None else argv))
 
 
-def answered(call: Callable[[], int]) -> int:
+def exit_code_of(call: Callable[[], int]) -> int:
     """Call, and turn what goes wrong into one sentence and an exit code."""
     try:
         code = call()
         sys.stdout.flush()
     except cyclopts.CycloptsError as error:
-        return _complain(_sentence(error), 2)
+        return _print_error(_sentence(error), 2)
     except ConfigurationError as error:
-        return _complain(error, 2)
+        return _print_error(error, 2)
     except OffbeatError as error:
-        return _complain(error, 1)
+        return _print_error(error, 1)
     except KeyboardInterrupt as interrupt:
-        return _complain(f"interrupted{f'; {interrupt}' if interrupt.args else ''}", 130)
+        return _print_error(f"interrupted{f'; {interrupt}' if interrupt.args else ''}", 130)
     except BrokenPipeError:
         # What is still buffered would be complained about when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,11 +141,11 @@ def answered(call: Callable[[], int]) -> int:
 
 def _call(argv: list[str]) -> int:
 
-    result = application()(_with_script_apart(argv), console=console())
+    result = application()(_separate_script(argv), console=console())
     return result if isinstance(result, int) else 0
 
 
-def _with_script_apart(argv: list[str]) -> list[str]:
+def _separate_script(argv: list[str]) -> list[str]:
     """The same with `--` before the script, so that its options are not taken for ours."""
     words = WORDS_BEFORE_SCRIPT.get(argv[0]) if argv else None
     index = 1
@@ -175,14 +175,14 @@ def application() -> cyclopts.App:
         app.command(
             f"offbeat.cli.{place}",
             name=name,
-            help=_unwrapped(text),
+            help=_unwrap(text),
             sort_key=order,
             usage=f"Usage: {USAGES[name]}",
         )
     return app
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap(text: str) -> str:
     """Paragraphs without the line breaks of the source, so that they fill the terminal."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
@@ -207,7 +207,7 @@ USAGES = {
 }
 
 
-def _complain(what: object, code: int) -> int:
+def _print_error(what: object, code: int) -> int:
     print(f"offbeat: {' '.join(str(what).split())}", file=sys.stderr)
     return code
 

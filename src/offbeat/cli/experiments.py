@@ -1,4 +1,4 @@
-"""What `simulate`, `compare` and `train` share: run a plan, write down what came out, and say it."""
+"""`offbeat simulate` and `offbeat compare`, and what `train` shares with them: run a plan, write and print results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import tomli_w
 from cyclopts import Parameter
 
-from offbeat.cli.flags import all_flags, file_flags, given, takes
+from offbeat.cli.flags import all_flags, file_flags, read_flags, with_flags
 from offbeat.cli.options import Output
 from offbeat.cli.output import (
     EXPERIMENT,
     PAGE,
-    given_directory,
     new_directory,
+    prepare_directory,
     print_comparison,
     print_json,
     print_status,
@@ -24,64 +24,103 @@ from offbeat.cli.output import (
 )
 from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.cli.progress import RunProgress, show_progress
+from offbeat.cli.worker_process import load_experiment_classes
 from offbeat.core.actions import Record
 from offbeat.core.validation import require
-from offbeat.errors import MissingDependency
+from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.lab.experiment import Experiment, Plan, share_done
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.records.comparison import Comparison
-from offbeat.records.files import file_name
+from offbeat.records.files import HEADER, file_name
 from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import Notice, RunRecords, Update
+from offbeat.records.schema import Notice, RunHeader, RunRecords, Update
 
 NOTICES_SHOWN = 3
 
 Run = Callable[[Experiment, Path, str], RunRecords]
-"""Runs one experiment into a directory; the text is its place among several, such as `[2/4]`."""
+"""Runs one experiment into a directory; the text is its position among several, such as `[2/4]`."""
 
 
-def carry_out(plan: Plan, output: Output, run: Run | None = None, command: str = "compare") -> int:
-    """Run everything, then write, then print: whoever stops reading the output loses none of it.
+@with_flags(all_flags())
+def simulate(
+    *words: Annotated[
+        str,
+        Parameter(
+            name="WORKLOAD STRATEGY...",
+            help="a workload and one strategy or more, by name or as path/to/file.py:ClassName; "
+            "amb.seconds=6.43 sets a field of amb alone, amb-2.seconds=5 of the second amb",
+        ),
+    ],
+    flags: Any,
+    output: Any,
+) -> int:
+    """Simulate what the words and flags describe."""
+    return run_plan(plan_of(words, read_flags(flags, all_flags())), output)
 
-    `run` shows its progress itself; without one, experiments are simulated. `command` repeats what was run.
+
+@with_flags(file_flags())
+def compare(
+    experiment: Annotated[
+        str, Parameter(name="EXPERIMENT", help="a TOML file: a workload, strategies, a cluster, seeds")
+    ],
+    /,
+    *,
+    flags: Any,
+    output: Any,
+) -> int:
+    """Simulate what the file describes, changed by the flags."""
+    return run_plan(plan_from_file(experiment, read_flags(flags, file_flags())), output)
+
+
+def run_plan(plan: Plan, output: Output, run: Run | None = None, command: str = "compare") -> int:
+    """Run a plan, write the results, then print them, so that they are kept if standard output is closed.
+
+    Args:
+        plan: the experiments.
+        output: where results go and how they are shown.
+        run: runs one experiment and shows its progress; none simulates.
+        command: the name of the command that runs the experiment file of these runs again.
+
+    Returns:
+        The exit code: 1 if a run failed.
     """
-    places = places_of(plan)
-    # Whatever the workload lacks, such as a package, is said before a directory is made.
+    places = run_directories(plan)
+    # What the workload lacks, such as a package, is refused before a directory is made.
     next(iter(places)).resolved()
     label = file_name(plan.workload.name.rpartition(":")[2])
-    directory = given_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
+    directory = prepare_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
     _write_experiment(plan, directory / EXPERIMENT, command)
     runs = _simulate(places, directory, output.quiet) if run is None else _run(run, places, directory)
-    return present(runs, output, directory, plan.baseline)
+    return print_results(runs, output, directory, plan.baseline)
 
 
-def present(runs: list[RunRecords], output: Output, directory: Path, baseline: str | None) -> int:
-    """The page, the table or JSON, and the exit code."""
+def print_results(runs: list[RunRecords], output: Output, directory: Path, baseline: str | None) -> int:
+    """Draw the page, print the table or JSON, and return the exit code: 1 if a run failed."""
     comparison = Comparison.of(runs, baseline)
-    page = None if output.no_report else _draw(runs, directory / PAGE, comparison.baseline)
+    page = None if output.no_report else _draw_page(runs, directory / PAGE, comparison.baseline)
     if output.json:
         print_json(comparison.to_json())
     else:
         shown = [f"records: {directory}"] + ([f"page:    {page}"] if page else [])
-        print_comparison(comparison, [*_budgets(comparison.summaries), *shown])
-    return _failures(comparison.summaries)
+        print_comparison(comparison, [*_bandwidth_used(comparison.summaries), *shown])
+    return _print_failures(comparison.summaries)
 
 
-def _budgets(summaries: Sequence[Summary]) -> list[str]:
-    """What each strategy used of its budget, where there was one, over its seeds."""
+def _bandwidth_used(summaries: Sequence[Summary]) -> list[str]:
+    """For each strategy with a bandwidth limit a line about the share of it that was used, over its seeds."""
     used: dict[str, list[tuple[float, float]]] = {}
     for summary in summaries:
         if summary.budget_used is not None and summary.budget_used_mean is not None:
             used.setdefault(summary.strategy, []).append((summary.budget_used, summary.budget_used_mean))
     return [
-        f"budget:  {label} used {max(most for most, _ in shares):.0%} of it on the busiest link and direction, "
+        f"limit:   {label} used {max(most for most, _ in shares):.0%} of its bandwidth limit on the busiest link and direction, "
         f"{statistics.fmean(mean for _, mean in shares):.0%} on average"
         for label, shares in used.items()
     ]
 
 
-def places_of(plan: Plan) -> dict[Experiment, str]:
-    """Each experiment and the name of its directory, no two the same."""
+def run_directories(plan: Plan) -> dict[Experiment, str]:
+    """The name of each experiment's directory; labels that would share one are refused."""
     places = {e: f"{file_name(e.name)}-seed{e.seed}" for e in plan.experiments()}
     owners: dict[str, str] = {}
     for experiment, name in places.items():
@@ -111,19 +150,19 @@ def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> li
             records = simulate_experiment(experiment, place, on_record).records
             shown.ended(0, summarize(records))
             if not quiet:
-                _say_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
+                _print_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
             return records
 
         return _run(run, places, directory)
 
 
-def _say_notices(records: RunRecords, whose: str) -> None:
-    """What a user should read, once each, and not page after page."""
+def _print_notices(records: RunRecords, prefix: str) -> None:
+    """Print the notices of a run, each once, and the first few only."""
     texts = list(dict.fromkeys(record.text for record in records.records if isinstance(record, Notice)))
     for text in texts[:NOTICES_SHOWN]:
-        print_status(whose + text)
+        print_status(prefix + text)
     if len(texts) > NOTICES_SHOWN:
-        print_status(f"{whose}{len(texts) - NOTICES_SHOWN} more notices are in the records")
+        print_status(f"{prefix}{len(texts) - NOTICES_SHOWN} more notices are in the records")
 
 
 def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRecords]:
@@ -138,7 +177,7 @@ def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRe
     return runs
 
 
-def _draw(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:
+def _draw_page(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:
     from offbeat.lab.report.page import write_report
 
     try:
@@ -148,45 +187,18 @@ def _draw(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:
         return None
 
 
-def _failures(summaries: tuple[Summary, ...]) -> int:
+def _print_failures(summaries: tuple[Summary, ...]) -> int:
     failed = [summary for summary in summaries if summary.failure is not None]
     for summary in failed:
         print_status(f"{summary.strategy}, seed {summary.seed}, failed: {summary.failure}")
     return 1 if failed else 0
 
 
-# `offbeat simulate`: strategies on a workload, in virtual time.
-
-
-@takes(all_flags())
-def simulate(
-    *words: Annotated[
-        str,
-        Parameter(
-            name="WORKLOAD STRATEGY...",
-            help="a workload and one strategy or more, by name or as path/to/file.py:ClassName; "
-            "amb.seconds=6.43 sets a field of amb alone, amb-2.seconds=5 of the second amb",
-        ),
-    ],
-    flags: Any,
-    output: Any,
-) -> int:
-    """What the words and flags describe."""
-    return carry_out(plan_of(words, given(flags, all_flags())), output)
-
-
-# `offbeat compare`: what an experiment file describes.
-
-
-@takes(file_flags())
-def compare(
-    experiment: Annotated[
-        str, Parameter(name="EXPERIMENT", help="a TOML file: a workload, strategies, a cluster, seeds")
-    ],
-    /,
-    *,
-    flags: Any,
-    output: Any,
-) -> int:
-    """What the file describes, changed by what is given here."""
-    return carry_out(plan_from_file(experiment, given(flags, file_flags())), output)
+def read_experiment(header: RunHeader, directory: Path) -> Experiment:
+    """The experiment of a run that its header describes; it must be one that could be written down."""
+    plain = header.experiment or {}
+    load_experiment_classes(plain, str(directory))
+    try:
+        return Experiment.from_plain(plain)
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(f"{directory / HEADER} does not hold a whole experiment ({error!r})") from None

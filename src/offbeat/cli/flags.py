@@ -52,7 +52,7 @@ SIMULATED_ONLY = (
 )
 """Fields of a cluster that real machines and links settle themselves."""
 
-Given = dict[str, dict[str, Any]]
+FlagValues = dict[str, dict[str, Any]]
 """What was given: section → path of the field → text, or a truth value for a flag without one."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -68,7 +68,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        return flag_of(self.path)
+        return flag_name(self.path)
 
     @property
     def attribute(self) -> str:
@@ -88,7 +88,7 @@ class Flag:
         return Annotated[bool | None if truth else str | None, parameter]
 
 
-def flag_of(path: str) -> str:
+def flag_name(path: str) -> str:
     return "--" + path.replace("_", "-")
 
 
@@ -139,7 +139,7 @@ def file_flags() -> tuple[Flag, ...]:
 @functools.cache
 def all_flags() -> tuple[Flag, ...]:
     """Everything that `simulate` takes, besides where the output goes."""
-    chosen = [flag for flag in derived(STRATEGY, strategies()) if flag.path != "optimizer"]
+    chosen = [flag for flag in derive_flags(STRATEGY, strategies()) if flag.path != "optimizer"]
     names = ", ".join(Optimizer.members)
     optimizer = f"how parameters are updated: {names}, or with a rate: sgd:0.1 [as suits the workload]"
     short = [Flag(STRATEGY, name, bool, f"the same as --{path} {value}") for name, (path, value) in SHORTCUTS.items()]
@@ -148,8 +148,8 @@ def all_flags() -> tuple[Flag, ...]:
         *chosen,
         *short,
         Flag(OPTIMIZER, "optimizer", Optimizer, optimizer),
-        *derived(OPTIMIZER, Optimizer.members, "optimizer."),
-        *derived(WORKLOAD, workloads()),
+        *derive_flags(OPTIMIZER, Optimizer.members, "optimizer."),
+        *derive_flags(WORKLOAD, workloads()),
     )
 
 
@@ -174,7 +174,7 @@ def live_defaults() -> dict[str, Any]:
     return {"workers": min(4, os.cpu_count() or 1), "evaluate": EVALUATE_LIVE}
 
 
-def derived(section: str, classes: Mapping[str, type[Any]], prefix: str = "") -> Iterator[Flag]:
+def derive_flags(section: str, classes: Mapping[str, type[Any]], prefix: str = "") -> Iterator[Flag]:
     """One flag for each field name that occurs in these classes, fields of all of them first."""
     found: dict[str, dict[str, Option]] = {}
     for name, cls in classes.items():
@@ -182,16 +182,16 @@ def derived(section: str, classes: Mapping[str, type[Any]], prefix: str = "") ->
             found.setdefault(item.path, {})[name] = item
     for path, owners in sorted(found.items(), key=lambda entry: -len(entry[1])):
         kind = next(iter(owners.values())).kind
-        yield Flag(section, prefix + path, kind, explained(owners, everyone=len(owners) == len(classes)))
+        yield Flag(section, prefix + path, kind, describe(owners, in_all=len(owners) == len(classes)))
 
 
 def _default_of(item: Option) -> tuple[str, str]:
     """What a field means, and its default; what none stands for is the default where that is none."""
     text, stands_for, meaning = item.text.partition("; none: ")
-    return (text, meaning) if stands_for and item.default is None else (item.text, shown(item.default))
+    return (text, meaning) if stands_for and item.default is None else (item.text, format_default(item.default))
 
 
-def explained(owners: Mapping[str, Option], everyone: bool) -> str:
+def describe(owners: Mapping[str, Option], in_all: bool) -> str:
     """What a field means, who has it and its default there; equal words are said once."""
     by_text: dict[str, dict[str, list[str]]] = {}
     for name, item in owners.items():
@@ -199,7 +199,7 @@ def explained(owners: Mapping[str, Option], everyone: bool) -> str:
         by_text.setdefault(text, {}).setdefault(default, []).append(name)
     parts = []
     for text, by_default in by_text.items():
-        if everyone and len(by_text) == len(by_default) == 1:
+        if in_all and len(by_text) == len(by_default) == 1:
             parts.append(f"{text} [{next(iter(by_default))}]")
         else:
             listed = "; ".join(f"{', '.join(names)}: {default}" for default, names in by_default.items())
@@ -212,7 +212,7 @@ def _with_default(item: Option) -> str:
     return f"{text} [{default}]"
 
 
-def shown(default: Any) -> str:
+def format_default(default: Any) -> str:
     """A default as one would type it."""
     if default is MISSING:
         return "must be given"
@@ -223,10 +223,10 @@ def shown(default: Any) -> str:
     if isinstance(default, float):
         return f"{default:.6g}"
     if isinstance(default, Family):
-        fields = [shown(getattr(default, item.path)) for item in options(type(default))]
+        fields = [format_default(getattr(default, item.path)) for item in options(type(default))]
         return ":".join([default.name, *fields])
     if isinstance(default, tuple):
-        return ",".join(map(shown, default))
+        return ",".join(map(format_default, default))
     return str(default)
 
 
@@ -244,7 +244,7 @@ def members_of(kind: Any) -> Iterable[Any]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def takes(flags: Iterable[Flag]) -> Callable[[Function], Function]:
+def with_flags(flags: Iterable[Flag]) -> Callable[[Function], Function]:
     """Give a command these flags, in its parameter `flags`, and those of `Output` in `output`, if it has that."""
     fields = [(flag.attribute, flag.annotation, dataclasses.field(default=None)) for flag in flags]
     # Without a module of ours, cyclopts would take the class for one of the standard library's.
@@ -262,9 +262,9 @@ def takes(flags: Iterable[Flag]) -> Callable[[Function], Function]:
     return given_to
 
 
-def given(values: Any, flags: Iterable[Flag]) -> Given:
+def read_flags(values: Any, flags: Iterable[Flag]) -> FlagValues:
     """What of these flags was given."""
-    found: Given = {section: {} for section in GROUPS}
+    found: FlagValues = {section: {} for section in GROUPS}
     for flag in flags:
         value = getattr(values, flag.attribute)
         if value is not None and flag.path in SHORTCUTS:

@@ -17,8 +17,8 @@ from cyclopts import Parameter
 from offbeat.cli.live_view import LineWatcher, RunState, RunWatcher
 from offbeat.cli.mpi import exec_mpirun
 from offbeat.cli.options import QuietFlag, option
-from offbeat.cli.output import given_directory, new_directory, print_status
-from offbeat.cli.worker_process import prepare
+from offbeat.cli.output import new_directory, prepare_directory, print_status
+from offbeat.cli.worker_process import load_experiment_classes
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import RunFailed, unknown
@@ -86,10 +86,10 @@ def launch(
     listener, address, token = open_listener(listen, token)
     with listener:
         directory, made = _directory(script[0], out, overwrite, resume)
-        place = RankInfo(0, processes, address, token, None, directory, resume is not None, "offbeat")
+        rank_info = RankInfo(0, processes, address, token, None, directory, resume is not None, "offbeat")
         try:
             watcher = RunWatcher(_name) if quiet else LineWatcher(Path(script[0]).name, _name, RunState())
-            return _supervise(script, place, listener, again, listen, watcher)
+            return _supervise(script, rank_info, listener, again, listen, watcher)
         finally:
             if made:
                 _remove_if_empty(directory)
@@ -103,7 +103,7 @@ def _directory(script: str, out: str | None, overwrite: bool, resume: str | None
         return new_directory(file_name(Path(script).stem)), True
     there = Path(out)
     is_new = not there.exists()
-    return given_directory(there, overwrite), is_new
+    return prepare_directory(there, overwrite), is_new
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -114,21 +114,21 @@ def _remove_if_empty(directory: Path) -> None:
 
 def _supervise(
     script: Sequence[str],
-    place: RankInfo,
+    rank_info: RankInfo,
     listener: socket.socket,
     restarts: int,
     listen: str | None,
     watcher: RunWatcher,
 ) -> int:
-    assert place.address is not None
-    assert place.directory is not None
-    watch = RunMonitor(place.directory, watcher)
+    assert rank_info.address is not None
+    assert rank_info.directory is not None
+    watch = RunMonitor(rank_info.directory, watcher)
     if listen is not None:
-        there = advertised_address(listen, place.address)
+        there = advertised_address(listen, rank_info.address)
         watcher.say(f"others join with: offbeat work {there} --token-file FILE {' '.join(script)}")
     supervisor = Supervisor(
-        _starter(script, place, listener, watch, watcher.line),
-        range(place.processes),
+        _starter(script, rank_info, listener, watch, watcher.line),
+        range(rank_info.processes),
         restarts_max=restarts,
         say=watcher.say,
         has_joined=watch.has_joined,
@@ -148,21 +148,21 @@ def _supervise(
 
 def _starter(
     script: Sequence[str],
-    place: RankInfo,
+    rank_info: RankInfo,
     listener: socket.socket,
     watch: RunMonitor,
     on_line: Callable[[int, str], None],
 ) -> Callable[[int, int], Child]:
     def start(rank: int, incarnation: int) -> Child:
         began = watch.began if incarnation and rank == 0 else None
-        rank_info = dataclasses.replace(
-            place, rank=rank, resume=place.resume and incarnation == 0, incarnation=incarnation, began=began
+        process_info = dataclasses.replace(
+            rank_info, rank=rank, resume=rank_info.resume and incarnation == 0, incarnation=incarnation, began=began
         )
         return start_command(
             [sys.executable, *script],
             rank=rank,
             incarnation=incarnation,
-            environment=environment_of(rank_info),
+            environment=environment_of(process_info),
             on_line=on_line,
             listener=listener.dup() if rank == 0 else None,
             own_stdout=True,
@@ -207,22 +207,22 @@ def work(
     token = None if token_file is None else read_token(token_file)
     member = f"{socket.gethostname()}-{uuid.uuid4().hex}"
     if script:
-        return _become(list(script), there, token, member, seconds)
+        return _exec_script(list(script), there, token, member, seconds)
     return join_run(
         there,
         token,
         wait_seconds=seconds,
         member=member,
-        prepare=lambda experiment: prepare(experiment, f"the run at {there}"),
+        prepare=lambda experiment: load_experiment_classes(experiment, f"the run at {there}"),
         threads=count,
     )
 
 
-def _become(script: list[str], address: Address, token: bytes | None, member: str, seconds: float) -> int:
+def _exec_script(script: list[str], address: Address, token: bytes | None, member: str, seconds: float) -> int:
     """Ask which rank to take, and be the script under that rank."""
     told = request_assignment(address, token, member=member, rank=None, wait_seconds=seconds)
-    rank_info = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
+    process_info = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
     print_status(f"joining the run at {address} as rank {told.rank}")
     sys.stdout.flush()
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment_of(rank_info)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment_of(process_info)}
     os.execve(sys.executable, [sys.executable, *script], environment)

@@ -43,8 +43,10 @@ def clusters(name: Name = None, /, *, json: JsonFlag = False) -> int:
     if name is not None and name not in PRESETS:
         raise unknown("cluster", name, PRESETS)
     if json:
-        shown = [name] if name is not None else list(PRESETS)
-        entries = [{"name": key, "summary": SUMMARIES[key], "cluster": to_plain(PRESETS[key])} for key in shown]
+        format_default = [name] if name is not None else list(PRESETS)
+        entries = [
+            {"name": key, "summary": SUMMARIES[key], "cluster": to_plain(PRESETS[key])} for key in format_default
+        ]
         print_json(entries[0] if name is not None else {"clusters": entries})
     elif name is not None:
         print(f"# {name}: {SUMMARIES[name]}\n\n{tomli_w.dumps(to_plain(PRESETS[name]))}", end="")
@@ -103,7 +105,7 @@ def _print_one(name: str, cls: type[Any]) -> None:
     for text in (f"{name}: {cls.summary}" if cls.summary else name, inspect.getdoc(cls), cls.paper):
         if text:
             out.print(f"{text}\n", markup=False)
-    rows = [[item.flag, flags.shown(item.default), item.text] for item in options(cls)]
+    rows = [[item.flag, flags.format_default(item.default), item.text] for item in options(cls)]
     out.print(table(["flag", "default", "meaning"], rows))
 
 

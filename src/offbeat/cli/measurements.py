@@ -16,7 +16,7 @@ import tomli_w
 from cyclopts import Parameter
 from rich.table import Table
 
-from offbeat.cli.flags import Flag, derived, given, live_flags, takes, workloads
+from offbeat.cli.flags import Flag, derive_flags, live_flags, read_flags, with_flags, workloads
 from offbeat.cli.live_view import RunWatcher
 from offbeat.cli.options import LIVE, OUTPUT, RUN, WORKLOAD, OutputJsonFlag, OutputQuietFlag, option
 from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable, table
@@ -55,10 +55,10 @@ def calibrate_flags() -> tuple[Flag, ...]:
 
 
 def _workload_flags() -> tuple[Flag, ...]:
-    return tuple(derived(WORKLOAD, workloads()))
+    return tuple(derive_flags(WORKLOAD, workloads()))
 
 
-@takes(calibrate_flags())
+@with_flags(calibrate_flags())
 def calibrate(
     *words: Annotated[
         str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
@@ -76,21 +76,21 @@ def calibrate(
         f"{place.launcher} has started {place.processes} of these, but calibrate starts its processes itself; type it "
         "once, and let other machines join with --listen",
     )
-    told = given(flags, calibrate_flags())
-    workload = workload_of(words, told)
+    flag_values = read_flags(flags, calibrate_flags())
+    workload = workload_of(words, flag_values)
     path = Path(out)
     require(path.suffix == ".toml", f"--out is a TOML file, so that simulate takes it, but {out} was given")
     require(overwrite or not path.exists(), f"{out} is there already; add --overwrite, or name another with --out")
     require(path.parent.is_dir(), f"there is no directory {path.parent}; make it first, or name another with --out")
     require(os.access(path.parent, os.W_OK), f"{path.parent} cannot be written to; name another place with --out")
-    sizes = {name: from_plain(CALIBRATE_KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
+    sizes = {name: from_plain(CALIBRATE_KINDS[name], text, f"--{name}") for name, text in flag_values[RUN].items()}
     require(sizes.get("workers", 1) >= 1, f"--workers must be 1 or more, but is {sizes.get('workers')}")
 
     def begins(number: int, total: int, what: str) -> None:
         if not quiet:
             print_status(f"[{number}/{total}] {what}")
 
-    found = measure_cluster(workload, live=live_of(told), watcher=_Watcher(), on_probe=begins, **sizes)
+    found = measure_cluster(workload, live=live_of(flag_values), watcher=_Watcher(), on_probe=begins, **sizes)
     with refuse_unwritable(path):
         path.write_text(as_toml(found, out), encoding="utf-8")
     if json:
@@ -200,11 +200,11 @@ def microbatch_flags() -> tuple[Flag, ...]:
     }
     return (
         *(Flag(RUN, path, MICROBATCH_KINDS[path], text) for path, text in texts.items()),
-        *derived(WORKLOAD, workloads()),
+        *derive_flags(WORKLOAD, workloads()),
     )
 
 
-@takes(microbatch_flags())
+@with_flags(microbatch_flags())
 def microbatch(
     *words: Annotated[
         str, Parameter(name="WORKLOAD", help="a workload by name or as path/to/file.py:ClassName; NAME.FIELD=VALUE")
@@ -216,9 +216,9 @@ def microbatch(
     flags: Any,
 ) -> int:
     """What the words and flags describe, measured."""
-    told = given(flags, microbatch_flags())
-    workload = workload_of(words, told)
-    chosen = {name: from_plain(MICROBATCH_KINDS[name], text, f"--{name}") for name, text in told[RUN].items()}
+    flag_values = read_flags(flags, microbatch_flags())
+    workload = workload_of(words, flag_values)
+    chosen = {name: from_plain(MICROBATCH_KINDS[name], text, f"--{name}") for name, text in flag_values[RUN].items()}
     keep_freed_memory()  # as in the processes of a live run
     curve = measure_microbatches(workload, **chosen)
     place = None if plot is None else save(microbatch_figure(curve), Path(plot))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from offbeat.cli import answered
+from offbeat.cli import exit_code_of
 
 
 def member(result: Path, probe: str, options: str) -> int:
@@ -32,4 +32,4 @@ def member(result: Path, probe: str, options: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answered(lambda: member(Path(sys.argv[1]), *sys.argv[2:4])))
+    sys.exit(exit_code_of(lambda: member(Path(sys.argv[1]), *sys.argv[2:4])))

@@ -126,7 +126,7 @@ def new_directory(workload: str) -> Path:
             return directory
 
 
-def given_directory(out: Path, overwrite: bool) -> Path:
+def prepare_directory(out: Path, overwrite: bool) -> Path:
     """`out`, emptied of earlier runs where that is wanted. Files that are not of a run of ours stay."""
     from offbeat.live.checkpoints import checkpoint_files
     from offbeat.records.files import HEADER, LIVE, RECORDS, RESULT, check_idle, rank_files

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.cli.class_lookup import EXAMPLE, find_strategy, find_workload, load_files
-from offbeat.cli.flags import Given, flag_of, strategies, workloads
+from offbeat.cli.flags import FlagValues, flag_name, strategies, workloads
 from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD
 from offbeat.cli.output import print_status
 from offbeat.cluster import Cluster, Link, load_cluster
@@ -33,7 +33,7 @@ NO_DEFAULTS: Mapping[str, Any] = {}
 
 
 def plan_of(
-    words: Sequence[str], given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True
+    words: Sequence[str], flag_values: FlagValues, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True
 ) -> Plan:
     """The plan that a command line of `simulate` or `train` describes; `defaults` are for what it leaves open.
 
@@ -47,35 +47,37 @@ def plan_of(
     found = [find_strategy(name) for name in names[1:]]
     labels = list(_labels([label for _, label in found]))
     own = _own_settings([word for word in words if _is_setting(word)], labels, workload_label)
-    workload = _workload(workload_class, workload_label, given[WORKLOAD], own)
+    workload = _workload(workload_class, workload_label, flag_values[WORKLOAD], own)
     chosen = [_Choice(cls, label, own.get(label, {})) for (cls, _), label in zip(found, labels, strict=True)]
-    built = _strategies(chosen, workload, given)
-    settings = settings_of(given)
+    built = _strategies(chosen, workload, flag_values)
+    settings = settings_of(flag_values)
     settings = {**defaults, **_size_of(settings["cluster"], sized), **settings}
-    plan = checked(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
-    return _with_use_for_workers(plan, "workers" in given[RUN])
+    plan = check_plan(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
+    return _warn_of_unused_workers(plan, "workers" in flag_values[RUN])
 
 
-def workload_of(words: Sequence[str], given: Given) -> NamedWorkload:
+def workload_of(words: Sequence[str], flag_values: FlagValues) -> NamedWorkload:
     """The workload that a command line names where no strategy is wanted."""
     names = [word for word in words if not _is_setting(word)]
     require(bool(names), "no workload is named; 'offbeat workloads' lists them")
     require(len(names) == 1, f"{names[-1]!r} is one word too many; name a workload and nothing else")
     cls, label = find_workload(names[0])
     own = _own_settings([word for word in words if _is_setting(word)], [label], label)
-    return _workload(cls, label, given[WORKLOAD], own)
+    return _workload(cls, label, flag_values[WORKLOAD], own)
 
 
-def plan_from_file(path: str, given: Given, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True) -> Plan:
+def plan_from_file(
+    path: str, flag_values: FlagValues, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True
+) -> Plan:
     """The plan in an experiment file, with what the command line says otherwise; `defaults` are for what both leave."""
     strategies()
     table = read_toml(path, "experiment")
     load_files(table, path)
     plan = Plan.from_plain({**{key: to_plain(value) for key, value in defaults.items()}, **table}, path)
-    settings = settings_of(given, plan.cluster)
+    settings = settings_of(flag_values, plan.cluster)
     size = _size_of(settings["cluster"], sized and "workers" not in table)
-    plan = checked(dataclasses.replace(plan, **{**size, **settings}))
-    return _with_use_for_workers(plan, "workers" in given[RUN] or "workers" in table)
+    plan = check_plan(dataclasses.replace(plan, **{**size, **settings}))
+    return _warn_of_unused_workers(plan, "workers" in flag_values[RUN] or "workers" in table)
 
 
 def _size_of(cluster: Cluster, counts: bool) -> dict[str, Any]:
@@ -83,27 +85,27 @@ def _size_of(cluster: Cluster, counts: bool) -> dict[str, Any]:
     return {"workers": cluster.size} if counts and cluster.size is not None else {}
 
 
-def settings_of(given: Given, cluster: Cluster = Settings.cluster) -> dict[str, Any]:
+def settings_of(flag_values: FlagValues, cluster: Cluster = Settings.cluster) -> dict[str, Any]:
     """The settings of a plan that were given, with their types; the cluster is changed where flags say so."""
     kinds = {item.path: item.kind for item in options(Settings)}
-    texts = dict(given[RUN])
-    values: dict[str, Any] = {"cluster": cluster_of(given[CLUSTER], cluster)}
+    texts = dict(flag_values[RUN])
+    values: dict[str, Any] = {"cluster": cluster_of(flag_values[CLUSTER], cluster)}
     require(not {"seed", "seeds"} <= texts.keys(), "--seed and --seeds exclude each other; give one of them")
     if "seed" in texts:
         values["seeds"] = (from_plain(int, texts.pop("seed"), "--seed"),)
     if "seeds" in texts:
         values["seeds"] = _seeds(texts.pop("seeds"))
     for path, text in texts.items():
-        with _as_typed(lambda _, path=path: flag_of(path)):  # type: ignore[misc]
-            values[path] = from_plain(kinds[path], text, flag_of(path))
+        with _naming_flags(lambda _, path=path: flag_name(path)):  # type: ignore[misc]
+            values[path] = from_plain(kinds[path], text, flag_name(path))
     return values
 
 
-def live_of(given: Given) -> LiveOptions:
+def live_of(flag_values: FlagValues) -> LiveOptions:
     """What was said about the processes of live runs."""
     kinds = {item.path: item.kind for item in options(LiveOptions)}
-    values = {path: from_plain(kinds[path], text, flag_of(path)) for path, text in given[LIVE].items()}
-    with _as_typed(flag_of):
+    values = {path: from_plain(kinds[path], text, flag_name(path)) for path, text in flag_values[LIVE].items()}
+    with _naming_flags(flag_name):
         return LiveOptions(**values)
 
 
@@ -119,21 +121,21 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def cluster_of(given: Mapping[str, Any], base: Cluster) -> Cluster:
+def cluster_of(flag_values: Mapping[str, Any], base: Cluster) -> Cluster:
     """The cluster that is named, or else the base, with the fields that were given."""
-    texts = dict(given)
+    texts = dict(flag_values)
     if "cluster" in texts:
         base = load_cluster(texts.pop("cluster"))
     kinds = {item.path: item.kind for item in options(Cluster)}
     kinds |= {f"link.{item.path}": item.kind for item in options(Link)}
-    values = {path: from_plain(kinds[path], text, flag_of(path)) for path, text in texts.items()}
+    values = {path: from_plain(kinds[path], text, flag_name(path)) for path, text in texts.items()}
     link = {path.removeprefix("link."): value for path, value in values.items() if path.startswith("link.")}
     mine = {path: value for path, value in values.items() if "." not in path}
-    with _as_typed(lambda name: flag_of(f"link.{name}" if name in link else name)):
+    with _naming_flags(lambda name: flag_name(f"link.{name}" if name in link else name)):
         return dataclasses.replace(base, link=dataclasses.replace(base.link, **link), **mine)
 
 
-def checked(plan: Plan) -> Plan:
+def check_plan(plan: Plan) -> Plan:
     """Refuse what would otherwise come to light only when earlier runs have taken their time."""
     for seed in plan.seeds:
         require(seed >= 0, f"a seed is 0 or more, but {seed} was given")
@@ -144,7 +146,7 @@ def checked(plan: Plan) -> Plan:
     return plan
 
 
-def _with_use_for_workers(plan: Plan, asked: bool) -> Plan:
+def _warn_of_unused_workers(plan: Plan, asked: bool) -> Plan:
     """The same plan; where workers were asked for and no strategy has a use for them, that is said."""
     if asked and all(strategy.processes(plan.workers) < plan.workers for strategy in plan.strategies):
         trains = "trains" if len(plan.labels) == 1 else "train"
@@ -153,7 +155,7 @@ def _with_use_for_workers(plan: Plan, asked: bool) -> Plan:
 
 
 @contextmanager
-def _as_typed(name: Callable[[str], str]) -> Iterator[None]:
+def _naming_flags(name: Callable[[str], str]) -> Iterator[None]:
     """Refusals of a class speak of its fields; say instead what one types to set them."""
     try:
         yield
@@ -184,16 +186,16 @@ def _own_settings(words: Sequence[str], labels: Sequence[str], workload: str) ->
         left, _, value = word.partition("=")
         owner = max((name for name in [*labels, workload] if left.startswith(f"{name}.")), key=len, default=None)
         if owner is None:
-            raise ConfigurationError(_nobody(word, labels))
+            raise ConfigurationError(_unassigned_setting(word, labels))
         found.setdefault(owner, {})[left.removeprefix(f"{owner}.").replace("-", "_")] = value
     return found
 
 
-def _nobody(word: str, labels: Sequence[str]) -> str:
+def _unassigned_setting(word: str, labels: Sequence[str]) -> str:
     left, _, value = word.partition("=")
     name, dot, rest = left.partition(".")
     if not dot:
-        return f"{word!r} does not say whose; write {labels[0]}.{word} for one, or {flag_of(left)} {value} for all"
+        return f"{word!r} does not say whose; write {labels[0]}.{word} for one, or {flag_name(left)} {value} for all"
     close = difflib.get_close_matches(name, labels, n=1)
     if close and name not in strategies():
         return f"{word!r} is for {name!r}, which is not named here; did you mean {close[0]}.{rest}={value}?"
@@ -204,9 +206,9 @@ def _workload(cls: type[Any], label: str, flags: Mapping[str, Any], own: dict[st
     kinds = {item.path: item.kind for item in options(cls)}
     for path in flags:
         if path not in kinds:
-            raise _nobodys_flag(path, [label], _owners(path, workloads()))
+            raise _flag_without_field(path, [label], _owners(path, workloads()))
     values = _values(kinds, label, flags, own.get(label, {}))
-    with _as_typed(lambda name: f"{label}.{name}"):
+    with _naming_flags(lambda name: f"{label}.{name}"):
         workload: NamedWorkload = make(cls, values, label)
     return workload
 
@@ -214,7 +216,7 @@ def _workload(cls: type[Any], label: str, flags: Mapping[str, Any], own: dict[st
 def _values(kinds: Mapping[str, Any], label: str, flags: Mapping[str, Any], own: Mapping[str, str]) -> dict[str, Any]:
     """The fields that were given, with their types: flags where there is such a field, then the settings for one."""
     values = {
-        path: from_plain(kinds[path], text, flag_of(path))
+        path: from_plain(kinds[path], text, flag_name(path))
         for path, text in flags.items()
         if path in kinds and path not in own
     }
@@ -229,9 +231,9 @@ def _owners(path: str, known: Mapping[str, type[Any]]) -> list[str]:
     return [name for name, cls in known.items() if any(item.path == path for item in options(cls))]
 
 
-def _nobodys_flag(path: str, named: Sequence[str], owners: Sequence[str]) -> ConfigurationError:
+def _flag_without_field(path: str, named: Sequence[str], owners: Sequence[str]) -> ConfigurationError:
     has = "has" if len(owners) == 1 else "have"
-    return ConfigurationError(f"{flag_of(path)} is not a field of {_listed(named, 'or')}; {_listed(owners)} {has} it")
+    return ConfigurationError(f"{flag_name(path)} is not a field of {_listed(named, 'or')}; {_listed(owners)} {has} it")
 
 
 def _listed(names: Sequence[str], last: str = "and") -> str:
@@ -260,7 +262,7 @@ class _Choice:
         if len(mine) < len(self.own) and "optimizer" not in kinds:
             raise unknown(f"field of {self.label}", "optimizer", kinds)
         values = _values(kinds, self.label, flags, mine)
-        with _as_typed(lambda name: f"{self.label}.{name}"):
+        with _naming_flags(lambda name: f"{self.label}.{name}"):
             strategy: Strategy = make(self.cls, values, self.label)
         return strategy
 
@@ -286,23 +288,23 @@ class _Choice:
             path: from_plain(kinds[path], t, f"--optimizer.{path}") for path, t in fields.items() if path in kinds
         }
         values |= _values(kinds, f"{self.label}.optimizer", {}, mine)
-        with _as_typed(lambda name: f"{self.label}.optimizer.{name}"):
+        with _naming_flags(lambda name: f"{self.label}.optimizer.{name}"):
             changed = dataclasses.replace(current, **values)
         return dataclasses.replace(strategy, optimizer=changed)  # type: ignore[call-arg]
 
 
-def _strategies(chosen: Sequence[_Choice], workload: NamedWorkload, given: Given) -> list[Strategy]:
+def _strategies(chosen: Sequence[_Choice], workload: NamedWorkload, flag_values: FlagValues) -> list[Strategy]:
     labels = [choice.label for choice in chosen]
-    for path in given[STRATEGY]:
+    for path in flag_values[STRATEGY]:
         if not any(item.path == path for choice in chosen for item in options(choice.cls)):
-            raise _nobodys_flag(path, labels, _owners(path, strategies()))
-    built = [choice.build(given[STRATEGY]) for choice in chosen]
-    flags = given[OPTIMIZER]
+            raise _flag_without_field(path, labels, _owners(path, strategies()))
+    built = [choice.build(flag_values[STRATEGY]) for choice in chosen]
+    flags = flag_values[OPTIMIZER]
     built = [c.with_optimizer(strategy, workload, flags) for c, strategy in zip(chosen, built, strict=True)]
     for path in flags:
         name = path.removeprefix("optimizer.")
         if path != "optimizer" and not any(name in choice.used for choice in chosen):
             named = list(dict.fromkeys(choice.optimizer for choice in chosen))
             owners = _owners(name, Optimizer.members)
-            raise ConfigurationError(f"{_nobodys_flag(path, named, owners)}; add --optimizer {owners[0]}")
+            raise ConfigurationError(f"{_flag_without_field(path, named, owners)}; add --optimizer {owners[0]}")
     return built

@@ -1,24 +1,28 @@
-"""`offbeat replay`: the same again, byte for byte."""
+"""Commands on recorded runs.
+
+`offbeat replay` repeats a simulated run and compares the records byte for byte, or repeats a test of a strategy from
+its seed. `offbeat report` draws the page about runs, and its figures as files.
+"""
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from cyclopts import Parameter
 
-from offbeat.cli.class_lookup import find_strategy, load_files
+from offbeat.cli.class_lookup import find_strategy
+from offbeat.cli.experiments import read_experiment
 from offbeat.cli.flags import strategies
 from offbeat.cli.options import option
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
-from offbeat.lab.experiment import Experiment
 from offbeat.lab.plots.figures import write_figures
 from offbeat.lab.plots.style import FORMATS
 from offbeat.lab.report.labels import with_distinct_labels, without_duplicates
@@ -26,10 +30,10 @@ from offbeat.lab.report.page import write_report
 from offbeat.lab.simulated_runs import record_bytes, simulate_experiment
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, read_run
-from offbeat.records.schema import AnyRecord, RunHeader, Traffic
+from offbeat.records.schema import RunHeader
 
 SHOWN_MAX = 200
-"""Signs of a differing line that are printed."""
+"""Characters of a differing line that are printed."""
 
 
 def replay(
@@ -42,7 +46,7 @@ def replay(
     trace: Annotated[bool, option("with --seed: print every event and action")] = False,
     no_faults: Annotated[bool, option("with --seed: a cluster where nothing goes wrong")] = False,
 ) -> int:
-    """Which of the two is meant shows in whether there is a seed."""
+    """Repeat a test of a strategy if a seed is given, and a recorded run otherwise."""
     if seed is not None:
         return _replay_test(what, from_plain(int, seed, "--seed"), trace, not no_faults)
     if what in strategies() and not (Path(what) / HEADER).exists():
@@ -72,38 +76,21 @@ def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
 
 def _replay_run(directory: Path) -> int:
     header = read_run(directory).header
-    experiment = _experiment(header, directory)
-    recorded = (directory / RECORDS).read_bytes()
-    again = record_bytes(_as_recorded(simulate_experiment(experiment).records.records, recorded))
-    if again == recorded:
-        print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
-        return 0
-    number, before, after = _first_difference(recorded.splitlines(), again.splitlines())
-    print_status(f"{directory / RECORDS} differs from line {number} on{_excuse(header)}")
-    print(f"recorded: {before}\nnow:      {after}")
-    return 1
-
-
-def _as_recorded(records: Sequence[AnyRecord], recorded: bytes) -> list[AnyRecord]:
-    """Without records of traffic where the recording has none, as those had not that are older than they."""
-    counts = b'"record":"traffic"' in recorded
-    return [record for record in records if counts or not isinstance(record, Traffic)]
-
-
-def _experiment(header: RunHeader, directory: Path) -> Experiment:
-    plain: dict[str, Any] | None = header.experiment
     if header.engine != "simulated":
         raise ConfigurationError(
             f"{directory} was run in real time, which does not repeat itself; name a simulated run"
         )
-    if plain is None:
+    if header.experiment is None:
         raise ConfigurationError(f"{directory} held objects that cannot be written down, so it cannot be run again")
-    strategies()
-    load_files(plain, str(directory))
-    try:
-        return Experiment.from_plain(plain)
-    except (KeyError, TypeError) as error:
-        raise ConfigurationError(f"{directory / HEADER} does not hold a whole experiment ({error!r})") from None
+    recorded = (directory / RECORDS).read_bytes()
+    repeated = record_bytes(simulate_experiment(read_experiment(header, directory)).records.records)
+    if repeated == recorded:
+        print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
+        return 0
+    number, before, after = _first_difference(recorded.splitlines(), repeated.splitlines())
+    print_status(f"{directory / RECORDS} differs from line {number} on{_likely_reason(header)}")
+    print(f"recorded: {before}\nnow:      {after}")
+    return 1
 
 
 def _first_difference(before: list[bytes], after: list[bytes]) -> tuple[int, str, str]:
@@ -118,30 +105,20 @@ def _line(lines: list[bytes], index: int) -> str:
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
-def _excuse(header: RunHeader) -> str:
+def _likely_reason(header: RunHeader) -> str:
     if header.torch != torch.__version__:
         return f"; it was recorded with torch {header.torch} and this is {torch.__version__}, which may be why"
     return "; on another machine than the recording one that is to be expected, on the same one it is not"
 
 
-# `offbeat report`: the page about runs that were recorded, and its figures as files.
-
-
 def report(
     *runs: Annotated[str, Parameter(name="RUN...", help="directories of runs, or directories that hold some")],
-    out: Annotated[
-        str | None, Parameter(help="the page to write [report.html beside the runs]", metavar="PAGE")
-    ] = None,
+    out: Annotated[str | None, option("the page to write [report.html beside the runs]", "PAGE")] = None,
     baseline: Annotated[
-        str | None,
-        Parameter(
-            help="the label that speed-ups are measured against [fmb, or else the first]",
-            metavar="LABEL",
-            show_default=False,
-        ),
+        str | None, option("the label that speed-ups are measured against [fmb, or else the first]", "LABEL")
     ] = None,
     figures: Annotated[
-        str | None, Parameter(help="also write each figure as files of its own, into this directory", metavar="DIR")
+        str | None, option("also write each figure as files of its own, into this directory", "DIR")
     ] = None,
     format: Annotated[
         tuple[Literal["png", "svg", "pdf"], ...],
@@ -154,15 +131,15 @@ def report(
         ),
     ] = (),
 ) -> int:
-    """The page and the table, from records alone."""
+    """Draw the page and print the table, from records alone."""
     require(bool(runs), "no run is named; type, for example: offbeat report runs/digits-001")
     require(figures is not None or not format, "--format is for figures; say where to put them with --figures DIR")
-    found = list(dict.fromkeys(run for path in runs for run in _as_planned(find_runs([Path(path)]))))
-    read = [read_run(run) for run in found]
+    directories = list(dict.fromkeys(run for path in runs for run in _in_planned_order(find_runs([Path(path)]))))
+    read = [read_run(run) for run in directories]
     records = with_distinct_labels(without_duplicates(read))
     if len(records) < len(read):
         print_status(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
-    path = Path(out) if out else _above(found) / PAGE
+    path = Path(out) if out else _common_parent(directories) / PAGE
     comparison = Comparison.of(records, baseline)
     places = [f"page: {write_report(records, path, baseline)}"]
     if figures is not None:
@@ -173,21 +150,21 @@ def report(
     return 0
 
 
-def _above(runs: list[Path]) -> Path:
-    """The directory that holds them all, however each of them was named."""
+def _common_parent(runs: list[Path]) -> Path:
+    """The directory that holds all runs; their paths may be absolute or relative."""
     mixed = len({run.is_absolute() for run in runs}) > 1
     return Path(os.path.commonpath([run.absolute() for run in runs] if mixed else runs))
 
 
-def _as_planned(found: Iterable[Path]) -> list[Path]:
-    """Runs that lie together in the order in which their strategies were given, which the file beside them knows."""
-    order = {run: (place, *_planned(run)) for place, run in enumerate(found)}
-    homes = {run.parent: place for run, (place, *_) in reversed(order.items())}
-    return sorted(order, key=lambda run: (homes[run.parent], *order[run][1:], order[run][0]))
+def _in_planned_order(runs: Iterable[Path]) -> list[Path]:
+    """Sort the runs of each directory by strategy and seed, in the order of the experiment file beside them."""
+    order = {run: (index, *_planned_index(run)) for index, run in enumerate(runs)}
+    parents = {run.parent: index for run, (index, *_) in reversed(order.items())}
+    return sorted(order, key=lambda run: (parents[run.parent], *order[run][1:], order[run][0]))
 
 
-def _planned(run: Path) -> tuple[int, int]:
-    """The place of the strategy among those that were planned, and the seed; what is not known comes last."""
+def _planned_index(run: Path) -> tuple[int, int]:
+    """The index of the run's strategy in the experiment file, and the seed; a run that is not in it comes last."""
     name, _, seed = run.name.rpartition("-seed")
     try:
         plan = tomllib.loads((run.parent / EXPERIMENT).read_text(encoding="utf-8"))

@@ -76,18 +76,16 @@ def reproduce(
     directory = new_directory(study.name) if out is None else Path(out)
     claim_directory(study, directory, chosen)
     try:
-        runs, timed = _carried_out(study, directory, processes or cores(), quiet)
+        runs, timed = _run_study(study, directory, processes or cores(), quiet)
     except KeyboardInterrupt:
-        again = _again(study, directory, seeds)
+        again = _resume_command(study, directory, seeds)
         raise KeyboardInterrupt(f"what was finished is in {directory}; to go on: {again}") from None
     if save is not None:
         archive(directory, Path(save))
-    return _tell(study, runs, timed, directory, None if no_figures else directory, json)
+    return _print_results(study, runs, timed, directory, None if no_figures else directory, json)
 
 
-def _carried_out(
-    study: Study, directory: Path, processes: int, quiet: bool
-) -> tuple[list[StudyRun], list[BatchTiming]]:
+def _run_study(study: Study, directory: Path, processes: int, quiet: bool) -> tuple[list[StudyRun], list[BatchTiming]]:
     timed = read_timings(directory)
     if study.description.timing is not None and not timed:
         timed = measure(study, (lambda text: None) if quiet else print_status)
@@ -98,7 +96,7 @@ def _carried_out(
         return run_tasks(tasks, processes, shown.share, lambda index, run: shown.ended(index, run.summary)), timed
 
 
-def _again(study: Study, directory: Path, seeds: int | None) -> str:
+def _resume_command(study: Study, directory: Path, seeds: int | None) -> str:
     """What to type to go on with a study that was broken off."""
     options = [*(["--scale", "full"] if study.scale == "full" else []), *(["--seeds", str(seeds)] if seeds else [])]
     return shlex.join(["offbeat", "reproduce", str(study.own or study.name), *options, "--out", str(directory)])
@@ -108,10 +106,10 @@ def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
     with open_results(place) as directory:
         study, runs = read_study(directory)
         where = out or (place.with_suffix("") if place.suffix == ".zip" else place)
-        return _tell(study, runs, read_timings(directory), place, where if draws else None, json)
+        return _print_results(study, runs, read_timings(directory), place, where if draws else None, json)
 
 
-def _tell(
+def _print_results(
     study: Study, runs: list[StudyRun], timed: list[BatchTiming], records: Path, drawn_to: Path | None, json: bool
 ) -> int:
     """The figures, the table or JSON, and the exit code."""

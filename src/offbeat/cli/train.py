@@ -1,23 +1,27 @@
-"""`offbeat train`: strategies on a workload, on real processes."""
+"""`offbeat train`: strategies on a workload, on real processes.
+
+Without a launcher, the command starts the processes. Under mpirun, torchrun or srun every process runs the command:
+rank 0 prints, the others follow it run for run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 
-from offbeat.cli.experiments import carry_out, places_of, present
-from offbeat.cli.flags import Given, flag_of, given, live_defaults, live_flags, takes
+from offbeat.cli.experiments import print_results, read_experiment, run_directories, run_plan
+from offbeat.cli.flags import FlagValues, flag_name, live_defaults, live_flags, read_flags, with_flags
 from offbeat.cli.live_view import watch_run
 from offbeat.cli.mpi import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
 from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output, option
-from offbeat.cli.plans import checked, live_of, plan_from_file, plan_of
-from offbeat.cli.worker_process import prepare
+from offbeat.cli.plans import check_plan, live_of, plan_from_file, plan_of
 from offbeat.core.actions import Budget
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
@@ -32,7 +36,19 @@ from offbeat.records.files import HEADER, find_runs, read_header, read_run
 from offbeat.records.schema import Ended, RunRecords
 
 
-@takes(live_flags())
+@dataclass(frozen=True)
+class _Command:
+    """A `train` command: its words and flags, and which process of the run has been given it."""
+
+    words: Sequence[str]
+    flags: FlagValues
+    live: LiveOptions
+    rank_info: RankInfo
+    resume: Path | None
+    output: Output
+
+
+@with_flags(live_flags())
 def train(
     *words: Annotated[
         str,
@@ -47,70 +63,81 @@ def train(
     flags: Any,
     output: Any,
 ) -> int:
-    """What the words and flags describe, one run after the other."""
-    told = given(flags, live_flags())
-    live = live_of(told)
-    place = read_rank_info_for(live.transport)
+    """Train what the words and flags describe, one run after the other."""
+    values = read_flags(flags, live_flags())
+    live = live_of(values)
+    rank_info = read_rank_info_for(live.transport)
+    command = _Command(words, values, live, rank_info, None if resume is None else Path(resume), output)
     require(
-        "restarts" not in told[LIVE] or (place.alone and live.transport != "mpi"),
+        "restarts" not in values[LIVE] or (rank_info.alone and live.transport != "mpi"),
         "--restarts is for processes that are started and looked after here; leave it out",
     )
-    if place.rank > 0:
-        return _accompany(words, told, live, place, resume, output)
-    if resume is not None:
-        return _resume(Path(resume), words, told, output, place)
-    plan = _plan(words, told, place)
-    _check_links(plan, told)
-    if live.transport == "mpi" and place.alone:
+    if rank_info.rank > 0:
+        return _follow(command)
+    return _train_plan(command) if command.resume is None else _resume(command)
+
+
+def _train_plan(command: _Command) -> int:
+    live, rank_info = command.live, command.rank_info
+    plan = read_plan(command.words, command.flags, rank_info)
+    _check_links(plan, command.flags)
+    if live.transport == "mpi" and rank_info.alone:
         check_mpi_options(live)
-        exec_mpirun(_processes(plan))
+        exec_mpirun(_processes_needed(plan))
     for strategy in plan.strategies:
-        local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if place.alone else ()
+        local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if rank_info.alone else ()
         check_faults(plan.cluster.faults, local, strategy.is_required)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
-        with watch_run(experiment, output.quiet, position) as watcher:
-            return recorded(experiment, directory, live, watcher, place)
+        with watch_run(experiment, command.output.quiet, position) as watcher:
+            return run_recorded(experiment, directory, live, watcher, rank_info)
 
-    return carry_out(plan, output, run, "train")
+    return run_plan(plan, command.output, run, "train")
 
 
-def _plan(words: Sequence[str], told: Given, place: RankInfo) -> Plan:
-    """What the words describe. Where a launcher has started the processes, they say how many workers there are."""
-    if place.alone:
-        return _described(words, told, live_defaults())
-    most = {**live_defaults(), "workers": place.processes}  # at the most; see below
-    plan = _described(words, told, most, sized=False)
-    found = [workers_for_processes(strategy, place.processes) for strategy in plan.strategies]
+def read_plan(words: Sequence[str], flags: FlagValues, rank_info: RankInfo) -> Plan:
+    """The plan of a command.
+
+    Args:
+        words: a workload and strategies, or an experiment file.
+        flags: the values of the flags.
+        rank_info: if a launcher has started the processes, their number determines that of the workers.
+    """
+    if rank_info.alone:
+        return _parse_plan(words, flags, live_defaults())
+    # As many workers as processes at the most; some strategies use a process for something else.
+    most = {**live_defaults(), "workers": rank_info.processes}
+    plan = _parse_plan(words, flags, most, sized=False)
+    counts = sorted({workers_for_processes(strategy, rank_info.processes) for strategy in plan.strategies})
     require(
-        "workers" not in told[RUN] or {plan.workers} == set(found),
-        f"{place.launcher} has started {place.processes} processes, which makes {found[0]} workers; "
+        "workers" not in flags[RUN] or [plan.workers] == counts,
+        f"{rank_info.launcher} has started {rank_info.processes} processes, which makes {counts[0]} workers; "
         "leave out --workers",
     )
     require(
-        len(set(found)) == 1,
-        f"{place.processes} processes make {' or '.join(map(str, sorted(set(found))))} workers with these strategies; "
+        len(counts) == 1,
+        f"{rank_info.processes} processes make {' or '.join(map(str, counts))} workers with these strategies; "
         "train them one by one",
     )
     require(
-        place.transport == "mpi" or len(plan.strategies) * len(plan.seeds) == 1,
-        f"under {place.launcher} a command trains one run; name one strategy and one seed",
+        rank_info.transport == "mpi" or len(plan.strategies) * len(plan.seeds) == 1,
+        f"under {rank_info.launcher} a command trains one run; name one strategy and one seed",
     )
-    return checked(dataclasses.replace(plan, workers=found[0]))
+    return check_plan(dataclasses.replace(plan, workers=counts[0]))
 
 
-def _described(words: Sequence[str], told: Given, defaults: dict[str, Any], sized: bool = True) -> Plan:
+def _parse_plan(words: Sequence[str], flags: FlagValues, defaults: dict[str, Any], sized: bool = True) -> Plan:
+    """The plan of an experiment file, or that of a workload and strategies; for `sized` see `plan_of`."""
     if not words or not words[0].endswith(".toml"):
-        return plan_of(words, told, defaults, sized=sized)
+        return plan_of(words, flags, defaults, sized=sized)
     require(len(words) == 1, f"{words[0]} says what is trained, so {words[-1]!r} is one word too many")
-    for section in (STRATEGY, OPTIMIZER, WORKLOAD):
-        for path in told[section]:
-            raise ConfigurationError(f"{flag_of(path)} does not go with an experiment file; write it into {words[0]}")
-    return plan_from_file(words[0], told, defaults, sized=sized)
+    for path in (*flags[STRATEGY], *flags[OPTIMIZER], *flags[WORKLOAD]):
+        raise ConfigurationError(f"{flag_name(path)} does not go with an experiment file; write it into {words[0]}")
+    return plan_from_file(words[0], flags, defaults, sized=sized)
 
 
-def _processes(plan: Plan) -> int:
-    """How many processes a plan needs: one number, where they are started once for all of it."""
+def _processes_needed(plan: Plan) -> int:
+    """The number of processes for all runs of a plan, which mpirun starts once."""
     needed = {strategy.processes(plan.workers) for strategy in plan.strategies}
     require(
         len(needed) == 1,
@@ -120,29 +147,38 @@ def _processes(plan: Plan) -> int:
     return needed.pop()
 
 
-def _check_links(plan: Plan, told: Given) -> None:
-    """Links that were measured are the ones that are here, so none is induced, and none can be changed by a flag."""
-    for path in told[CLUSTER]:
+def _check_links(plan: Plan, flags: FlagValues) -> None:
+    """Refuse flags for links of a measured cluster: its links are the real ones, so no delay is injected on them."""
+    for path in flags[CLUSTER]:
         require(
             not (plan.cluster.measured and path.startswith("link.")),
-            f"{flag_of(path)} does not go with a cluster that was measured, whose links live runs do not induce; "
+            f"{flag_name(path)} does not go with a cluster that was measured, whose links live runs do not induce; "
             "leave one of them out",
         )
 
 
-def recorded(
+def run_recorded(
     experiment: Experiment,
     directory: Path,
     live: LiveOptions,
     watcher: RunObserver,
-    place: RankInfo,
+    rank_info: RankInfo,
     resume: bool = False,
 ) -> RunRecords:
-    """The records of a run. One that failed has them, too, and they say why."""
+    """Train, and return the records of the run. A run that failed has records too, which hold the reason.
+
+    Args:
+        experiment: what to train.
+        directory: where records and checkpoints go.
+        live: how processes are kept.
+        watcher: is called with records and messages while the run goes on.
+        rank_info: the rank of this process; if it is alone, it starts the others.
+        resume: continue from the last checkpoint in the directory.
+    """
     try:
-        if place.alone:
+        if rank_info.alone:
             return train_experiment(experiment, directory, live, watcher, resume).records
-        return train_as_rank(experiment, directory, place, live, watcher, resume).records
+        return train_as_rank(experiment, directory, rank_info, live, watcher, resume).records
     except KeyboardInterrupt:
         if not checkpoint_path(directory).exists():
             raise
@@ -152,13 +188,13 @@ def recorded(
             raise
         try:
             run = read_run(directory)
-        except ConfigurationError:  # it failed before anybody wrote a record
+        except ConfigurationError:  # it failed before the first record was written
             run = RunRecords(directory, read_header(directory), ())
         return _with_failure(run, str(failed))
 
 
 def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
-    """What rank 0 wrote as its end, if it could, may not know of it; it is not in the files, but in what is shown."""
+    """The records with this failure in every `Ended` record; the files keep what rank 0 could write itself."""
     at = max((record.at for record in run.records), default=0.0)
     end = Ended(at=at, bytes_sent=0, messages_sent=0, failure=sentence)
     others = [record for record in run.records if not (isinstance(record, Ended) and record.rank == 0)]
@@ -166,67 +202,68 @@ def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
     return dataclasses.replace(run, records=(*known, end))
 
 
-def _resume(directory: Path, words: Sequence[str], told: Given, output: Output, place: RankInfo) -> int:
-    """Go on with one run: everything is as it was, but for how long to train and how processes are kept."""
-    require(output.out is None, "--resume goes on in the directory of the run; leave out --out")
-    directory, experiment = _to_go_on_with(directory, words, told, place)
-    live = dataclasses.replace(read_live_options(directory), **_changed(told))
-    if live.transport == "mpi" and place.alone:
+def _resume(command: _Command) -> int:
+    """Continue one run. Only how long to train and how processes are kept may change."""
+    require(command.output.out is None, "--resume goes on in the directory of the run; leave out --out")
+    directory, experiment, live = _read_resumed(command)
+    if live.transport == "mpi" and command.rank_info.alone:
         check_mpi_options(live)
         exec_mpirun(experiment.strategy.processes(experiment.workers))
-    with watch_run(experiment, output.quiet) as watcher:
-        run = recorded(experiment, directory, live, watcher, place, resume=True)
-    return present([run], output, directory, None)
+    with watch_run(experiment, command.output.quiet) as watcher:
+        run = run_recorded(experiment, directory, live, watcher, command.rank_info, resume=True)
+    return print_results([run], command.output, directory, None)
 
 
-def _accompany(
-    words: Sequence[str], told: Given, live: LiveOptions, place: RankInfo, resume: str | None, output: Output
-) -> int:
-    """Be another process than rank 0 of what a launcher has started, run for run as rank 0 is.
+def _follow(command: _Command) -> int:
+    """Be another rank than 0 of the processes that a launcher has started, in the same runs as rank 0.
 
-    Where rank 0 is lost and the others can do without it, the lowest that is left says how it went.
+    If rank 0 is lost and the strategy can do without it, the lowest rank that is left prints the results.
     """
+    rank_info, output = command.rank_info, command.output
     led: list[RunRecords] = []
     try:
-        for run in _runs(words, told, live, place, resume, output):
+        for run in _follower_runs(command):
             try:
                 ended, leads = run()
                 led += [ended.records] if leads else []
             except RunFailed as failed:
-                say_of_rank(place, failed)
+                say_of_rank(rank_info, failed)
         if led:
-            say_of_rank(place, RunFailed("rank 0 was lost; this is what is known here of how it went on without it"))
-            there = all(run.directory is not None for run in led)
-            directory = Path(resume or output.out or "") if there else Path()
-            return present(led, dataclasses.replace(output, no_report=output.no_report or not there), directory, None)
+            lost = RunFailed("rank 0 was lost; this is what is known here of how it went on without it")
+            say_of_rank(rank_info, lost)
+            has_directories = all(run.directory is not None for run in led)
+            directory = command.resume or Path(output.out or "") if has_directories else Path()
+            output = dataclasses.replace(output, no_report=output.no_report or not has_directories)
+            return print_results(led, output, directory, None)
     except ConfigurationError as error:
-        if place.first_here:  # on the machine of rank 0 it says the same; elsewhere a file may be missing
-            say_of_rank(place, error)
+        if rank_info.first_here:  # rank 0 prints the same on its machine; on another one a file may be missing
+            say_of_rank(rank_info, error)
         return 2
     return 0
 
 
-def _runs(
-    words: Sequence[str], told: Given, live: LiveOptions, place: RankInfo, resume: str | None, output: Output
-) -> list[Callable[[], tuple[Run, bool]]]:
-    if resume is not None:
-        directory, experiment = _to_go_on_with(Path(resume), words, told, place)
-        live = dataclasses.replace(read_live_options(directory), **_changed(told))
-        return [functools.partial(run_follower, experiment, directory, place, live, resume=True)]
-    places = places_of(_plan(words, told, place))
-    out = None if output.out is None else Path(output.out)
-    return [functools.partial(run_follower, each, out and out / name, place, live) for each, name in places.items()]
+def _follower_runs(command: _Command) -> list[Callable[[], tuple[Run, bool]]]:
+    """For each run a function that takes part in it; see `run_follower` for what it returns."""
+    if command.resume is not None:
+        directory, experiment, live = _read_resumed(command)
+        return [functools.partial(run_follower, experiment, directory, command.rank_info, live, resume=True)]
+    out = None if command.output.out is None else Path(command.output.out)
+    return [
+        functools.partial(run_follower, experiment, out and out / name, command.rank_info, command.live)
+        for experiment, name in run_directories(read_plan(command.words, command.flags, command.rank_info)).items()
+    ]
 
 
-def _to_go_on_with(directory: Path, words: Sequence[str], told: Given, place: RankInfo) -> tuple[Path, Experiment]:
-    require(not words, f"--resume goes on with what was trained; leave out {' '.join(words)}")
-    found = find_runs([directory])
-    require(len(found) == 1, f"{directory} holds {len(found)} runs; name one of them: --resume {found[0]}")
-    directory = found[0]
-    for section, texts in told.items():
-        for path in texts:
+def _read_resumed(command: _Command) -> tuple[Path, Experiment, LiveOptions]:
+    """The directory of the run that --resume names, its experiment, and its live options with the flags given now."""
+    assert command.resume is not None
+    require(not command.words, f"--resume goes on with what was trained; leave out {' '.join(command.words)}")
+    directory, *more = runs = find_runs([command.resume])
+    require(not more, f"{command.resume} holds {len(runs)} runs; name one of them: --resume {directory}")
+    for section, values in command.flags.items():
+        for path in values:
             if section != LIVE and path != "until":
-                raise ConfigurationError(f"{flag_of(path)} cannot be changed on --resume; --until can")
+                raise ConfigurationError(f"{flag_name(path)} cannot be changed on --resume; --until can")
     header = read_header(directory)
     require(
         header.engine == "live",
@@ -236,21 +273,15 @@ def _to_go_on_with(directory: Path, words: Sequence[str], told: Given, place: Ra
         header.experiment is not None,
         f"{directory} trained what has no name; go on from the script that did, with resume=True",
     )
-    assert header.experiment is not None
-    prepare(header.experiment, str(directory))
-    experiment = Experiment.from_plain(header.experiment)
-    if "until" in told[RUN]:
-        until: Budget | None = from_plain(Budget | None, told[RUN]["until"], "--until")
+    experiment = read_experiment(header, directory)
+    if "until" in command.flags[RUN]:
+        until: Budget | None = from_plain(Budget | None, command.flags[RUN]["until"], "--until")
         experiment = dataclasses.replace(experiment, until=until)
-    needed = experiment.strategy.processes(experiment.workers)
+    needed, started = experiment.strategy.processes(experiment.workers), command.rank_info.processes
     require(
-        place.alone or needed == place.processes,
-        f"{directory} was trained by {needed} processes, but {place.launcher} has started {place.processes}; start as "
-        "many as there were",
+        command.rank_info.alone or needed == started,
+        f"{directory} was trained by {needed} processes, but {command.rank_info.launcher} has started {started}; "
+        "start as many as there were",
     )
-    return directory, experiment
-
-
-def _changed(told: Given) -> dict[str, Any]:
-    asked = live_of(told)
-    return {path: getattr(asked, path) for path in told[LIVE]}
+    changes = {path: getattr(command.live, path) for path in command.flags[LIVE]}
+    return directory, experiment, dataclasses.replace(read_live_options(directory), **changes)

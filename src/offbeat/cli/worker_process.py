@@ -6,20 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offbeat.cli import answered
+from offbeat.cli import exit_code_of
 
 
-def member(directory: Path) -> int:
+def run_worker(directory: Path) -> int:
     """Be the rank that the environment says, in the run that the directory describes."""
     from offbeat.lab.worker_main import worker_main
     from offbeat.launch import read_rank_info
     from offbeat.records.files import read_header
 
-    prepare(read_header(directory).experiment or {}, str(directory))
+    load_experiment_classes(read_header(directory).experiment or {}, str(directory))
     return worker_main(directory, read_rank_info())
 
 
-def prepare(experiment: dict[str, Any], where: str) -> None:
+def load_experiment_classes(experiment: dict[str, Any], where: str) -> None:
     """Load what an experiment names: strategies of ours, and classes from files of the user's own."""
     from offbeat.cli.class_lookup import load_files
     from offbeat.cli.flags import strategies
@@ -29,4 +29,4 @@ def prepare(experiment: dict[str, Any], where: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(answered(lambda: member(Path(sys.argv[1]))))
+    sys.exit(exit_code_of(lambda: run_worker(Path(sys.argv[1]))))
