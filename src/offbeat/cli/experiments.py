@@ -113,7 +113,7 @@ def _bandwidth_used(summaries: Sequence[Summary]) -> list[str]:
         if summary.budget_used is not None and summary.budget_used_mean is not None:
             used.setdefault(summary.strategy, []).append((summary.budget_used, summary.budget_used_mean))
     return [
-        f"limit:   {label} used {max(most for most, _ in shares):.0%} of its bandwidth limit on the busiest link and direction, "
+        f"limit:   {label} used {max(most for most, _ in shares):.0%} of its bandwidth limit on the busiest link, "
         f"{statistics.fmean(mean for _, mean in shares):.0%} on average"
         for label, shares in used.items()
     ]
