@@ -18,10 +18,10 @@ RETIRED_NAMES = frozenset(
         r"\w+",
         """
         Agreement Assembly AskCopy Centre Centred Copied Desk Disturbance Door Draws Enough Follower Happening Induced
-        Learner Lend Lent Manner Merger NoAnswer NoStraggle Participant Pulse Roster Seat Setup Stewards Straggle Stretch
-        Switch Takeover Tally Terms Together Troubles TurnedAway Whereabouts accompany agreement ask_terms assembly
-        be_rank beta1 beta2 conveyed desk door doors epsilon essential heed_end keeps_replicas looks_back manner
-        may_grow open_door parted_by prove pulse seat stewards suited taking_part told troubles unbroken whereabouts
+        Learner Lend Lent Manner Merger NoAnswer NoStraggle Participant Pulse Roster Seat Setup Stewards Straggle
+        Stretch Switch Takeover Tally Terms Together Troubles TurnedAway Whereabouts accompany agreement ask_terms
+        assembly be_rank beta1 beta2 conveyed desk door doors epsilon essential heed_end keeps_replicas looks_back
+        manner may_grow open_door parted_by prove pulse seat stewards suited taking_part told troubles unbroken whereabouts
         """,
     )
 )
