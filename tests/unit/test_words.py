@@ -21,7 +21,8 @@ RETIRED_NAMES = frozenset(
         Learner Lend Lent Manner Merger NoAnswer NoStraggle Participant Pulse Roster Seat Setup Stewards Straggle
         Stretch Switch Takeover Tally Terms Together Troubles TurnedAway Whereabouts accompany agreement ask_terms
         assembly be_rank beta1 beta2 conveyed desk door doors epsilon essential heed_end keeps_replicas looks_back
-        manner may_grow open_door parted_by prove pulse seat stewards suited taking_part told troubles unbroken whereabouts
+        manner may_grow open_door parted_by prove pulse seat stewards suited taking_part told troubles unbroken
+        whereabouts
         """,
     )
 )
