@@ -24,7 +24,7 @@ from offbeat.core.messages import Message
 from offbeat.testing import Remote, TransportCase, Violation
 from offbeat.transports.transport import SILENCE_SECONDS, Incoming, Transport
 
-START_SECONDS = 120.0
+START_SECONDS = 500.0
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe"]
 if os.geteuid() == 0:
     MPIRUN.append("--allow-run-as-root")

@@ -24,7 +24,7 @@ from offbeat.records.schema import Membership, Round, RunRecords, of_kind
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/cluster"
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 500.0
 SHORT = ["--until", "3000", "--quiet", "--no-report"]
 SRUN = """#!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=0 ] && shift

@@ -30,7 +30,7 @@ from offbeat.launch import RankInfo, environment_of, open_listener
 from offbeat.records.files import read_run
 from offbeat.records.schema import Ended, Exchange, Round, Update, of_kind
 
-WAIT_SECONDS = 100.0
+WAIT_SECONDS = 500.0
 
 
 @pytest.fixture(scope="module")

@@ -503,7 +503,7 @@ def test_memory_that_cannot_be_shared_is_said_once_and_costs_only_time(
 @pytest.mark.parametrize("role", ["close-on-stopped", "careless", "careless-while-dialling", "close-while-connecting"])
 def test_a_process_ends_well(role: str) -> None:
     with start(role, 0, Address("127.0.0.1", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=500)
     assert (process.returncode, out, err) == (0, "done\n", "")
 
 

@@ -18,7 +18,7 @@ from namespaces import star, why_not
 from offbeat.cli import main
 
 COMMAND = [sys.executable, "-m", "offbeat", "network"]
-LIMIT_SECONDS = 90
+LIMIT_SECONDS = 500
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def check_peers(run: RunRecords, samples: int) -> None:
 def test_peers_train_and_the_command_says_how_it_went(tmp_path: Path) -> None:
     words = ["train", "digits", "gossip", "--graph", "cycle", "--acid", "--workers", "4", "--until", "30000", "--json"]
     done = subprocess.run(
-        [*OFFBEAT, *words, "--no-report", "--out", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=90
+        [*OFFBEAT, *words, "--no-report", "--out", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
@@ -115,7 +115,7 @@ def test_peers_train_and_the_command_says_how_it_went(tmp_path: Path) -> None:
 def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [*OFFBEAT, "launch", "-n", "4", "--quiet", "script.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     models = [(tmp_path / f"model-{rank}").read_text().split() for rank in range(4)]
     assert len({checksum for checksum, _, _ in models}) == 1

@@ -22,7 +22,7 @@ from offbeat.records.schema import Ended, LinkUse, Round, RunRecords, Traffic, o
 from offbeat.transports.loopback import Loopback
 
 LIMIT = 1e6
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 500.0
 
 
 def wide() -> ob.Workload:

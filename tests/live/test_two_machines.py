@@ -27,8 +27,8 @@ if why_not() is None:
             run = subprocess.Popen(here, stdout=subprocess.PIPE, text=True)
             workers = [subprocess.Popen(there) for _ in range(2)]
             try:
-                output, _ = run.communicate(timeout=90)
-                codes = [worker.wait(timeout=20) for worker in workers]
+                output, _ = run.communicate(timeout=500)
+                codes = [worker.wait(timeout=500) for worker in workers]
             finally:
                 for process in (run, *workers):
                     process.kill()

@@ -27,7 +27,7 @@ from offbeat.lab.data.acquisition import get
 from offbeat.lab.data.cache import cache_directory
 from offbeat.lab.data.catalogue import DebianPackage, OfficialFile
 
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 500.0
 
 
 class Listener:

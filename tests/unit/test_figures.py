@@ -281,7 +281,7 @@ def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("one", "1"), ("other", "2")):
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": here, "PATH": ""}
         argv = [sys.executable, "-c", SAVED_AGAIN, str(tmp_path / name)]
-        subprocess.run(argv, check=True, timeout=120, env=environment)
+        subprocess.run(argv, check=True, timeout=500, env=environment)
     for form in FORMATS:
         assert (tmp_path / f"one.{form}").read_bytes() == (tmp_path / f"other.{form}").read_bytes(), form
 

@@ -40,7 +40,7 @@ from offbeat.transports.rendezvous import Assignment, CallRequest
 from offbeat.transports.transport import Incoming, Transport
 
 SMALL = Probe(elements=1001, repeats=2)
-JOIN_SECONDS = 20.0
+JOIN_SECONDS = 500.0
 
 
 # Blocks
