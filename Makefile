@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow fuzz check bench results clean
+.PHONY: demo test test-slow test-integrations fuzz check bench results clean
 
 SEEDS ?= 150
 
@@ -24,6 +24,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+test-integrations: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m integration
 
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz.py --seeds $(SEEDS)

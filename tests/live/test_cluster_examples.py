@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from accounts import check_accounts
 
 from offbeat.records.files import read_run
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Membership, Round, RunRecords, of_kind
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/cluster"

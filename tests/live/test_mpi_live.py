@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from accounts import check_accounts
 
 from offbeat.launch import mpirun_command
@@ -146,6 +147,7 @@ def test_local_steps_and_populations_reach_the_target_over_mpi(tmp_path: Path) -
         check_accounts(read_run(place))
 
 
+@pytest.mark.integration
 def test_a_killed_worker_is_lost_and_the_others_go_on_also_with_the_next_run(tmp_path: Path) -> None:
     """Started by the script for clusters, with a hostfile of this machine alone."""
     out = tmp_path / "runs"
@@ -172,6 +174,7 @@ def test_the_hostfile_has_as_many_slots_as_the_script_starts_processes() -> None
     assert f"${{PROCESSES:-{sum(map(int, slots))}}}" in (CLUSTER / "mpirun.sh").read_text()
 
 
+@pytest.mark.integration
 def test_without_tolerance_a_killed_worker_ends_the_run_in_one_sentence_and_it_can_go_on(tmp_path: Path) -> None:
     out = tmp_path / "runs"
     words = [*OFFBEAT, "train", "digits", "async-fmb", "--batch", "32", "--quiet", "--out", str(out)]

@@ -107,6 +107,7 @@ if why_not() is None:
         found: dict[str, Any] = json.loads(output)
         return found
 
+    @pytest.mark.integration
     def test_a_star_of_a_gigabit_shows_its_bandwidth_and_who_shares_the_hubs_card(tmp_path: Path) -> None:
         result = around_a_switch(tmp_path, "--elements", "5000000", "--repeats", "3")
         star_found = result["star"]

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from namespaces import two_hosts, why_not
 
 from offbeat.records.files import rank_files
+
+pytestmark = pytest.mark.integration
 
 COMMAND = [sys.executable, "-m", "offbeat"]
 
