@@ -103,18 +103,21 @@ def test_launched(tmp_path: Path) -> None:
     assert re.findall(r"^  rank (\d): [\d,]+ samples in", printed, re.MULTILINE) == ["1", "2"]
 
 
+@pytest.mark.integration
 def test_under_torchrun(tmp_path: Path) -> None:
     printed = typed(LINES["torchrun"], tmp_path)
     check_ranks(printed, range(3), 3)
     check_summary(printed, "2 workers")
 
 
+@pytest.mark.integration
 def test_under_mpirun(tmp_path: Path) -> None:
     printed = typed(LINES["mpirun"], tmp_path)
     check_ranks(printed, range(3), 3)
     check_summary(printed, "2 workers")
 
 
+@pytest.mark.integration
 def test_under_srun(tmp_path: Path) -> None:
     """SLURM is not here, but what a script sees of it is: its variables."""
     srun, option, tasks, line = LINES["srun"].split(maxsplit=3)
@@ -157,7 +160,7 @@ def check_accuracy(printed: str) -> None:
     assert float(found[0]) >= 0.9
 
 
-@pytest.mark.parametrize("program", ["python", "offbeat", "torchrun"])
+@pytest.mark.parametrize("program", ["python", "offbeat", pytest.param("torchrun", marks=pytest.mark.integration)])
 def test_the_script_that_came_from_ddp(program: str, tmp_path: Path) -> None:
     check_accuracy(typed(FROM_DDP_LINES[program], tmp_path))
     if program == "offbeat":
@@ -177,6 +180,7 @@ def as_it_was(script: str) -> str:
     return "".join(lines)
 
 
+@pytest.mark.integration
 def test_the_script_as_it_was_runs_under_ddp(tmp_path: Path) -> None:
     before = as_it_was((ROOT / FROM_DDP).read_text(encoding="utf-8"))
     assert "offbeat as ob" not in before

@@ -51,7 +51,7 @@ FROM_DDP = "docs/from_ddp.md"
 STARTED = {"examples/train_digits.py", "examples/from_ddp.py"}
 NETWORK = "docs/network.md"
 WITH_COMMANDS = [
-    "docs/calibration.md",
+    pytest.param("docs/calibration.md", marks=pytest.mark.slow),  # tests/live/test_calibration_live.py is quicker
     "docs/cluster.md",
     "docs/command_line.md",
     FROM_DDP,
