@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from numpy.random import Generator
 
 from offbeat.cluster.faults import Fault
 from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE, NoStragglers, Speed, StragglerModel, Trace
-from offbeat.core.configuration import option
+from offbeat.core.configuration import Configuration
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Configuration):
     """One end's connection to the others. A message leaves for `transmit_seconds`, then travels `latency_seconds`.
 
     `delay_std_seconds` holds every received message |N(0, 1)| times as long; messages may overtake each other.
     """
 
-    latency_seconds: float = option(0.0, "seconds from the last byte sent to the last byte received")
-    bytes_per_second: float | None = option(None, "bandwidth in bytes per second; none: unlimited")
-    delay_std_seconds: float = option(0.0, "spread, in seconds, of the random delay of each received message")
+    latency_seconds: float = 0.0
+    """seconds from the last byte sent to the last byte received"""
+    bytes_per_second: float | None = None
+    """bandwidth in bytes per second; none: unlimited"""
+    delay_std_seconds: float = 0.0
+    """spread, in seconds, of the random delay of each received message"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "latency_seconds", "delay_std_seconds")
@@ -48,16 +51,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class WorkerOverride:
+class WorkerOverride(Configuration):
     """What is different about some workers; a field that is none is as everywhere."""
 
-    workers: tuple[int, ...] = field(metadata={"help": "which workers, counted from 0"})
-    seconds_per_sample: float | None = option(None, "seconds to differentiate one sample")
-    seconds_per_call: float | None = option(None, "seconds that each micro-batch costs on top")
-    straggle: StragglerModel | None = option(None, "what disturbs a round")
-    link: Link | None = option(None, "its connection to the others")
-    seconds_per_round: float | None = option(None, "seconds that each round costs on top")
-    speed_trace: Trace | None = option(None, "how the speed varies over time, as it was recorded")
+    workers: tuple[int, ...]
+    """which workers, counted from 0"""
+    seconds_per_sample: float | None = None
+    """seconds to differentiate one sample"""
+    seconds_per_call: float | None = None
+    """seconds that each micro-batch costs on top"""
+    straggle: StragglerModel | None = None
+    """what disturbs a round"""
+    link: Link | None = None
+    """its connection to the others"""
+    seconds_per_round: float | None = None
+    """seconds that each round costs on top"""
+    speed_trace: Trace | None = None
+    """how the speed varies over time, as it was recorded"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_round")
@@ -68,23 +78,37 @@ class WorkerOverride:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Configuration):
     """How fast machines and links are and what goes wrong."""
 
-    seconds_per_sample: float = option(SECONDS_PER_SAMPLE, "seconds to differentiate one sample")
-    seconds_per_call: float = option(0.0, "seconds that each micro-batch costs on top")
-    seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
-    straggle: StragglerModel = option(NoStragglers(), "what disturbs a round: none, niagara, cedar, lognormal:0.5, ...")
-    factors: tuple[float, ...] = option((), "how many times slower worker 0, 1, ... is; the rest are not")
-    workers: tuple[WorkerOverride, ...] = option((), "what is different about some workers")
-    link: Link = option(Link(), "everyone's connection to the others")
-    faults: tuple[Fault, ...] = option((), "what goes wrong: crash:RANK:SECONDS, pause:RANK:SECONDS:SECONDS, ...")
-    crash_seen_seconds: float = option(1.0, "seconds until the others notice a closed connection")
-    silence_seconds: float = option(10.0, "seconds after which a silent peer is given up")
-    seconds_per_round: float = option(0.0, "seconds that each round costs on top: values read in, the gradient sent")
-    speed_trace: Trace | None = option(None, "how the speed varies over time, as it was recorded; none: it does not")
-    measured: bool = option(False, "whether speeds and links are what was measured here, which live runs do not induce")
-    size: int | None = option(None, "workers that it has, for runs that do not say how many; none: any number")
+    seconds_per_sample: float = SECONDS_PER_SAMPLE
+    """seconds to differentiate one sample"""
+    seconds_per_call: float = 0.0
+    """seconds that each micro-batch costs on top"""
+    seconds_per_update: float = 0.0
+    """seconds that one update of the parameters takes"""
+    straggle: StragglerModel = NoStragglers()
+    """what disturbs a round: none, niagara, cedar, lognormal:0.5, ..."""
+    factors: tuple[float, ...] = ()
+    """how many times slower worker 0, 1, ... is; the rest are not"""
+    workers: tuple[WorkerOverride, ...] = ()
+    """what is different about some workers"""
+    link: Link = Link()
+    """everyone's connection to the others"""
+    faults: tuple[Fault, ...] = ()
+    """what goes wrong: crash:RANK:SECONDS, pause:RANK:SECONDS:SECONDS, ..."""
+    crash_seen_seconds: float = 1.0
+    """seconds until the others notice a closed connection"""
+    silence_seconds: float = 10.0
+    """seconds after which a silent peer is given up"""
+    seconds_per_round: float = 0.0
+    """seconds that each round costs on top: values read in, the gradient sent"""
+    speed_trace: Trace | None = None
+    """how the speed varies over time, as it was recorded; none: it does not"""
+    measured: bool = False
+    """whether speeds and links are what was measured here, which live runs do not induce"""
+    size: int | None = None
+    """workers that it has, for runs that do not say how many; none: any number"""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require, require_not_negative, require_positive
 
@@ -41,10 +41,6 @@ def failures(
 # What goes wrong, on which rank and when. Times are seconds since the run began.
 
 
-_RANK = {"help": "the rank it happens to"}
-_AT = {"help": "seconds after the run began"}
-
-
 class Fault(Family, ABC):
     """One thing that goes wrong once. As a word: `crash:1:30`, `pause:2:10:5`, `partition:1+2:30:10`."""
 
@@ -67,9 +63,12 @@ class Fault(Family, ABC):
 class Crash(Fault, name="crash"):
     """The rank is gone with everything it held; it may come back as a new incarnation."""
 
-    rank: int = field(metadata=_RANK)
-    at_seconds: float = field(metadata=_AT)
-    back_after_seconds: float | None = option(None, "seconds until it comes back; none: never")
+    rank: int
+    """the rank it happens to"""
+    at_seconds: float
+    """seconds after the run began"""
+    back_after_seconds: float | None = None
+    """seconds until it comes back; none: never"""
 
     def __post_init__(self) -> None:
         self._check_time_and_ranks()
@@ -84,9 +83,12 @@ class Crash(Fault, name="crash"):
 class Pause(Fault, name="pause"):
     """The rank stands still and then goes on where it was; messages to it wait."""
 
-    rank: int = field(metadata=_RANK)
-    at_seconds: float = field(metadata=_AT)
-    seconds: float = field(metadata={"help": "seconds that it stands still"})
+    rank: int
+    """the rank it happens to"""
+    at_seconds: float
+    """seconds after the run began"""
+    seconds: float
+    """seconds that it stands still"""
 
     def __post_init__(self) -> None:
         self._check_time_and_ranks()
@@ -101,9 +103,12 @@ class Pause(Fault, name="pause"):
 class Partition(Fault, name="partition"):
     """These ranks reach each other, but neither reach the others nor are reached by them."""
 
-    ranks: tuple[int, ...] = field(metadata={"help": "the ranks that are cut off together"})
-    at_seconds: float = field(metadata=_AT)
-    seconds: float = field(metadata={"help": "seconds that the network is cut"})
+    ranks: tuple[int, ...]
+    """the ranks that are cut off together"""
+    at_seconds: float
+    """seconds after the run began"""
+    seconds: float
+    """seconds that the network is cut"""
 
     def __post_init__(self) -> None:
         self._check_time_and_ranks()
@@ -118,9 +123,12 @@ class Partition(Fault, name="partition"):
 class Corrupt(Fault, name="corrupt"):
     """Gradients of rounds that end in this span are not finite, as after a bad memory cell or an overflow."""
 
-    rank: int = field(metadata=_RANK)
-    at_seconds: float = field(metadata=_AT)
-    seconds: float = field(metadata={"help": "seconds that it lasts"})
+    rank: int
+    """the rank it happens to"""
+    at_seconds: float
+    """seconds after the run began"""
+    seconds: float
+    """seconds that it lasts"""
 
     def __post_init__(self) -> None:
         self._check_time_and_ranks()

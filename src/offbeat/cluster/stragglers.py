@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from numpy.random import Generator
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Configuration, Family
 from offbeat.core.validation import require, require_not_negative, require_positive
 
 SECONDS_PER_SAMPLE = 5.65 / 256
@@ -54,7 +54,8 @@ class NoStragglers(StragglerModel, name="none"):
 class Slowdown(StragglerModel, name="factor"):
     """Every round takes the same factor longer."""
 
-    factor: float = option(2.0, "how many times longer a round takes")
+    factor: float = 2.0
+    """how many times longer a round takes"""
 
     def __post_init__(self) -> None:
         require_positive(self, "factor")
@@ -67,7 +68,8 @@ class Slowdown(StragglerModel, name="factor"):
 class ShiftedExponential(StragglerModel, name="shifted-exponential"):
     """A round takes 1 + Exp(mean) times as long: the usual model in the theory of stragglers."""
 
-    mean: float = option(0.5, "mean of the exponential part, as a fraction of the undisturbed time")
+    mean: float = 0.5
+    """mean of the exponential part, as a fraction of the undisturbed time"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "mean")
@@ -80,7 +82,8 @@ class ShiftedExponential(StragglerModel, name="shifted-exponential"):
 class Lognormal(StragglerModel, name="lognormal"):
     """A round takes exp(N(0, σ)) times as long: as often shorter as longer, median 1."""
 
-    sigma: float = option(0.5, "standard deviation of the logarithm of the factor")
+    sigma: float = 0.5
+    """standard deviation of the logarithm of the factor"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "sigma")
@@ -93,7 +96,8 @@ class Lognormal(StragglerModel, name="lognormal"):
 class Pareto(StragglerModel, name="pareto"):
     """A heavy tail: the factor is at least 1 and exceeds f with probability f^(-shape)."""
 
-    shape: float = option(2.5, "tail exponent; smaller is heavier, at 1 and below the mean is infinite")
+    shape: float = 2.5
+    """tail exponent; smaller is heavier, at 1 and below the mean is infinite"""
 
     def __post_init__(self) -> None:
         require_positive(self, "shape")
@@ -106,9 +110,8 @@ class Pareto(StragglerModel, name="pareto"):
 class Mixture(StragglerModel, name="mixture"):
     """Induced sleep: a component by weight, then min(cap, |N(μ, σ)|) seconds; the cap is the largest μ + 5σ."""
 
-    components: tuple[tuple[float, float, float], ...] = field(
-        metadata={"help": "mean in seconds, standard deviation in seconds and weight of each component"}
-    )
+    components: tuple[tuple[float, float, float], ...]
+    """mean in seconds, standard deviation in seconds and weight of each component"""
 
     def __post_init__(self) -> None:
         require(len(self.components) > 0, "Mixture.components needs at least one (mean, deviation, weight)")
@@ -146,8 +149,10 @@ class Trace(StragglerModel, name="trace"):
     a cluster, each factor lasts for its samples, however they are cut into rounds: slow spells keep their length.
     """
 
-    factors: tuple[float, ...] = field(metadata={"help": "how many times longer than usual, one after the other"})
-    samples: int = option(256, "samples that each factor lasts")
+    factors: tuple[float, ...]
+    """how many times longer than usual, one after the other"""
+    samples: int = 256
+    """samples that each factor lasts"""
 
     def __post_init__(self) -> None:
         require_positive(self, "samples")
@@ -179,15 +184,21 @@ StragglerModel.constants |= {"niagara": NIAGARA, "cedar": CEDAR}
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(Configuration):
     """How fast one worker is, with nothing else to look up."""
 
-    seconds_per_sample: float = option(SECONDS_PER_SAMPLE, "seconds to differentiate one sample")
-    seconds_per_call: float = option(0.0, "seconds that each micro-batch costs on top")
-    seconds_per_update: float = option(0.0, "seconds that one update of the parameters takes")
-    straggle: StragglerModel = option(NoStragglers(), "what disturbs a round")
-    seconds_per_round: float = option(0.0, "seconds that each round costs on top")
-    speed_trace: Trace | None = option(None, "how the speed varies over time")
+    seconds_per_sample: float = SECONDS_PER_SAMPLE
+    """seconds to differentiate one sample"""
+    seconds_per_call: float = 0.0
+    """seconds that each micro-batch costs on top"""
+    seconds_per_update: float = 0.0
+    """seconds that one update of the parameters takes"""
+    straggle: StragglerModel = NoStragglers()
+    """what disturbs a round"""
+    seconds_per_round: float = 0.0
+    """seconds that each round costs on top"""
+    speed_trace: Trace | None = None
+    """how the speed varies over time"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")

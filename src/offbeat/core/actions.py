@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.validation import require_positive
 from offbeat.errors import ConfigurationError
@@ -35,7 +35,8 @@ class Budget(Family):
 class Samples(Budget, name="samples"):
     """Exactly so many samples."""
 
-    count: int = option(256, "samples")
+    count: int = 256
+    """samples"""
 
     def __post_init__(self) -> None:
         require_positive(self, "count")
@@ -48,8 +49,10 @@ class Seconds(Budget, name="seconds"):
     The limit is looked at between micro-batches, and at least one is computed.
     """
 
-    seconds: float = option(2.0, "seconds")
-    samples_max: int | None = option(None, "samples at the most; none: no limit")
+    seconds: float = 2.0
+    """seconds"""
+    samples_max: int | None = None
+    """samples at the most; none: no limit"""
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds", "samples_max")

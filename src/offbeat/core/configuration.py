@@ -1,9 +1,12 @@
 """Frozen dataclasses as configuration: to plain data and back, with sentences for mistakes.
 
-A configuration is a frozen dataclass whose fields are declared with `option(default, "what it is, with its
-unit")`. A *family* is a set of such classes that stand for one another (optimizers, schedules, speeds,
-strategies); its members carry the short name by which the command line and TOML select them. Inside the
-library variants are types; names exist only here, at the outer edge.
+A configuration is a frozen dataclass derived from `Configuration`. Below each field stands a string with its text: what
+it is, and its unit. Editors look for it there, and so do the command line and `help()`. A subclass that declares a
+field anew inherits the text.
+
+A *family* is a set of such classes that stand for one another (optimizers, schedules, straggler models, strategies);
+its members carry the short name by which the command line and TOML select them. Inside the library variants are types;
+names exist only here, at the outer edge.
 
 Plain data is what TOML and JSON hold. A member of a family is written as `{name = "sgd", lr = 0.1}`, or as
 just `"sgd"` where its defaults will do.
@@ -11,13 +14,18 @@ just `"sgd"` where its defaults will do.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
 import numbers
+import sys
 import tomllib
 import types
 import typing
+from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +37,57 @@ T = TypeVar("T")
 
 
 def option(default: T, text: str) -> T:
-    """A dataclass field with its explanation; the explanation is what `--help` prints."""
+    """A field with its text, for a class whose source is not in a file, as one that is typed at a prompt.
+
+    default: the default of the field, which must be immutable
+    text: what it is, with its unit
+    """
     if isinstance(default, list | dict):
         raise TypeError("give immutable defaults only")
     return field(default=default, metadata={"help": text})
 
 
-class Family:
+class _ListsFields(ABCMeta):
+    @property
+    def __doc__(cls) -> str | None:  # type: ignore[override]
+        """The docstring of a configuration class with its fields, made when it is read: no source is parsed before."""
+        text: str | None = vars(cls).get("__doc__")
+        if not dataclasses.is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
+            return text
+        text = inspect.cleandoc(text or cls.__name__)
+        if "__match_args__" not in vars(cls):  # `dataclass` is still at work, and only asks whether there is one
+            return text
+        fields = [f"    {item.path}: {item.text}" for item in options(cls)]
+        return "\n".join([text, "", "Fields:", *fields]) if fields else text
+
+
+class Configuration(metaclass=_ListsFields):
+    """The root of configurations: `help()` of a class lists its fields with their texts."""
+
+
+@functools.cache
+def field_texts(module: str) -> dict[str, dict[str, str]]:
+    """The strings below the fields of the classes of a module, from its source: qualified name → field → text.
+
+    Empty where there is no source file.
+    """
+    path = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        tree = ast.parse(Path(path or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    texts: dict[str, dict[str, str]] = {}
+    classes = [(node.name, node) for node in tree.body if isinstance(node, ast.ClassDef)]
+    for name, cls in classes:
+        for item, below in itertools.pairwise(cls.body):
+            match item, below:
+                case ast.AnnAssign(target=ast.Name(id=field_name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts.setdefault(name, {})[field_name] = " ".join(text.split())
+        classes.extend((f"{name}.{node.name}", node) for node in cls.body if isinstance(node, ast.ClassDef))
+    return texts
+
+
+class Family(Configuration):
     """The root of a family. Its direct subclass opens the register; named subclasses enter it."""
 
     name: ClassVar[str] = ""
@@ -84,7 +136,14 @@ class Option:
     path: str
     kind: Any
     default: Any
-    text: str
+    owner: type[Any]
+
+    @property
+    def text(self) -> str:
+        """What it is, with its unit; empty where that is written nowhere."""
+        texts = (field_texts(cls.__module__).get(cls.__qualname__, {}) for cls in self.owner.__mro__)
+        declared = next((text[self.path] for text in texts if self.path in text), "")
+        return str(self.owner.__dataclass_fields__[self.path].metadata.get("help", declared))
 
     @property
     def flag(self) -> str:
@@ -100,7 +159,7 @@ def options(cls: type[Any]) -> Iterator[Option]:
     """The fields of a configuration class, in the order in which Python takes them: by keyword alone comes last."""
     for item in sorted(dataclasses.fields(cls), key=lambda item: bool(item.kw_only)):
         if item.init:
-            yield Option(item.name, hints(cast(Any, cls))[item.name], item.default, item.metadata.get("help", ""))
+            yield Option(item.name, hints(cast(Any, cls))[item.name], item.default, cls)
 
 
 def to_plain(value: Any) -> Any:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.flat import Layout
 from offbeat.core.schedules import Milestones, Schedule, WarmUp, rate_at
 from offbeat.core.validation import require, require_not_negative, require_positive
@@ -31,9 +31,12 @@ Groups = list[dict[str, Any]]
 class Optimizer(Family):
     """How a mean gradient becomes an update. A member says which torch optimizer to make."""
 
-    lr: float | Schedule | None = option(None, "learning rate, or a schedule of it; none: torch's")
-    clip_norm: float | None = option(None, "longest mean gradient let through, 2-norm over all parameters; none: any")
-    decay_1d: bool = option(True, "weight decay on parameters of fewer than 2 dimensions (biases, norms) too")
+    lr: float | Schedule | None = None
+    """learning rate, or a schedule of it; none: torch's"""
+    clip_norm: float | None = None
+    """longest mean gradient let through, 2-norm over all parameters; none: any"""
+    decay_1d: bool = True
+    """weight decay on parameters of fewer than 2 dimensions (biases, norms) too"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lr, Schedule):
@@ -56,9 +59,11 @@ class Optimizer(Family):
 class BuiltIn(Optimizer):
     """What the optimizers with a name have in common."""
 
-    lr: float | Schedule = option(1e-3, "learning rate, or a schedule of it")
+    lr: float | Schedule = 1e-3
+    """learning rate, or a schedule of it"""
     _: KW_ONLY
-    weight_decay: float = option(0.0, "weight decay per update")
+    weight_decay: float = 0.0
+    """weight decay per update"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,9 +75,12 @@ class BuiltIn(Optimizer):
 class SGD(BuiltIn, name="sgd"):
     """Stochastic gradient descent, with momentum if wanted."""
 
-    lr: float | Schedule = option(0.05, "learning rate, or a schedule of it")
-    momentum: float = option(0.0, "how much of the last step is kept, 0 up to 1")
-    nesterov: bool = option(False, "look ahead along the momentum")
+    lr: float | Schedule = 0.05
+    """learning rate, or a schedule of it"""
+    momentum: float = 0.0
+    """how much of the last step is kept, 0 up to 1"""
+    nesterov: bool = False
+    """look ahead along the momentum"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,9 +97,12 @@ class SGD(BuiltIn, name="sgd"):
 class RMSprop(BuiltIn, name="rmsprop"):
     """Gradients divided by a running root mean square of themselves."""
 
-    alpha: float = option(0.99, "how much of the running mean square is kept, 0 up to 1")
-    eps: float = option(1e-8, "added to the divisor")
-    momentum: float = option(0.0, "how much of the last step is kept, 0 up to 1")
+    alpha: float = 0.99
+    """how much of the running mean square is kept, 0 up to 1"""
+    eps: float = 1e-8
+    """added to the divisor"""
+    momentum: float = 0.0
+    """how much of the last step is kept, 0 up to 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,10 +120,10 @@ class RMSprop(BuiltIn, name="rmsprop"):
 class Adam(BuiltIn, name="adam"):
     """Adam, as torch has it: weight decay, if any, is added to the gradient."""
 
-    betas: tuple[float, float] = option(
-        (0.9, 0.999), "how much of the running means of gradients and of their squares is kept, 0 up to 1 each"
-    )
-    eps: float = option(1e-8, "added to the divisor")
+    betas: tuple[float, float] = (0.9, 0.999)
+    """how much of the running means of gradients and of their squares is kept, 0 up to 1 each"""
+    eps: float = 1e-8
+    """added to the divisor"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +141,8 @@ class Adam(BuiltIn, name="adam"):
 class AdamW(Adam, name="adamw"):
     """Adam with decoupled weight decay: it shrinks the parameters directly."""
 
-    weight_decay: float = option(0.01, "weight decay per update, times the learning rate")
+    weight_decay: float = 0.01
+    """weight decay per update, times the learning rate"""
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **self._arguments(fused))
@@ -169,9 +181,8 @@ class TorchOptimizer(Optimizer):
     `lr`, where given, takes the place of the rate that `make` sets.
     """
 
-    make: Callable[[Groups], torch.optim.Optimizer] = field(
-        metadata={"help": "makes the torch optimizer from parameter groups"}
-    )
+    make: Callable[[Groups], torch.optim.Optimizer]
+    """makes the torch optimizer from parameter groups"""
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         return self.make(groups)

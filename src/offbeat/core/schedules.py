@@ -7,10 +7,10 @@ A plain number is a schedule too, wherever one is asked for.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.validation import require, require_not_negative, require_positive
 
 REFERENCE_BATCH_SAMPLES = 256
@@ -33,7 +33,8 @@ def rate_at(rate: float | Schedule, samples: int) -> float:
 class Constant(Schedule, name="constant"):
     """The same rate throughout; what a plain number means."""
 
-    value: float = field(metadata={"help": "learning rate"})
+    value: float
+    """learning rate"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "value")
@@ -46,9 +47,12 @@ class Constant(Schedule, name="constant"):
 class Linear(Schedule, name="linear"):
     """A straight line from `start` to `end`, and `end` from then on."""
 
-    start: float = field(metadata={"help": "learning rate at the start"})
-    end: float = field(metadata={"help": "learning rate at the end"})
-    samples: int = field(metadata={"help": "samples from the start to the end"})
+    start: float
+    """learning rate at the start"""
+    end: float
+    """learning rate at the end"""
+    samples: int
+    """samples from the start to the end"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "start", "end")
@@ -63,10 +67,14 @@ class Linear(Schedule, name="linear"):
 class Exponential(Schedule, name="exponential"):
     """Multiplied by `factor` over every `samples` samples, smoothly or in steps."""
 
-    start: float = field(metadata={"help": "learning rate at the start"})
-    factor: float = field(metadata={"help": "what the rate is multiplied by, above 0 and up to 1"})
-    samples: int = field(metadata={"help": "samples per factor"})
-    staircase: bool = option(False, "multiply at once after every `samples` samples, in place of smoothly")
+    start: float
+    """learning rate at the start"""
+    factor: float
+    """what the rate is multiplied by, above 0 and up to 1"""
+    samples: int
+    """samples per factor"""
+    staircase: bool = False
+    """multiply at once after every `samples` samples, in place of smoothly"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "start")
@@ -82,9 +90,12 @@ class Exponential(Schedule, name="exponential"):
 class Milestones(Schedule, name="milestones"):
     """Multiplied by `factor` at each milestone."""
 
-    start: float = field(metadata={"help": "learning rate at the start"})
-    at: tuple[int, ...] = field(metadata={"help": "samples at which the rate changes, in rising order"})
-    factor: float = option(0.1, "what the rate is multiplied by at each milestone")
+    start: float
+    """learning rate at the start"""
+    at: tuple[int, ...]
+    """samples at which the rate changes, in rising order"""
+    factor: float = 0.1
+    """what the rate is multiplied by at each milestone"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "start")
@@ -108,10 +119,14 @@ class WarmUp(Schedule, name="warmup"):
     The inner schedule counts from the start of the run, not from the end of the warm-up.
     """
 
-    after: Schedule | float = field(metadata={"help": "base learning rate, or a schedule of it"})
-    samples: int = field(metadata={"help": "samples over which the scale rises"})
-    scale: float = option(1.0, "what the base rate is multiplied by after the warm-up, such as batch·workers/256")
-    start_scale: float = option(1.0, "what the base rate is multiplied by at the start")
+    after: Schedule | float
+    """base learning rate, or a schedule of it"""
+    samples: int
+    """samples over which the scale rises"""
+    scale: float = 1.0
+    """what the base rate is multiplied by after the warm-up, such as batch·workers/256"""
+    start_scale: float = 1.0
+    """what the base rate is multiplied by at the start"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.after, Schedule):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.examples import Indices, is_whole
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require, require_positive
@@ -51,7 +51,8 @@ class ByLabel(Split, name="by-label"):
     several: every example belongs to someone.
     """
 
-    labels: int = option(2, "about how many labels each worker sees")
+    labels: int = 2
+    """about how many labels each worker sees"""
 
     def __post_init__(self) -> None:
         require_positive(self, "labels")
@@ -78,7 +79,8 @@ class Dirichlet(Split, name="dirichlet"):
     none: who would, gets one of whoever has the most.
     """
 
-    alpha: float = option(0.3, "how alike the workers' labels are: below 1 little, above 10 much")
+    alpha: float = 0.3
+    """how alike the workers' labels are: below 1 little, above 10 much"""
 
     def __post_init__(self) -> None:
         require_positive(self, "alpha")

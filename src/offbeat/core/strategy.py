@@ -35,7 +35,7 @@ from torch import Tensor
 
 from offbeat.core.actions import Action, Budget
 from offbeat.core.compression import Compression
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.events import Event
 from offbeat.core.flat import Layout
 from offbeat.core.messages import Buffers
@@ -56,7 +56,8 @@ class Cadence(Family):
 class EveryUpdates(Cadence, name="updates"):
     """After every so many updates."""
 
-    updates: int = option(1, "updates between evaluations")
+    updates: int = 1
+    """updates between evaluations"""
 
     def __post_init__(self) -> None:
         require_positive(self, "updates")
@@ -66,7 +67,8 @@ class EveryUpdates(Cadence, name="updates"):
 class EverySeconds(Cadence, name="seconds"):
     """After the first update that follows so many seconds without one."""
 
-    seconds: float = option(1.0, "seconds between evaluations")
+    seconds: float = 1.0
+    """seconds between evaluations"""
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds")
@@ -118,7 +120,8 @@ class Strategy(Family, ABC):
     """Number of its colour, dashes and marker in figures; not inherited. None: the next that is free."""
 
     _: KW_ONLY
-    compression: Compression | None = option(None, "how messages are compressed: bf16, int8, or top-k:0.01")
+    compression: Compression | None = None
+    """how messages are compressed: bf16, int8, or top-k:0.01"""
 
     @abstractmethod
     def processes(self, workers: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.actions import Samples
-from offbeat.core.configuration import Family, build, option
+from offbeat.core.configuration import Configuration, Family, build
 from offbeat.core.examples import Data, Examples, data_of, is_whole
 from offbeat.core.optimizers import Adam, Optimizer
 from offbeat.core.splits import Shared, Split
@@ -33,11 +33,13 @@ EVALUATION_MAX = 2048
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(Configuration):
     """What counts as reached: accuracy of at least, or loss of at most, so much on the test data."""
 
-    metric: Literal["accuracy", "loss"] = option("accuracy", "accuracy or loss")
-    value: float = option(0.9, "the value to reach")
+    metric: Literal["accuracy", "loss"] = "accuracy"
+    """accuracy or loss"""
+    value: float = 0.9
+    """the value to reach"""
 
     def __post_init__(self) -> None:
         require(
@@ -69,7 +71,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Workload:
+class Workload(Configuration):
     """A model with its data.
 
     `model` is a function that makes one, or a module, which is copied. `loss(outputs, targets)` returns one loss
@@ -79,14 +81,23 @@ class Workload:
     """
 
     model: Callable[[], nn.Module] | nn.Module
+    """a function that makes the model, or a module, which is copied"""
     loss: Callable[[Tensor, Tensor], Tensor]
+    """`loss(outputs, targets)` returns one loss per sample"""
     train: Any
+    """the training data"""
     test: Any = None
-    split: Split = option(Shared(), "which examples each worker draws from")
-    optimizer: Optimizer = option(Adam(lr=3e-3), "what suits this workload")
+    """the test data; none: up to 2,048 training examples"""
+    split: Split = Shared()
+    """which examples each worker draws from"""
+    optimizer: Optimizer = Adam(lr=3e-3)
+    """what suits this workload"""
     target: Target | None = None
-    until: Samples = option(Samples(60_000), "how many samples suit this workload")
+    """what counts as reached; none: nothing is timed"""
+    until: Samples = Samples(60_000)
+    """how many samples suit this workload"""
     label: str = "custom"
+    """the name in records and tables"""
 
     def __post_init__(self) -> None:
         require(
@@ -224,7 +235,8 @@ class NamedWorkload(Family, ABC):
     paper: ClassVar[str] = ""
     """Where the data or the problem comes from."""
 
-    split: Split = option(Shared(), "which examples each worker draws from: shared, sharded, by-label, dirichlet")
+    split: Split = Shared()
+    """which examples each worker draws from: shared, sharded, by-label, dirichlet"""
 
     layers: ClassVar[str] = ""
     """What its model is, in a few words."""

@@ -32,7 +32,7 @@ import offbeat.strategies  # noqa: F401  (enters the named strategies in Strateg
 from offbeat.cluster import Cluster, load_cluster
 from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE
 from offbeat.core.actions import Budget, Samples, Seconds
-from offbeat.core.configuration import build, from_plain, option, read_toml, to_plain
+from offbeat.core.configuration import Configuration, build, from_plain, read_toml, to_plain
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, check_types, require, require_bandwidth_limit
 from offbeat.core.workload import NamedWorkload, Target, Workload
@@ -43,19 +43,27 @@ DEFAULT_WORKERS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Experiment:
+class Experiment(Configuration):
     """One run: everything that decides its outcome."""
 
     workload: NamedWorkload | Workload
+    """what is trained"""
     strategy: Strategy
+    """the algorithm"""
     cluster: Cluster = Cluster()
+    """how fast machines and links are and what goes wrong"""
     workers: int = cast(int, None)
     """Left out: as many as the cluster says, or else 10."""
     until: Budget | None = None
+    """how long to train; none: as suits the workload"""
     seed: int = 0
+    """draws initial parameters, data order and stragglers"""
     evaluate: Cadence | None = EveryUpdates()
+    """how often to evaluate; none: only at the end"""
     target: Target | None = None
+    """what is timed; none: as suits the workload"""
     label: str | None = None
+    """the name in records and tables; none: the strategy's"""
     bytes_per_second: float | None = None
     """The budget: what each direction of each link may carry."""
 
@@ -124,23 +132,25 @@ class Experiment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Configuration):
     """What the runs of a plan share, besides the workload."""
 
-    workers: int = option(
-        cast(int, None), f"workers that compute; none: as many as the cluster says, or else {DEFAULT_WORKERS}"
-    )
-    seeds: tuple[int, ...] = option((0,), "seeds; each draws its own initial parameters, data order and stragglers")
-    cluster: Cluster = option(Cluster(), "how fast machines and links are and what goes wrong")
-    until: Budget | None = option(
-        None, "how long to train: samples (60000) or seconds (90s); none: as suits the workload"
-    )
-    evaluate: Cadence | None = option(EveryUpdates(), "how often to evaluate: updates:N, seconds:N, or none")
-    bytes_per_second: float | None = option(
-        None, "budget in bytes per second, for each link and direction; none: as much as the links can carry"
-    )
-    target: Target | None = option(None, "what is timed: accuracy:0.9 or loss:0.1; none: as suits the workload")
-    baseline: str | None = option(None, "the label that speed-ups are measured against; none: fmb, or else the first")
+    workers: int = cast(int, None)
+    """workers that compute; none: as many as the cluster says, or else 10"""
+    seeds: tuple[int, ...] = (0,)
+    """seeds; each draws its own initial parameters, data order and stragglers"""
+    cluster: Cluster = Cluster()
+    """how fast machines and links are and what goes wrong"""
+    until: Budget | None = None
+    """how long to train: samples (60000) or seconds (90s); none: as suits the workload"""
+    evaluate: Cadence | None = EveryUpdates()
+    """how often to evaluate: updates:N, seconds:N, or none"""
+    bytes_per_second: float | None = None
+    """budget in bytes per second, for each link and direction; none: as much as the links can carry"""
+    target: Target | None = None
+    """what is timed: accuracy:0.9 or loss:0.1; none: as suits the workload"""
+    baseline: str | None = None
+    """the label that speed-ups are measured against; none: fmb, or else the first"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +158,11 @@ class Plan(Settings):
     """Several strategies on one workload and cluster, each with the same seeds."""
 
     workload: NamedWorkload
+    """what is trained"""
     strategies: tuple[Strategy, ...]
+    """the algorithms"""
     labels: tuple[str, ...] = ()
+    """a name for each strategy; none: made from their names"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))

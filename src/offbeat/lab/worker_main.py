@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from offbeat.core.actions import Finish
-from offbeat.core.configuration import option
+from offbeat.core.configuration import Configuration
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.core.workload import Workload, on_device
@@ -33,18 +33,27 @@ from offbeat.transports.rendezvous import Address, request_assignment
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveOptions:
+class LiveOptions(Configuration):
     """What live runs can be told besides the experiment."""
 
-    listen: str | None = option(None, "HOST:PORT for workers on other machines; none: this machine alone")
-    token_file: str | None = option(None, "file with the secret that workers must show; needed with --listen")
-    local_workers: int | None = option(None, "workers started here; none: all of them")
-    checkpoint_seconds: float | None = option(30.0, "seconds between checkpoints; none: no checkpoints")
-    restarts: int = option(3, "times that a worker which died is started again")
-    checksum: bool = option(False, "check every message for corruption")
-    transport: str = option("auto", "how messages travel: gloo, mpi, or auto: MPI under mpirun, otherwise gloo")
-    threads: int = option(1, "threads that each process computes with")
-    shared_memory: bool = option(True, "large tensors go through memory between processes of one machine")
+    listen: str | None = None
+    """HOST:PORT for workers on other machines; none: this machine alone"""
+    token_file: str | None = None
+    """file with the secret that workers must show; needed with --listen"""
+    local_workers: int | None = None
+    """workers started here; none: all of them"""
+    checkpoint_seconds: float | None = 30.0
+    """seconds between checkpoints; none: no checkpoints"""
+    restarts: int = 3
+    """times that a worker which died is started again"""
+    checksum: bool = False
+    """check every message for corruption"""
+    transport: str = "auto"
+    """how messages travel: gloo, mpi, or auto: MPI under mpirun, otherwise gloo"""
+    threads: int = 1
+    """threads that each process computes with"""
+    shared_memory: bool = True
+    """large tensors go through memory between processes of one machine"""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from offbeat.core import randomness
 from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Report, Samples, Seconds, SetTimer
-from offbeat.core.configuration import option
 from offbeat.core.events import Evaluated, Event, GradientReady, Leave, Started, StepReady, TimerFired
 from offbeat.core.memory_pool import Pool
 from offbeat.core.optimizers import AMSGrad, Optimizer
@@ -46,10 +45,14 @@ class Serial(Strategy, name="serial"):
     paper: ClassVar[str] = "Robbins and Monro, 1951 (stochastic approximation)"
     figure_style: ClassVar[int | None] = 15
 
-    batch: int = option(64, "samples per update")
-    microbatch: int = option(16, "samples per forward and backward call")
-    optimizer: Optimizer | None = option(None, "how it updates; none: the one that suits the workload")
-    nonfinite_max: int = option(5, "gradients in a row that may be NaN or infinite before the run fails")
+    batch: int = 64
+    """samples per update"""
+    microbatch: int = 16
+    """samples per forward and backward call"""
+    optimizer: Optimizer | None = None
+    """how it updates; none: the one that suits the workload"""
+    nonfinite_max: int = 5
+    """gradients in a row that may be NaN or infinite before the run fails"""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -106,7 +109,8 @@ class ArtificialDelay(Serial, name="artificial-delay"):
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM's study of delay)"
     figure_style: ClassVar[int | None] = 16
 
-    delay: int = option(1, "D: a gradient is 0 to D − 1 updates old, each as likely")
+    delay: int = 1
+    """D: a gradient is 0 to D − 1 updates old, each as likely"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ class Star(Graph, name="star"):
 class Edges(Graph, name="edges"):
     """Any graph, as its pairs of ranks. A pair that is given twice counts twice."""
 
-    edges: tuple[tuple[int, int], ...] = field(metadata={"help": "pairs of ranks that are next to each other"})
+    edges: tuple[tuple[int, int], ...]
+    """pairs of ranks that are next to each other"""
 
     def __post_init__(self) -> None:
         if isinstance(self.edges, list):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offbeat.core.compression.compression import BLOCK, Compression, check_size, decoded_like
 from offbeat.core.compression.encoded_tensor import HEAD_BYTES, Head, new_blob
-from offbeat.core.configuration import option
 from offbeat.core.memory_pool import Pool
 from offbeat.core.validation import check_types, require, require_positive
 
@@ -54,8 +53,10 @@ class Int8(Compression, name="int8"):
     A scale has 8 bits less than its dtype could hold. So scale × number is exact, and so is coding what was decoded.
     """
 
-    chunk: int = option(512, "elements that share a scale")
-    feedback: bool = option(True, "add what is lost of an increment to the next")
+    chunk: int = 512
+    """elements that share a scale"""
+    feedback: bool = True
+    """add what is lost of an increment to the next"""
 
     def __post_init__(self) -> None:
         check_types(self)

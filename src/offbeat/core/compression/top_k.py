@@ -17,7 +17,6 @@ from torch import Tensor
 
 from offbeat.core.compression.compression import BLOCK, Compression, check_size, decoded_like
 from offbeat.core.compression.encoded_tensor import HEAD_BYTES, Head, new_blob
-from offbeat.core.configuration import option
 from offbeat.core.memory_pool import Pool
 from offbeat.core.validation import check_types, require
 from offbeat.errors import ContractViolation
@@ -40,8 +39,10 @@ class TopK(Compression, name="top-k"):
 
     codes_values: ClassVar[bool] = False
 
-    share: float = option(0.01, "part of the elements that is sent, at most 1")
-    feedback: bool = option(True, "add what was not sent of an increment to the next")
+    share: float = 0.01
+    """part of the elements that is sent, at most 1"""
+    feedback: bool = True
+    """add what was not sent of an increment to the next"""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offbeat.core.configuration import option
+from offbeat.core.configuration import Configuration
 from offbeat.core.validation import check_types, require
 from offbeat.errors import ConfigurationError
 from offbeat.lab.network_test.blocks import BYTES, ELEMENTS_MAX, ELEMENTS_MIN
@@ -27,13 +27,17 @@ AT_ONCE = (RING, ALL_TO_ALL, INTO_HUB, OUT_OF_HUB, BOTH_WAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class Probe(Configuration):
     """What to measure with."""
 
-    elements: int = option(100_000_000, "32-bit integers in a block")
-    repeats: int | None = option(None, "times that everything is measured; none: 3, and once for large blocks at once")
-    message_bytes: int = option(44_000_000, "bytes of a message, to say how many updates the hub's card allows")
-    corrupt: str | None = option(None, "damage one block on its way, from rank A to rank B: A:B")
+    elements: int = 100_000_000
+    """32-bit integers in a block"""
+    repeats: int | None = None
+    """times that everything is measured; none: 3, and once for large blocks at once"""
+    message_bytes: int = 44_000_000
+    """bytes of a message, to say how many updates the hub's card allows"""
+    corrupt: str | None = None
+    """damage one block on its way, from rank A to rank B: A:B"""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.core.actions import Samples
-from offbeat.core.configuration import option
 from offbeat.core.examples import Examples
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require_positive
@@ -59,7 +58,8 @@ class Digits(_DigitsWorkload, name="digits"):
     summary = "scikit-learn's 8×8 digits, one hidden layer"
     layers = "one hidden layer"
 
-    hidden: int = option(64, "width of the hidden layer")
+    hidden: int = 64
+    """width of the hidden layer"""
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden")
@@ -75,7 +75,8 @@ class DigitsCNN(_DigitsWorkload, name="digits-cnn"):
     summary = "scikit-learn's 8×8 digits, two convolutions"
     layers = "two convolutions"
 
-    width: int = option(16, "channels of the first convolution; the second has twice as many")
+    width: int = 16
+    """channels of the first convolution; the second has twice as many"""
 
     def __post_init__(self) -> None:
         require_positive(self, "width")

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.core.actions import Samples
-from offbeat.core.configuration import option
 from offbeat.core.examples import Batch, Data, Indices, Order
 from offbeat.core.optimizers import Adam, Optimizer
 from offbeat.core.randomness import stream
@@ -138,10 +137,6 @@ def balanced(labels: npt.NDArray[np.int64], count: int) -> Indices:
     return np.sort(np.lexsort((labels, position))[:count]).astype(np.int64)
 
 
-_MODEL = "what is trained, and at which width: " + ", ".join(Model.members)
-_AUGMENT = "move training images by up to 4 pixels, and mirror every other one"
-
-
 @dataclass(frozen=True)
 class ImageWorkload(NamedWorkload):
     """A model for images on the data set of `offbeat.lab.data` with the same name."""
@@ -153,10 +148,14 @@ class ImageWorkload(NamedWorkload):
     target: ClassVar[Target | None] = None
     until: ClassVar[Samples]
 
-    model: Model = option(MnistCNN(), _MODEL)
-    augment: bool = option(False, _AUGMENT)
-    examples: int | None = option(None, "how many training examples, of all classes alike; none: all")
-    test_examples: int | None = option(None, "how many examples to evaluate on, of all classes alike; none: all")
+    model: Model = MnistCNN()
+    """what is trained, and at which width: mnist-cnn, lenet5, cifar-cnn, all-cnn, resnet18, wrn-28-5, wrn-28-2"""
+    augment: bool = False
+    """move training images by up to 4 pixels, and mirror every other one"""
+    examples: int | None = None
+    """how many training examples, of all classes alike; none: all"""
+    test_examples: int | None = None
+    """how many examples to evaluate on, of all classes alike; none: all"""
 
     def __post_init__(self) -> None:
         require_positive(self, "examples", "test_examples")
@@ -245,8 +244,8 @@ class Cifar10(ImageWorkload, name="cifar10"):
     target = Target("accuracy", 0.6)
     until = Samples(250_000)
 
-    model: Model = option(CifarCNN(), _MODEL)
-    augment: bool = option(True, _AUGMENT)
+    model: Model = CifarCNN()
+    augment: bool = True
 
 
 @dataclass(frozen=True)
@@ -258,8 +257,8 @@ class Cinic10(ImageWorkload, name="cinic10"):
     deviations = (0.2421, 0.2383, 0.2587)
     until = Samples(450_000)
 
-    model: Model = option(ResNet18(), _MODEL)
-    augment: bool = option(True, _AUGMENT)
+    model: Model = ResNet18()
+    augment: bool = True
 
 
 @dataclass(frozen=True)
@@ -271,5 +270,5 @@ class ImageNet32(ImageWorkload, name="imagenet32"):
     deviations = (0.2604, 0.2532, 0.2682)
     until = Samples(1_281_167)
 
-    model: Model = option(WideResNet28x5(), _MODEL)
-    augment: bool = option(True, _AUGMENT)
+    model: Model = WideResNet28x5()
+    augment: bool = True

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.validation import require, require_positive
 
 
@@ -37,7 +37,8 @@ class Model(Family, ABC):
     usual: ClassVar[str]
     """The data set that it is usually trained on."""
 
-    width: float = option(1.0, "scale on channels and hidden units; 1 is the model as published")
+    width: float = 1.0
+    """scale on channels and hidden units; 1 is the model as published"""
 
     def __post_init__(self) -> None:
         require_positive(self, "width")
@@ -132,7 +133,8 @@ class CifarCNN(Model, name="cifar-cnn"):
     narrowest = 64
     usual = "cifar10"
 
-    dropout: float = option(0.3, "share of hidden units that are left out at a time")
+    dropout: float = 0.3
+    """share of hidden units that are left out at a time"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

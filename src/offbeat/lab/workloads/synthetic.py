@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.core.actions import Samples
-from offbeat.core.configuration import option
 from offbeat.core.examples import Examples
 from offbeat.core.optimizers import SGD, Adam
 from offbeat.core.randomness import stream
@@ -51,10 +50,14 @@ class Quadratic(NamedWorkload, name="quadratic"):
 
     layers = "a point"
 
-    dimension: int = option(100, "how many parameters")
-    condition: float = option(10.0, "largest curvature over smallest; the largest is 1")
-    noise: float = option(1.0, "standard deviation of each coordinate of a sample's gradient")
-    examples: int = option(4096, "how many training examples")
+    dimension: int = 100
+    """how many parameters"""
+    condition: float = 10.0
+    """largest curvature over smallest; the largest is 1"""
+    noise: float = 1.0
+    """standard deviation of each coordinate of a sample's gradient"""
+    examples: int = 4096
+    """how many training examples"""
 
     def __post_init__(self) -> None:
         require_positive(self, "dimension", "examples")
@@ -106,9 +109,12 @@ class LinearRegression(NamedWorkload, name="linear"):
 
     layers = "linear regression"
 
-    dimension: int = option(20, "how many inputs")
-    noise: float = option(0.1, "standard deviation of the noise on the targets")
-    examples: int = option(4096, "how many training examples")
+    dimension: int = 20
+    """how many inputs"""
+    noise: float = 0.1
+    """standard deviation of the noise on the targets"""
+    examples: int = 4096
+    """how many training examples"""
 
     def __post_init__(self) -> None:
         require_positive(self, "dimension", "examples")
@@ -169,8 +175,10 @@ class TwoGaussians(NamedWorkload, name="toy"):
 
     layers = "10-500-10"
 
-    noise: float = option(6.0, "standard deviation of each coordinate; the means are 8 apart")
-    examples: int = option(4096, "how many training examples")
+    noise: float = 6.0
+    """standard deviation of each coordinate; the means are 8 apart"""
+    examples: int = 4096
+    """how many training examples"""
 
     def __post_init__(self) -> None:
         require_positive(self, "noise", "examples")
@@ -199,8 +207,10 @@ class _TenGaussians(NamedWorkload):
 
     paper = "a toy problem of anytime mini-batch studies; the data is made up here"
 
-    noise: float = option(2.0, "standard deviation of each coordinate; the centres have one of 1")
-    examples: int = option(4096, "how many training examples")
+    noise: float = 2.0
+    """standard deviation of each coordinate; the centres have one of 1"""
+    examples: int = 4096
+    """how many training examples"""
 
     def __post_init__(self) -> None:
         require_positive(self, "noise", "examples")

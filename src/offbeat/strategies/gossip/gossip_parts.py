@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require, require_positive
@@ -64,23 +64,34 @@ class Momentum(Family):
 class Acid(Momentum, name="acid"):
     """A²CiD²: a second copy of the parameters that the first is drawn to, all the time, a little."""
 
-    guard: bool = option(True, "mix more slowly where exchanges take long; without, that diverges")
+    guard: bool = True
+    """mix more slowly where exchanges take long; without, that diverges"""
 
 
 @dataclass(frozen=True)
 class GossipBase(Strategy):
     """The fields of `Gossip` and what follows from them; `Gossip` adds the links and `node()`."""
 
-    graph: Graph = option(Cycle(), "who may average with whom: cycle, exponential, complete, star, or a file of edges")
-    rate: float = option(1.0, "averagings that a peer takes part in per gradient")
-    partner: Partner = option(Random(), "who of them: random, first-available, or by turns (matchings)")
-    clock: Clock = option(Poisson(), "when: at random (poisson) or at equal intervals (regular)")
-    momentum: Momentum | None = option(None, "momentum of averaging: acid (A²CiD²), or none")
-    optimizer: Optimizer | None = option(None, "how every peer updates; none: the one that suits the workload")
-    batch: int = option(64, "samples per gradient")
-    microbatch: int = option(16, "samples per forward and backward call")
-    nonfinite_max: int = option(5, "gradients in a row that may be NaN or infinite before a peer gives up")
-    patience_seconds: float = option(60.0, "seconds that peers wait for each other at the start")
+    graph: Graph = Cycle()
+    """who may average with whom: cycle, exponential, complete, star, or a file of edges"""
+    rate: float = 1.0
+    """averagings that a peer takes part in per gradient"""
+    partner: Partner = Random()
+    """who of them: random, first-available, or by turns (matchings)"""
+    clock: Clock = Poisson()
+    """when: at random (poisson) or at equal intervals (regular)"""
+    momentum: Momentum | None = None
+    """momentum of averaging: acid (A²CiD²), or none"""
+    optimizer: Optimizer | None = None
+    """how every peer updates; none: the one that suits the workload"""
+    batch: int = 64
+    """samples per gradient"""
+    microbatch: int = 16
+    """samples per forward and backward call"""
+    nonfinite_max: int = 5
+    """gradients in a row that may be NaN or infinite before a peer gives up"""
+    patience_seconds: float = 60.0
+    """seconds that peers wait for each other at the start"""
 
     def __post_init__(self) -> None:
         check_types(self)

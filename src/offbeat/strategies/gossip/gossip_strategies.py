@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offbeat.core.configuration import option
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.strategies.gossip.gossip_parts import (
@@ -77,4 +76,5 @@ class GossipAcid(Gossip, name="gossip-acid"):
     paper: ClassVar[str] = "Nabli, Belilovsky, Oyallon, NeurIPS 2023 (A²CiD²)"
     figure_style: ClassVar[int | None] = 10
 
-    momentum: Momentum | None = option(Acid(), "momentum of averaging: acid (A²CiD²), or none")
+    momentum: Momentum | None = Acid()
+    """momentum of averaging: acid (A²CiD²), or none"""

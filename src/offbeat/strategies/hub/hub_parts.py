@@ -126,16 +126,25 @@ class HubSettings(ServerStrategy):
     """The fields of `Hub`: all that its nodes read."""
 
     compute: Budget | Share | TargetBatch = Samples(256)
+    """how much each worker computes per message"""
     collect: Collect = AllWorkers()
+    """when the hub updates"""
     waits: bool = True
     """Whether a worker waits for an answer before it computes again."""
     optimizer: Optimizer | None = None
+    """how the hub updates; none: the one that suits the workload"""
     microbatch: int = 16
+    """samples per forward and backward call"""
     staleness_max: int | None = None
+    """updates; gradients staler than this are dropped and counted"""
     damping: float = 0.0
+    """exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none"""
     in_flight_max: int = 2
+    """messages a worker may have on the way before it waits for its link"""
     nonfinite_max: int = 5
+    """gradients in a row from one worker that may be NaN or infinite before the run fails"""
     patience_seconds: float = 60.0
+    """seconds that hub and workers wait for each other before they give up"""
     checkpoint_interval_seconds: float | None = None
     """Where given, a lost worker sends everybody back to the last checkpoint; None: the others go on without it."""
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from offbeat.core.actions import Samples, Seconds
-from offbeat.core.configuration import option
 from offbeat.core.optimizers import AMSGrad, Optimizer
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
@@ -68,12 +67,14 @@ USUAL_SAMPLES = 512 / 5.65
 class HubStrategy(ServerStrategy):
     """What all of them share. `hub` builds the composition for a number of workers."""
 
-    microbatch: int = option(16, "samples per forward and backward call")
-    optimizer: Optimizer | None = option(None, "how the hub updates; none: the one that suits the workload")
-    nonfinite_max: int = option(
-        5, "gradients in a row from one worker that may be NaN or infinite before the run fails"
-    )
-    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+    microbatch: int = 16
+    """samples per forward and backward call"""
+    optimizer: Optimizer | None = None
+    """how the hub updates; none: the one that suits the workload"""
+    nonfinite_max: int = 5
+    """gradients in a row from one worker that may be NaN or infinite before the run fails"""
+    patience_seconds: float = 60.0
+    """seconds that hub and workers wait for each other before they give up"""
 
     @abstractmethod
     def hub(self, workers: int) -> Hub: ...
@@ -101,9 +102,12 @@ class HubStrategy(ServerStrategy):
 class AsynchronousHubStrategy(HubStrategy):
     """What those share whose gradients can be stale."""
 
-    staleness_max: int | None = option(None, "updates; gradients staler than this are dropped and counted")
-    damping: float = option(0.0, "exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none")
-    in_flight_max: int = option(2, "messages a worker may have on the way before it waits for its link")
+    staleness_max: int | None = None
+    """updates; gradients staler than this are dropped and counted"""
+    damping: float = 0.0
+    """exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none"""
+    in_flight_max: int = 2
+    """messages a worker may have on the way before it waits for its link"""
 
     def composed(self, **parts: object) -> Hub:
         return super().composed(
@@ -119,7 +123,8 @@ class FixedMinibatch(HubStrategy, name="fmb"):
     paper: ClassVar[str] = "Dekel et al., JMLR 2012 (distributed mini-batches)"
     figure_style: ClassVar[int | None] = 0
 
-    batch: int = option(256, "samples each worker computes per update")
+    batch: int = 256
+    """samples each worker computes per update"""
 
     def hub(self, workers: int) -> Hub:
         return self.composed(compute=Samples(self.batch), collect=AllWorkers(), waits=True)
@@ -133,9 +138,12 @@ class AnytimeMinibatch(HubStrategy, name="amb"):
     paper: ClassVar[str] = "Ferdinand et al., ICLR 2019"
     figure_style: ClassVar[int | None] = 1
 
-    batch: int = option(256, "samples per update and worker that the time limit is steered to, where seconds is none")
-    seconds: float | None = option(None, "seconds each worker computes per update; none: steered towards the batch")
-    samples_max: int | None = option(None, "samples a worker computes at the most per update; none: 4 × batch")
+    batch: int = 256
+    """samples per update and worker that the time limit is steered to, where seconds is none"""
+    seconds: float | None = None
+    """seconds each worker computes per update; none: steered towards the batch"""
+    samples_max: int | None = None
+    """samples a worker computes at the most per update; none: 4 × batch"""
 
     def hub(self, workers: int) -> Hub:
         require_positive(self, "batch", "seconds", "samples_max")
@@ -154,8 +162,10 @@ class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
     paper: ClassVar[str] = "Dutta et al., AISTATS 2018 (K-batch async SGD)"
     figure_style: ClassVar[int | None] = 3
 
-    batch: int = option(64, "samples per message")
-    messages: int | None = option(None, "messages per update; none: as many as there are workers")
+    batch: int = 64
+    """samples per message"""
+    messages: int | None = None
+    """messages per update; none: as many as there are workers"""
 
     def hub(self, workers: int) -> Hub:
         return self.composed(compute=Samples(self.batch), collect=Messages(self.messages), waits=False)
@@ -169,11 +179,12 @@ class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
     paper: ClassVar[str] = "Al-Lawati, Adikari, Draper, IEEE JSAIT 2021 (AMB-DG)"
     figure_style: ClassVar[int | None] = 2
 
-    worker_seconds: float | None = option(
-        None, "seconds a worker computes per message; none: as long as 90 samples usually take"
-    )
-    hub_seconds: float | None = option(None, "seconds between updates; none: as long as 90 samples usually take")
-    samples_max: int | None = option(1024, "samples a worker computes at the most per message; none: no limit")
+    worker_seconds: float | None = None
+    """seconds a worker computes per message; none: as long as 90 samples usually take"""
+    hub_seconds: float | None = None
+    """seconds between updates; none: as long as 90 samples usually take"""
+    samples_max: int | None = 1024
+    """samples a worker computes at the most per message; none: no limit"""
 
     def hub(self, workers: int) -> Hub:
         require_positive(self, "worker_seconds", "hub_seconds", "samples_max")
@@ -195,7 +206,8 @@ class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM)"
     figure_style: ClassVar[int | None] = 4
 
-    batch: int = option(64, "samples per message")
+    batch: int = 64
+    """samples per message"""
 
     def hub(self, workers: int) -> Hub:
         return self.composed(compute=Samples(self.batch), collect=Messages(1), waits=True)
@@ -212,7 +224,8 @@ class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (baseline)"
     figure_style: ClassVar[int | None] = 5
 
-    batch: int = option(640, "samples per update over all workers")
+    batch: int = 640
+    """samples per update over all workers"""
 
     def hub(self, workers: int) -> Hub:
         return self.composed(compute=Share(self.batch), collect=AllWorkers(), waits=True)
@@ -229,8 +242,10 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
     paper: ClassVar[str] = "Chen et al., 2016, arXiv:1604.00981 (backup workers)"
     figure_style: ClassVar[int | None] = 6
 
-    batch: int = option(256, "samples each worker computes per update")
-    k: int | None = option(None, "workers whose reports make an update; none: 0.8 of them")
+    batch: int = 256
+    """samples each worker computes per update"""
+    k: int | None = None
+    """workers whose reports make an update; none: 0.8 of them"""
 
     def hub(self, workers: int) -> Hub:
         require_positive(self, "k")
@@ -257,8 +272,10 @@ class RestartFromCheckpoint(HubStrategy, name="restart"):
     paper: ClassVar[str] = "common practice; the baseline under failures"
     figure_style: ClassVar[int | None] = 9
 
-    batch: int = option(256, "samples each worker computes per update")
-    checkpoint_interval_seconds: float = option(60.0, "seconds of training between two checkpoints in memory")
+    batch: int = 256
+    """samples each worker computes per update"""
+    checkpoint_interval_seconds: float = 60.0
+    """seconds of training between two checkpoints in memory"""
 
     def hub(self, workers: int) -> Hub:
         every = self.checkpoint_interval_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from offbeat.core.configuration import Family, option
+from offbeat.core.configuration import Family
 from offbeat.core.validation import require_not_negative, require_positive
 
 
@@ -26,8 +26,10 @@ class Quorum(Merge, name="quorum"):
     anybody sends the fragment again. Nobody waits for the hub meanwhile, so it costs no goodput.
     """
 
-    learners: int | None = option(None, "learners that make a quorum; none: half of those that are there")
-    grace: float = option(0.5, "grace window after the quorum, as a share of the fastest learner's cycle")
+    learners: int | None = None
+    """learners that make a quorum; none: half of those that are there"""
+    grace: float = 0.5
+    """grace window after the quorum, as a share of the fastest learner's cycle"""
 
     def __post_init__(self) -> None:
         require_positive(self, "learners")

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from offbeat.core.configuration import option
 from offbeat.core.optimizers import SGD, AdamW, Optimizer
 from offbeat.core.random_settings import PARAMETERS_MIN, maybe, random_optimizer
 from offbeat.core.randomness import stream
@@ -41,17 +40,25 @@ class LocalSteps(ServerStrategy):
     delay: int | None = 0
     """Steps after an exchange at which its result is applied; None: when it arrives, and nobody waits."""
     content: Content = Differences()
+    """what workers send: differences of parameters, or gradients"""
     fragments: int = 1
+    """pieces of the parameters that are exchanged in turn"""
     merge: Merge = Everyone()
+    """when the hub merges what workers have sent"""
     optimizer: Optimizer | None = None
     """Of the learners."""
     outer: Optimizer = SGD(lr=1.0)
     """Of the hub, on the mean difference; with gradients it is the learners' optimizer that steps there."""
     batch: int = 64
+    """samples per step"""
     microbatch: int = 16
+    """samples per forward and backward call"""
     in_flight_max: int = 2
+    """messages a worker may have on the way before it waits for its link"""
     nonfinite_max: int = 5
+    """gradients in a row from one worker that may be NaN or infinite before the run fails"""
     patience_seconds: float = 60.0
+    """seconds that hub and workers wait for each other before they give up"""
 
     def __post_init__(self) -> None:
         require_positive(self, "every", "fragments", "batch", "microbatch", "in_flight_max", "nonfinite_max")
@@ -130,12 +137,14 @@ ADAMW_LR_MAX = 1e-2
 class LocalStepsStrategy(ServerStrategy):
     """What all of them share. `composition` builds the parts."""
 
-    batch: int = option(64, "samples per local step")
-    microbatch: int = option(16, "samples per forward and backward call")
-    nonfinite_max: int = option(
-        5, "gradients in a row from one worker that may be NaN or infinite before the run fails"
-    )
-    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+    batch: int = 64
+    """samples per local step"""
+    microbatch: int = 16
+    """samples per forward and backward call"""
+    nonfinite_max: int = 5
+    """gradients in a row from one worker that may be NaN or infinite before the run fails"""
+    patience_seconds: float = 60.0
+    """seconds that hub and workers wait for each other before they give up"""
 
     @abstractmethod
     def composition(self) -> LocalSteps: ...
@@ -183,8 +192,10 @@ class LocalSGD(LocalStepsStrategy, name="local-sgd"):
     paper: ClassVar[str] = "Stich, ICLR 2019 (local SGD)"
     figure_style: ClassVar[int | None] = 8
 
-    every: int = option(10, "steps between two averages")
-    optimizer: Optimizer | None = option(None, "how every worker updates; none: the one that suits the workload")
+    every: int = 10
+    """steps between two averages"""
+    optimizer: Optimizer | None = None
+    """how every worker updates; none: the one that suits the workload"""
 
     def composition(self) -> LocalSteps:
         return self.composed(every=self.every, optimizer=self.optimizer)
@@ -198,9 +209,12 @@ class DiLoCo(LocalStepsStrategy, name="diloco"):
     paper: ClassVar[str] = "Douillard et al., 2023, arXiv:2311.08105 (DiLoCo)"
     figure_style: ClassVar[int | None] = 11
 
-    every: int = option(50, "steps between two exchanges")
-    inner: Optimizer | None = option(None, "how every worker updates; none: AdamW at the rate that suits the workload")
-    outer: Optimizer = option(OUTER, "how the hub updates, with the mean difference as its gradient")
+    every: int = 50
+    """steps between two exchanges"""
+    inner: Optimizer | None = None
+    """how every worker updates; none: AdamW at the rate that suits the workload"""
+    outer: Optimizer = OUTER
+    """how the hub updates, with the mean difference as its gradient"""
 
     def composition(self) -> LocalSteps:
         return self.composed(every=self.every, optimizer=self.inner, outer=self.outer)
@@ -217,10 +231,14 @@ class DelayedExchange(LocalStepsStrategy, name="delayed-exchange"):
     paper: ClassVar[str] = "a proof of concept for PC clusters; as DaSGD, Zhou et al., 2020, arXiv:2006.00441"
     figure_style: ClassVar[int | None] = 12
 
-    every: int = option(4, "steps between two exchanges")
-    delay: int = option(2, "steps after which the answer is applied; 0: everybody waits for it")
-    send: Content = option(Gradients(), "what is sent: gradients, or differences (of parameters)")
-    optimizer: Optimizer | None = option(None, "how workers and hub update; none: the one that suits the workload")
+    every: int = 4
+    """steps between two exchanges"""
+    delay: int = 2
+    """steps after which the answer is applied; 0: everybody waits for it"""
+    send: Content = Gradients()
+    """what is sent: gradients, or differences (of parameters)"""
+    optimizer: Optimizer | None = None
+    """how workers and hub update; none: the one that suits the workload"""
 
     def composition(self) -> LocalSteps:
         return self.composed(every=self.every, delay=self.delay, content=self.send, optimizer=self.optimizer)
@@ -234,13 +252,20 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
     paper: ClassVar[str] = "Decoupled DiLoCo, 2026, arXiv:2604.21428"
     figure_style: ClassVar[int | None] = 14
 
-    every: int = option(48, "steps in which every fragment is sent once")
-    fragments: int = option(4, "fragments that the parameters are sent in, one after the other")
-    quorum: int | None = option(None, "workers whose reports make a merge; none: half of those that are there")
-    grace: float = option(0.5, "time for the others after the quorum, as a share of the fastest worker's cycle")
-    inner: Optimizer | None = option(None, "how every worker updates; none: AdamW at the rate that suits the workload")
-    outer: Optimizer = option(OUTER, "how the hub updates, with the mean difference as its gradient")
-    in_flight_max: int = option(2, "messages a worker may have on the way before it passes a turn")
+    every: int = 48
+    """steps in which every fragment is sent once"""
+    fragments: int = 4
+    """fragments that the parameters are sent in, one after the other"""
+    quorum: int | None = None
+    """workers whose reports make a merge; none: half of those that are there"""
+    grace: float = 0.5
+    """time for the others after the quorum, as a share of the fastest worker's cycle"""
+    inner: Optimizer | None = None
+    """how every worker updates; none: AdamW at the rate that suits the workload"""
+    outer: Optimizer = OUTER
+    """how the hub updates, with the mean difference as its gradient"""
+    in_flight_max: int = 2
+    """messages a worker may have on the way before it passes a turn"""
 
     def processes(self, workers: int) -> int:
         require(

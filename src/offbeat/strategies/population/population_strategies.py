@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offbeat.core.configuration import option
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.random_settings import maybe
 from offbeat.core.randomness import stream
@@ -27,19 +26,28 @@ class Population(ServerStrategy, name="population"):
     paper: ClassVar[str] = "a proof of concept for PC clusters; preemption as in population-based training"
     figure_style: ClassVar[int | None] = 13
 
-    every: int = option(20, "steps between two reports of a worker")
-    sources: Sources = option(Better(), "whom a worker averages with: all, best, or better (strictly better scores)")
-    preempt_above: float | None = option(
-        1.25, "score, in multiples of the best, above which a worker takes the best one's place; none: never"
-    )
-    initial: Initial = option(Shuffled(), "what workers begin with: shuffled (each its own), or same")
-    optimizer: Optimizer | None = option(None, "how every worker updates; none: the one that suits the workload")
-    rates: tuple[float, ...] = option((), "factors on the learning rate of worker 0, 1, ...; the rest have 1")
-    batch: int = option(64, "samples per step")
-    microbatch: int = option(16, "samples per forward and backward call")
-    in_flight_max: int = option(2, "messages a worker may have on the way before it passes a turn")
-    nonfinite_max: int = option(5, "reports in a row without anything finite, from every worker, before the run fails")
-    patience_seconds: float = option(60.0, "seconds that hub and workers wait for each other before they give up")
+    every: int = 20
+    """steps between two reports of a worker"""
+    sources: Sources = Better()
+    """whom a worker averages with: all, best, or better (strictly better scores)"""
+    preempt_above: float | None = 1.25
+    """score, in multiples of the best, above which a worker takes the best one's place; none: never"""
+    initial: Initial = Shuffled()
+    """what workers begin with: shuffled (each its own), or same"""
+    optimizer: Optimizer | None = None
+    """how every worker updates; none: the one that suits the workload"""
+    rates: tuple[float, ...] = ()
+    """factors on the learning rate of worker 0, 1, ...; the rest have 1"""
+    batch: int = 64
+    """samples per step"""
+    microbatch: int = 16
+    """samples per forward and backward call"""
+    in_flight_max: int = 2
+    """messages a worker may have on the way before it passes a turn"""
+    nonfinite_max: int = 5
+    """reports in a row without anything finite, from every worker, before the run fails"""
+    patience_seconds: float = 60.0
+    """seconds that hub and workers wait for each other before they give up"""
 
     def __post_init__(self) -> None:
         check_types(self)
