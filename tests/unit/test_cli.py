@@ -17,7 +17,7 @@ from made_records import a_small_run
 
 import offbeat
 from offbeat import cli
-from offbeat.cli import flags, main
+from offbeat.cli import class_lookup, flags, main
 from offbeat.cli.flags import all_flags
 from offbeat.cli.options import GROUPS, LIVE
 from offbeat.cli.plans import plan_of
@@ -150,7 +150,7 @@ def test_no_two_flags_share_a_name(known: Any) -> None:
 
 
 def test_a_field_name_means_the_same_type_in_every_strategy_and_in_every_workload() -> None:
-    for members in (flags.strategies(), flags.workloads()):
+    for members in (class_lookup.strategies(), class_lookup.workloads()):
         kinds: dict[str, Any] = {}
         for cls in members.values():
             for item in options(cls):

@@ -25,7 +25,7 @@ import msgspec
 import pytest
 
 import offbeat as ob
-from offbeat.cli import COMMANDS, USAGES, flags, main
+from offbeat.cli import COMMANDS, USAGES, class_lookup, flags, main
 from offbeat.cli.launch import launch, work
 from offbeat.cli.options import Output
 from offbeat.cli.train import train
@@ -310,12 +310,12 @@ def test_the_same_written_in_two_ways_is_the_same() -> None:
 
 
 def test_the_readme_lists_every_strategy_workload_and_cluster() -> None:
-    names = {name: cls for name, cls in flags.strategies().items() if cls.__module__.startswith("offbeat.")}
+    names = {name: cls for name, cls in class_lookup.strategies().items() if cls.__module__.startswith("offbeat.")}
     cells = first_cells("README.md", "command line")
     assert cells == list(names)
     rows = [line for line in read("README.md").splitlines() if line.startswith("| `")]
     assert [re.findall(r"`([^`]+)`", row)[1] for row in rows] == [cls.__name__ for cls in names.values()]
-    for name in [*flags.workloads(), *PRESETS]:
+    for name in [*class_lookup.workloads(), *PRESETS]:
         assert f"`{name}`" in read("README.md")
 
 

@@ -1,4 +1,4 @@
-"""From a word to the class it names: a strategy or workload of ours, or path/to/file.py:ClassName."""
+"""Classes by name: a strategy or workload of offbeat, or a user's own as path/to/file.py:ClassName."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from offbeat.cli.flags import strategies, workloads
+import offbeat.lab.workloads
+import offbeat.strategies  # noqa: F401  (both enter their classes in the registers)
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError, unknown
@@ -19,18 +20,30 @@ from offbeat.errors import ConfigurationError, unknown
 EXAMPLE = "type, for example: offbeat simulate digits fmb amb"
 
 _LABELS: dict[type[Any], str] = {}
-"""What classes from files are called in tables: the name they came with, or that of the class."""
+"""Labels in tables of classes from files: their attribute `name`, or else the name of the class."""
+
+
+@functools.cache
+def strategies() -> dict[str, type[Any]]:
+    """The strategies of offbeat by name; later entries in the register, such as classes from files, are left out."""
+    return dict(Strategy.members)
+
+
+@functools.cache
+def workloads() -> dict[str, type[Any]]:
+    """The workloads of offbeat by name, in the same way."""
+    return dict(NamedWorkload.members)
 
 
 def find_strategy(word: str) -> tuple[type[Any], str]:
-    """The strategy that a word names, and its label."""
+    """The class and label of the strategy that a word names."""
     if word not in strategies() and word in workloads():
         raise ConfigurationError(f"{word!r} is a workload; a command names one, first, and then strategies")
     return _find(word, Strategy, strategies(), "strategy")
 
 
 def find_workload(word: str) -> tuple[type[Any], str]:
-    """The workload that a word names, and its label."""
+    """The class and label of the workload that a word names."""
     if word not in workloads() and word in strategies():
         raise ConfigurationError(f"{word!r} is a strategy, and the workload comes first; {EXAMPLE}")
     return _find(word, NamedWorkload, workloads(), "workload")
@@ -45,9 +58,14 @@ def _find(word: str, family: type[Any], known: Mapping[str, type[Any]], what: st
 
 
 def from_source(word: str, family: type[Any], what: str) -> tuple[type[Any], str]:
-    """A class of the user's own, named as path/to/file.py:ClassName.
+    """Load a class that is named as path/to/file.py:ClassName, and return it with its label.
 
     It is entered in the register under that word, so that records and experiment files can name it.
+
+    Args:
+        word: the file and the class.
+        family: the base class that it must have.
+        what: what the family is called in errors.
     """
     path, _, name = word.rpartition(":")
     module = _load(str(Path(path).resolve()), path)
@@ -83,7 +101,11 @@ def _load(resolved: str, shown: str) -> ModuleType:
 
 
 def load_files(table: Mapping[str, Any], where: str) -> None:
-    """Load the classes that a table of plain data names as path/to/file.py:ClassName, and check its outline."""
+    """Load the classes that an experiment as plain data names as path/to/file.py:ClassName.
+
+    Raises `ConfigurationError`, with `where` the experiment comes from, if a strategy or label has a wrong type.
+    """
+    strategies(), workloads()  # before classes from files are entered
     entries = table.get("strategy", [])
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, str | dict):

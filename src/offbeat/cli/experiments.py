@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tomli_w
 from cyclopts import Parameter
 
+from offbeat.cli.class_lookup import load_files
 from offbeat.cli.flags import all_flags, file_flags, read_flags, with_flags
 from offbeat.cli.options import Output
 from offbeat.cli.output import (
@@ -24,7 +25,6 @@ from offbeat.cli.output import (
 )
 from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.cli.progress import RunProgress, show_progress
-from offbeat.cli.worker_process import load_experiment_classes
 from offbeat.core.actions import Record
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency
@@ -197,7 +197,7 @@ def _print_failures(summaries: tuple[Summary, ...]) -> int:
 def read_experiment(header: RunHeader, directory: Path) -> Experiment:
     """The experiment of a run that its header describes; it must be one that could be written down."""
     plain = header.experiment or {}
-    load_experiment_classes(plain, str(directory))
+    load_files(plain, str(directory))
     try:
         return Experiment.from_plain(plain)
     except (KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""The flags of `simulate`, `train` and `compare`, derived from the fields of the configuration classes.
+"""Flags that are derived from the fields of configuration classes.
 
-A flag is the union of the fields of that name: `--batch` is one flag, whichever of the strategies have a batch. Values
-stay text here; `plans.py` turns them into what each field wants by the way that TOML takes, too.
+One flag stands for all fields of its name: `--batch` sets the batch of every strategy that has one. Values stay text
+here; `plans.py` converts them to the types of the fields, in the same way as values of TOML files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
+from offbeat.cli.class_lookup import strategies, workloads
 from offbeat.cli.options import CLUSTER, GROUPS, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output
 from offbeat.cluster import Cluster, Link
 from offbeat.core.configuration import Family, Option, noun, options
 from offbeat.core.optimizers import Optimizer
-from offbeat.core.strategy import Strategy
-from offbeat.core.workload import NamedWorkload
 from offbeat.lab.experiment import Settings
 from offbeat.lab.live_runs import EVALUATE_LIVE
 from offbeat.lab.worker_main import LiveOptions
@@ -38,10 +37,9 @@ METAVARS = {
     "transport": "NAME",
 }
 SHORTCUTS = {"acid": ("momentum", "acid")}
-"""Flags without a value that stand for a field and one of its values; with `no` in front, for none."""
+"""Flags without a value → the field they set, and its value; `--no-` before the flag sets the field to none."""
 TOML_ONLY = ("workers", "measured", "size")
-"""Fields of a cluster that are too long for a command line, that only `offbeat calibrate` can know, or that a flag of
-the run says, as --workers does."""
+"""Fields of a cluster without a flag: too long for one, known to `offbeat calibrate` only, or set by --workers."""
 SIMULATED_ONLY = (
     "seconds_per_sample",
     "seconds_per_call",
@@ -50,21 +48,25 @@ SIMULATED_ONLY = (
     "speed_trace",
     "crash_seen_seconds",
 )
-"""Fields of a cluster that real machines and links settle themselves."""
+"""Fields of a cluster that only matter in simulation; real machines and links have their own."""
 
 FlagValues = dict[str, dict[str, Any]]
-"""What was given: section → path of the field → text, or a truth value for a flag without one."""
+"""Flags on a command line: section → path of the field → its text, or a bool for a flag without a value."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: the section of the help page, the path of the field it sets, and what it says there."""
+    """One flag."""
 
     section: str
+    """The section of the help page, one of `GROUPS`."""
     path: str
+    """The field that it sets; parts of nested fields are joined by dots."""
     kind: Any
+    """The type of the field."""
     text: str
+    """The help text, with the default in brackets."""
 
     @property
     def name(self) -> str:
@@ -93,20 +95,8 @@ def flag_name(path: str) -> str:
 
 
 @functools.cache
-def strategies() -> dict[str, type[Any]]:
-    """Every strategy by name."""
-    return dict(Strategy.members)
-
-
-@functools.cache
-def workloads() -> dict[str, type[Any]]:
-    """Every workload by name."""
-    return dict(NamedWorkload.members)
-
-
-@functools.cache
 def run_flags() -> tuple[Flag, ...]:
-    """What the runs share: the settings of a plan, and the cluster."""
+    """Flags for settings of a plan and for the cluster."""
     seeds = "how many seeds to run, from 0 on, or which: 3,4,5; each draws its own initial parameters, data order and "
     texts = {"seeds": seeds + "stragglers [1]"}
     settings = [
@@ -132,13 +122,13 @@ def _cluster_flags() -> Iterator[Flag]:
 
 @functools.cache
 def file_flags() -> tuple[Flag, ...]:
-    """The same without defaults: what is not given is as the experiment file says."""
+    """Flags of `compare`: those of `run_flags` without defaults, which the experiment file gives."""
     return tuple(dataclasses.replace(flag, text=flag.text.partition(" [")[0]) for flag in run_flags())
 
 
 @functools.cache
 def all_flags() -> tuple[Flag, ...]:
-    """Everything that `simulate` takes, besides where the output goes."""
+    """Flags of `simulate`, except those of `Output`."""
     chosen = [flag for flag in derive_flags(STRATEGY, strategies()) if flag.path != "optimizer"]
     names = ", ".join(Optimizer.members)
     optimizer = f"how parameters are updated: {names}, or with a rate: sgd:0.1 [as suits the workload]"
@@ -155,7 +145,7 @@ def all_flags() -> tuple[Flag, ...]:
 
 @functools.cache
 def live_flags() -> tuple[Flag, ...]:
-    """Everything that `train` takes: without what real machines settle themselves, with what concerns processes."""
+    """Flags of `train`, except those of `Output`: without `SIMULATED_ONLY`, and with those for processes."""
     texts = {
         "workers": "workers that compute [as many as the cluster says, or else "
         f"{live_defaults()['workers']}: one per core, 4 at the most]",
@@ -175,24 +165,30 @@ def live_defaults() -> dict[str, Any]:
 
 
 def derive_flags(section: str, classes: Mapping[str, type[Any]], prefix: str = "") -> Iterator[Flag]:
-    """One flag for each field name that occurs in these classes, fields of all of them first."""
-    found: dict[str, dict[str, Option]] = {}
+    """One flag for each field name in these classes; fields that more classes have come first.
+
+    Args:
+        section: the section of the help page.
+        classes: configuration classes by name.
+        prefix: what the path of each flag begins with, such as `optimizer.`.
+    """
+    by_path: dict[str, dict[str, Option]] = {}
     for name, cls in classes.items():
         for item in options(cls):
-            found.setdefault(item.path, {})[name] = item
-    for path, owners in sorted(found.items(), key=lambda entry: -len(entry[1])):
+            by_path.setdefault(item.path, {})[name] = item
+    for path, owners in sorted(by_path.items(), key=lambda entry: -len(entry[1])):
         kind = next(iter(owners.values())).kind
         yield Flag(section, prefix + path, kind, describe(owners, in_all=len(owners) == len(classes)))
 
 
 def _default_of(item: Option) -> tuple[str, str]:
-    """What a field means, and its default; what none stands for is the default where that is none."""
+    """The text of a field and its default; for the default none, what the text says that none stands for."""
     text, stands_for, meaning = item.text.partition("; none: ")
     return (text, meaning) if stands_for and item.default is None else (item.text, format_default(item.default))
 
 
 def describe(owners: Mapping[str, Option], in_all: bool) -> str:
-    """What a field means, who has it and its default there; equal words are said once."""
+    """The help text of a flag: for each different text of the field, which classes have it with which default."""
     by_text: dict[str, dict[str, list[str]]] = {}
     for name, item in owners.items():
         text, default = _default_of(item)
@@ -213,7 +209,7 @@ def _with_default(item: Option) -> str:
 
 
 def format_default(default: Any) -> str:
-    """A default as one would type it."""
+    """A default as it is typed on a command line."""
     if default is MISSING:
         return "must be given"
     if default is None or default == ():
@@ -231,7 +227,7 @@ def format_default(default: Any) -> str:
 
 
 def metavar(kind: Any) -> str:
-    """What stands for the value on the help page."""
+    """The word that stands for a value of this type on the help page."""
     inner = [part for part in members_of(kind) if part is not type(None)]
     if inner[0] in (int, float):
         return "N" if inner[0] is int else "X"
@@ -245,12 +241,12 @@ def members_of(kind: Any) -> Iterable[Any]:
 
 
 def with_flags(flags: Iterable[Flag]) -> Callable[[Function], Function]:
-    """Give a command these flags, in its parameter `flags`, and those of `Output` in `output`, if it has that."""
+    """Decorate a command: its parameter `flags` takes these flags, and `output`, if it has that, those of `Output`."""
     fields = [(flag.attribute, flag.annotation, dataclasses.field(default=None)) for flag in flags]
     # Without a module of ours, cyclopts would take the class for one of the standard library's.
     holder = dataclasses.make_dataclass("Flags", fields, namespace={"__module__": __name__})
 
-    def given_to(function: Function) -> Function:
+    def decorate(function: Function) -> Function:
         function.__annotations__["flags"] = Annotated[holder, Parameter(name="*")]
         defaults: dict[str, Any] = {"flags": holder()}
         if "output" in function.__annotations__:
@@ -259,17 +255,17 @@ def with_flags(flags: Iterable[Flag]) -> Callable[[Function], Function]:
         function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **defaults}
         return function
 
-    return given_to
+    return decorate
 
 
 def read_flags(values: Any, flags: Iterable[Flag]) -> FlagValues:
-    """What of these flags was given."""
-    found: FlagValues = {section: {} for section in GROUPS}
+    """The flags that are on the command line; `values` is what the parameter `flags` of a command holds."""
+    result: FlagValues = {section: {} for section in GROUPS}
     for flag in flags:
         value = getattr(values, flag.attribute)
         if value is not None and flag.path in SHORTCUTS:
-            path, meant = SHORTCUTS[flag.path]
-            found[flag.section].setdefault(path, meant if value else "none")
+            path, text = SHORTCUTS[flag.path]
+            result[flag.section].setdefault(path, text if value else "none")
         elif value is not None:
-            found[flag.section][flag.path] = value
-    return found
+            result[flag.section][flag.path] = value
+    return result

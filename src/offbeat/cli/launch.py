@@ -14,11 +14,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from offbeat.cli.class_lookup import load_files
 from offbeat.cli.live_view import LineWatcher, RunState, RunWatcher
 from offbeat.cli.mpi import exec_mpirun
 from offbeat.cli.options import QuietFlag, option
 from offbeat.cli.output import new_directory, prepare_directory, print_status
-from offbeat.cli.worker_process import load_experiment_classes
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import RunFailed, unknown
@@ -213,7 +213,7 @@ def work(
         token,
         wait_seconds=seconds,
         member=member,
-        prepare=lambda experiment: load_experiment_classes(experiment, f"the run at {there}"),
+        prepare=lambda experiment: load_files(experiment, f"the run at {there}"),
         threads=count,
     )
 

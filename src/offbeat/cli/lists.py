@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tomli_w
 from cyclopts import Parameter
 
-from offbeat.cli import flags
+from offbeat.cli import class_lookup, flags
 from offbeat.cli.class_lookup import find_strategy, find_workload
 from offbeat.cli.options import JsonFlag, option
 from offbeat.cli.output import console, print_json, table
@@ -27,15 +27,15 @@ Counts = Annotated[bool, option("show parameters, examples and classes instead; 
 
 def strategies(name: Name = None, /, *, json: JsonFlag = False) -> int:
     """What strategies there are, or the fields of one with their defaults."""
-    return _members("strategies", flags.strategies(), name, json, find_strategy)
+    return _members("strategies", class_lookup.strategies(), name, json, find_strategy)
 
 
 def workloads(name: Name = None, /, *, counts: Counts = False, json: JsonFlag = False) -> int:
     """What workloads there are, or the fields of one with their defaults."""
     if counts:
-        found = list(flags.workloads().values()) if name is None else [find_workload(name)[0]]
+        found = list(class_lookup.workloads().values()) if name is None else [find_workload(name)[0]]
         return _print_counts([row for cls in found for row in _counted(cls)], json)
-    return _members("workloads", flags.workloads(), name, json, find_workload)
+    return _members("workloads", class_lookup.workloads(), name, json, find_workload)
 
 
 def clusters(name: Name = None, /, *, json: JsonFlag = False) -> int:

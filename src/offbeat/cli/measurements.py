@@ -16,7 +16,8 @@ import tomli_w
 from cyclopts import Parameter
 from rich.table import Table
 
-from offbeat.cli.flags import Flag, derive_flags, live_flags, read_flags, with_flags, workloads
+from offbeat.cli.class_lookup import workloads
+from offbeat.cli.flags import Flag, derive_flags, live_flags, read_flags, with_flags
 from offbeat.cli.live_view import RunWatcher
 from offbeat.cli.options import LIVE, OUTPUT, RUN, WORKLOAD, OutputJsonFlag, OutputQuietFlag, option
 from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable, table

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from offbeat.cli.class_lookup import EXAMPLE, find_strategy, find_workload, load_files
-from offbeat.cli.flags import FlagValues, flag_name, strategies, workloads
+from offbeat.cli.class_lookup import EXAMPLE, find_strategy, find_workload, load_files, strategies, workloads
+from offbeat.cli.flags import FlagValues, flag_name
 from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD
 from offbeat.cli.output import print_status
 from offbeat.cluster import Cluster, Link, load_cluster
@@ -70,7 +70,6 @@ def plan_from_file(
     path: str, flag_values: FlagValues, defaults: Mapping[str, Any] = NO_DEFAULTS, *, sized: bool = True
 ) -> Plan:
     """The plan in an experiment file, with what the command line says otherwise; `defaults` are for what both leave."""
-    strategies()
     table = read_toml(path, "experiment")
     load_files(table, path)
     plan = Plan.from_plain({**{key: to_plain(value) for key, value in defaults.items()}, **table}, path)

@@ -15,9 +15,8 @@ from typing import Annotated, Literal
 import torch
 from cyclopts import Parameter
 
-from offbeat.cli.class_lookup import find_strategy
+from offbeat.cli.class_lookup import find_strategy, strategies
 from offbeat.cli.experiments import read_experiment
-from offbeat.cli.flags import strategies
 from offbeat.cli.options import option
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.configuration import from_plain
