@@ -292,7 +292,7 @@ def test_what_is_held_up_on_a_slow_link_still_counts_after_a_goodbye(data: Tenso
 
 def test_fresh_interpreters_train_as_copies_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a process cannot be copied, the run's directory tells a fresh one everything."""
-    monkeypatch.setattr("offbeat.lab.live_runs._may_fork", lambda experiment: False)
+    monkeypatch.setattr("offbeat.lab.live_runs._can_fork", lambda experiment: False)
     run = ob.train(ob.workloads.Quadratic(), ob.FixedMinibatch(batch=32), ob.Samples(640), workers=1)
     assert run.summary.failure is None
     assert run.summary.samples == 640

@@ -10,6 +10,7 @@ from offbeat.records.metrics import seconds_to_target
 from offbeat.records.schema import Evaluation
 
 heights = st.floats(0.0, 1.0).map(lambda value: round(value, 6))
+goals = st.floats(1e-6, 1.0).map(lambda value: round(value, 6))
 
 
 def curve(accuracies: list[float]) -> list[Evaluation]:
@@ -36,12 +37,12 @@ def test_one_lucky_evaluation_never_counts(length: int, data: st.DataObject, pla
     assert seconds_to_target(curve(values), "accuracy", 0.9) is None
 
 
-@given(st.lists(heights, max_size=30), heights)
+@given(st.lists(heights, max_size=30), goals)
 def test_falling_to_a_loss_is_rising_to_an_accuracy(values: list[float], goal: float) -> None:
     assert seconds_to_target(curve(values), "loss", -goal) == seconds_to_target(curve(values), "accuracy", goal)
 
 
-@given(st.lists(heights, min_size=1, max_size=30), heights)
+@given(st.lists(heights, min_size=1, max_size=30), goals)
 def test_a_target_that_was_reached_lies_within_the_run_and_was_measured(values: list[float], goal: float) -> None:
     seconds = seconds_to_target(curve(values), "accuracy", goal)
     if seconds is None:
@@ -50,7 +51,7 @@ def test_a_target_that_was_reached_lies_within_the_run_and_was_measured(values: 
     assert max(values) >= goal
 
 
-@given(st.lists(heights, max_size=30), heights, heights)
+@given(st.lists(heights, max_size=30), goals, goals)
 def test_a_higher_target_is_never_reached_sooner(values: list[float], one: float, other: float) -> None:
     low, high = (seconds_to_target(curve(values), "accuracy", goal) for goal in sorted((one, other)))
     if high is not None:

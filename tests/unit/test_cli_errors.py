@@ -41,7 +41,7 @@ MISTAKES = [
     ([*RUN, "--lr", "-1"], "fmb.optimizer.lr must be 0 or more"),
     ([*RUN, "--until", "soon"], "'soon' is neither a number of samples"),
     ([*RUN, "--until", "0"], "--until must be greater than 0, but is 0"),
-    ([*RUN, "--straggle", "niagra"], "unknown straggle 'niagra'; did you mean 'niagara'?"),
+    ([*RUN, "--straggle", "niagra"], "unknown straggler model 'niagra'; did you mean 'niagara'?"),
     ([*RUN, "--target", "1.5"], "an accuracy to reach is above 0 and at most 1, but is 1.5"),
     ([*RUN, "--target", "speed:1"], "unknown value for target.metric 'speed'"),
     ([*RUN, "--evaluate", "sometimes"], "unknown cadence 'sometimes'"),

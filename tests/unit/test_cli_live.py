@@ -282,12 +282,12 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     Path("token").chmod(0o600)
     with pytest.raises(SystemExit):
         main(["work", "10.0.0.1:7", "--token-file", "token", "--wait", "5", "script.py", "--wait", "x"])
-    run_worker = asked.pop("run_worker")
+    member = asked.pop("member")
     assert asked == {"address": "10.0.0.1:7", "token": b"secret", "rank": None, "wait_seconds": 5.0}
     assert became[:2] == [sys.executable, [sys.executable, "script.py", "--wait", "x"]]
     seen = {name: became[2][name] for name in ("OFFBEAT_RANK", "OFFBEAT_PROCESSES", "OFFBEAT_ADDRESS", "OFFBEAT_TOKEN")}
     assert list(seen.values()) == ["3", "4", "10.0.0.1:7", b"secret".hex()]
-    assert became[2]["OFFBEAT_MEMBER"] == run_worker
+    assert became[2]["OFFBEAT_MEMBER"] == member
     assert capsys.readouterr().err == "offbeat: joining the run at 10.0.0.1:7 as rank 3\n"
 
 

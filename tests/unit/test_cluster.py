@@ -105,9 +105,9 @@ def test_stragglers_can_be_written_as_one_word() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("niagra", "unknown straggle 'niagra'; did you mean 'niagara'?"),
+        ("niagra", "unknown straggler model 'niagra'; did you mean 'niagara'?"),
         ("lognormal:wide", "lognormal.sigma is a number, but 'wide' was given"),
-        ("pareto:1:2", "straggle 'pareto:1:2' gives 2 values, but pareto takes shape"),
+        ("pareto:1:2", "straggler model 'pareto:1:2' gives 2 values, but pareto takes shape"),
         ("mixture", "mixture needs components"),
         ("pareto:-1", "Pareto.shape must be greater than 0, but is -1.0"),
     ],

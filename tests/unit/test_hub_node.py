@@ -27,7 +27,7 @@ from offbeat.core.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
 from offbeat.strategies.evaluations import EVALUATIONS_MAX
 from offbeat.strategies.hub import Distinct, Every, Messages
-from offbeat.strategies.hub.hub_parts import AllWorkers, Census, Share, TargetBatch
+from offbeat.strategies.hub.hub_parts import AllWorkers, CollectStatus, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing
 
@@ -176,22 +176,22 @@ def test_a_strategy_without_an_optimizer_says_what_to_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("collect", "census", "ready"),
+    ("collect", "status", "ready"),
     [
-        (AllWorkers(), Census(live=3, reported=3, messages=3), True),
-        (AllWorkers(), Census(live=3, reported=2, messages=9), False),
-        (AllWorkers(), Census(live=0, reported=0, messages=4), False),
-        (Messages(4), Census(live=2, reported=1, messages=4), True),
-        (Messages(), Census(live=5, reported=5, messages=4), False),
-        (Messages(), Census(live=0, reported=0, messages=1), True),
-        (Distinct(3), Census(live=5, reported=3, messages=3), True),
-        (Distinct(3), Census(live=2, reported=2, messages=2), True),
-        (Distinct(3), Census(live=5, reported=2, messages=7), False),
-        (Every(1.0), Census(live=1, reported=1, messages=9), False),
+        (AllWorkers(), CollectStatus(live=3, reported=3, messages=3), True),
+        (AllWorkers(), CollectStatus(live=3, reported=2, messages=9), False),
+        (AllWorkers(), CollectStatus(live=0, reported=0, messages=4), False),
+        (Messages(4), CollectStatus(live=2, reported=1, messages=4), True),
+        (Messages(), CollectStatus(live=5, reported=5, messages=4), False),
+        (Messages(), CollectStatus(live=0, reported=0, messages=1), True),
+        (Distinct(3), CollectStatus(live=5, reported=3, messages=3), True),
+        (Distinct(3), CollectStatus(live=2, reported=2, messages=2), True),
+        (Distinct(3), CollectStatus(live=5, reported=2, messages=7), False),
+        (Every(1.0), CollectStatus(live=1, reported=1, messages=9), False),
     ],
 )
-def test_when_the_hub_updates(collect: ob.Hub, census: Census, ready: bool) -> None:
-    assert collect.ready(census) is ready
+def test_when_the_hub_updates(collect: ob.Hub, status: CollectStatus, ready: bool) -> None:
+    assert collect.ready(status) is ready
 
 
 def test_a_share_is_split_as_evenly_as_it_goes_and_never_to_nothing() -> None:

@@ -197,7 +197,7 @@ def test_both_sides_are_told_why_they_cannot_be_linked() -> None:
 @pytest.mark.parametrize("raw", [b"", b"{}", b"\xff", b'{"type":"hello"}', b'{"type":"other"}'])
 def test_a_word_that_is_none_is_an_error_of_the_wire(raw: bytes) -> None:
     with pytest.raises(wire.WireError, match="cannot be read"):
-        mpi_links.read_word(torch.tensor(list(raw), dtype=torch.uint8))
+        mpi_links.decode_control(torch.tensor(list(raw), dtype=torch.uint8))
 
 
 def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

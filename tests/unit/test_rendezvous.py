@@ -277,7 +277,7 @@ def test_words_of_another_kind_end_the_call(opened: Open, words: bytes) -> None:
     over = threading.Event()
 
     def visit(call: Call) -> bool:
-        with pytest.raises(Unreachable, match="something else than Hello came"):
+        with pytest.raises(Unreachable, match="something else than CallRequest came"):
             call.recv(CallRequest)
         over.set()
         return False
@@ -385,7 +385,7 @@ sys.setswitchinterval(1e-6)
 import msgspec
 from offbeat.transports import rendezvous
 
-request = msgspec.msgpack.encode(rendezvous.CallRequest("register", 1, door=rendezvous.Endpoint("here", 1, "door")))
+request = msgspec.msgpack.encode(rendezvous.CallRequest("register", 1, listener=rendezvous.Endpoint("here", 1, "a")))
 together = threading.Barrier(8)
 
 

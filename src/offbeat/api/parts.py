@@ -1,7 +1,17 @@
 """Everything that `ob.Hub`, `ob.LocalSteps`, `ob.Population` and `ob.Gossip` are composed from."""
 
 from offbeat.strategies.gossip import Acid, FirstAvailable, Matchings, Poisson, Random, Regular
-from offbeat.strategies.hub import AllWorkers, Collect, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.strategies.hub import (
+    AllWorkers,
+    Collect,
+    CollectStatus,
+    Distinct,
+    Every,
+    HubStrategy,
+    Messages,
+    Share,
+    TargetBatch,
+)
 from offbeat.strategies.local_steps import Everyone, Merge, Quorum
 from offbeat.strategies.local_training import Content, Differences, Gradients, Values
 from offbeat.strategies.population import AllMembers, Best, Better, Initial, Same, Shuffled, Sources
@@ -13,6 +23,7 @@ __all__ = [
     "Best",
     "Better",
     "Collect",
+    "CollectStatus",
     "Content",
     "Differences",
     "Distinct",
@@ -20,6 +31,7 @@ __all__ = [
     "Everyone",
     "FirstAvailable",
     "Gradients",
+    "HubStrategy",
     "Initial",
     "Matchings",
     "Merge",

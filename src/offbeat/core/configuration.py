@@ -21,6 +21,7 @@ import inspect
 import itertools
 import math
 import numbers
+import re
 import sys
 import tomllib
 import types
@@ -126,7 +127,8 @@ class Family(Configuration):
 
 
 def noun(cls: type[Any]) -> str:
-    return cls.__name__.lower()
+    """What a sentence calls an object of this class: "straggler model" for StragglerModel."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
 
 
 @dataclass(frozen=True)

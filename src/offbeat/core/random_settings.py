@@ -61,12 +61,14 @@ def shared_settings(random: Generator, workers: int) -> dict[str, Any]:
 def settings_by_type(cls: type[Any], random: Generator) -> dict[str, Any]:
     """Values for the fields of `cls` whose choices follow from their types.
 
-    These are booleans and members of a family that need no arguments. Fields in `SHARED`, and `compression`, which has
-    tests of its own, are left out.
+    These are booleans and members of a family that need no arguments. Left out are fields in `SHARED`, `compression`,
+    which has tests of its own, and a strategy that `cls` wraps.
     """
     settings = {}
     for item in options(cls):
-        if item.path not in SHARED and item.path != "compression" and (choices := _choices(item.kind)):
+        if item.path in SHARED or item.path == "compression" or item.kind in cls.__mro__:
+            continue
+        if choices := _choices(item.kind):
             settings[item.path] = choices[int(random.integers(len(choices)))]
     return settings
 

@@ -4,7 +4,16 @@ Start with `named.py` (the algorithms), then `composition.py` (what they are mad
 `worker.py`.
 """
 
-from offbeat.strategies.hub.hub_parts import AllWorkers, Census, Collect, Distinct, Every, Messages, Share, TargetBatch
+from offbeat.strategies.hub.hub_parts import (
+    AllWorkers,
+    Collect,
+    CollectStatus,
+    Distinct,
+    Every,
+    Messages,
+    Share,
+    TargetBatch,
+)
 from offbeat.strategies.hub.hub_strategies import (
     AnytimeMinibatch,
     AsyncAdaptive,
@@ -25,8 +34,8 @@ __all__ = [
     "AsyncFixed",
     "AsyncTimed",
     "BackupWorkers",
-    "Census",
     "Collect",
+    "CollectStatus",
     "Distinct",
     "Every",
     "FixedMinibatch",

@@ -42,7 +42,7 @@ class TargetBatch:
 
 
 @dataclass(frozen=True)
-class Census:
+class CollectStatus:
     """What the hub knows when it asks whether to update."""
 
     live: int
@@ -64,7 +64,7 @@ class Collect(ABC):
     """Whether workers that wait never have a gradient of an older version applied."""
 
     @abstractmethod
-    def ready(self, census: Census) -> bool: ...
+    def ready(self, status: CollectStatus) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class AllWorkers(Collect):
     in_rank_order = True
     synchronous = True
 
-    def ready(self, census: Census) -> bool:
-        return 0 < census.live <= census.reported
+    def ready(self, status: CollectStatus) -> bool:
+        return 0 < status.live <= status.reported
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Messages(Collect):
     def __post_init__(self) -> None:
         require_positive(self, "count")
 
-    def ready(self, census: Census) -> bool:
-        return census.messages >= (self.count or max(1, census.live))
+    def ready(self, status: CollectStatus) -> bool:
+        return status.messages >= (self.count or max(1, status.live))
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Distinct(Collect):
     def __post_init__(self) -> None:
         require_positive(self, "count")
 
-    def ready(self, census: Census) -> bool:
-        return census.live > 0 and census.reported >= min(self.count, census.live)
+    def ready(self, status: CollectStatus) -> bool:
+        return status.live > 0 and status.reported >= min(self.count, status.live)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Every(Collect):
     def __post_init__(self) -> None:
         require_positive(self, "seconds")
 
-    def ready(self, census: Census) -> bool:
+    def ready(self, status: CollectStatus) -> bool:
         return False
 
 

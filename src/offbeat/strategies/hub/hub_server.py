@@ -19,7 +19,7 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.strategy import NodeContext, State
 from offbeat.records.schema import Contribution, Reason, Update
-from offbeat.strategies.hub.hub_parts import Census, Every, HubSettings, Share, TargetBatch
+from offbeat.strategies.hub.hub_parts import CollectStatus, Every, HubSettings, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
 from offbeat.strategies.server_node import HUB, ServerNode, dropped
@@ -212,8 +212,8 @@ class HubServer(ServerNode):
             self._collected.note(rank, Effort(message.samples, message.seconds))
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
-        census = Census(len(self._live), len(self._reported), self._collected.messages)
-        if self._awaited is None and self._config.collect.ready(census):
+        status = CollectStatus(len(self._live), len(self._reported), self._collected.messages)
+        if self._awaited is None and self._config.collect.ready(status):
             yield from self._update(at)
 
     def _fired(self, event: TimerFired) -> Iterator[Action]:
