@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli import main
-from offbeat.cluster import load_cluster
+from offbeat.cluster.presets import load_cluster
 
 QUICK = ["--workers", "2", "--seconds", "12", "--quiet"]
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.errors import ConfigurationError
-from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Graph, Matching, Star, Topology
-from offbeat.topology.matchings import covering
+from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Graph, Star
+from offbeat.topology.matchings import Matching, covering
+from offbeat.topology.topology import Topology
 
 rates = st.floats(0.01, 100.0)
 powers = st.integers(1, 7).map(lambda k: 2**k)

@@ -21,7 +21,7 @@ from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule
 from offbeat.strategies.gossip.peer import Peer
-from offbeat.topology import Graph
+from offbeat.topology.graphs import Graph
 
 # What is conserved
 

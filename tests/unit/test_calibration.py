@@ -14,7 +14,9 @@ from made_records import a_round, run
 import offbeat as ob
 from offbeat.cli import main
 from offbeat.cli.measurements import as_toml
-from offbeat.cluster import CEDAR, Cluster, Link, RoundDelay, Speed, Trace, WorkerOverride, load_cluster
+from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
+from offbeat.cluster.presets import load_cluster
+from offbeat.cluster.stragglers import CEDAR, RoundDelay, Speed, Trace
 from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.calibration import (

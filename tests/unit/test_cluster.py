@@ -3,27 +3,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offbeat.cluster import (
+from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
+from offbeat.cluster.presets import PRESETS, SUMMARIES, load_cluster
+from offbeat.cluster.stragglers import (
     CEDAR,
     NIAGARA,
-    PRESETS,
-    SUMMARIES,
-    Cluster,
-    Corrupt,
-    Crash,
-    Fault,
-    Link,
     Lognormal,
     Mixture,
     NoStragglers,
     Pareto,
-    Partition,
-    Pause,
     ShiftedExponential,
     Slowdown,
     StragglerModel,
-    WorkerOverride,
-    load_cluster,
 )
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.randomness import stream

@@ -29,8 +29,10 @@ from offbeat.cli import COMMANDS, USAGES, class_lookup, flags, main
 from offbeat.cli.launch import launch, work
 from offbeat.cli.options import Output
 from offbeat.cli.train import train
-from offbeat.cluster import PRESETS, Fault, StragglerModel
 from offbeat.cluster.cluster import Cluster
+from offbeat.cluster.faults import Fault
+from offbeat.cluster.presets import PRESETS
+from offbeat.cluster.stragglers import StragglerModel
 from offbeat.core.configuration import build, options
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Strategy

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.cluster import Corrupt, Crash, Partition, Pause
-from offbeat.cluster.faults import Fault
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child, start_command
 from offbeat.launch.process_settings import peers

@@ -11,7 +11,8 @@ import pytest
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.validation import check_types
 from offbeat.errors import ConfigurationError
-from offbeat.topology import Complete, Constants, Cycle, Edges, ExponentialGraph, Graph, Star, Topology
+from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Graph, Star
+from offbeat.topology.topology import Constants, Topology
 
 ORACLES = [
     # graph, n, χ1, χ2, η, α̃ at rate 1

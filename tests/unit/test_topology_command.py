@@ -11,7 +11,8 @@ import pytest
 from offbeat.cli import main
 from offbeat.cli.topology import drawing, sentences
 from offbeat.lab.plots.rank_pairs import graph_figure, layout
-from offbeat.topology import Complete, Cycle, Edges, ExponentialGraph, Star, Topology
+from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Star
+from offbeat.topology.topology import Topology
 
 Captured = pytest.CaptureFixture[str]
 

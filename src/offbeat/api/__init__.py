@@ -6,7 +6,8 @@ line; nothing imports it.
 
 from offbeat import testing
 from offbeat.api import compression, faults, graphs, models, nodes, parts, schedules, stragglers, workloads
-from offbeat.cluster import Cluster, Link, load_cluster
+from offbeat.cluster.cluster import Cluster, Link
+from offbeat.cluster.presets import load_cluster
 from offbeat.core.actions import Samples, Seconds
 from offbeat.core.optimizers import SGD, Adam, AdamW, AMSGrad, RMSprop, TorchOptimizer
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy

@@ -1,5 +1,5 @@
 """What goes wrong on which rank and when, for `Cluster(faults=...)`."""
 
-from offbeat.cluster import Corrupt, Crash, Fault, Partition, Pause, failures
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause, failures
 
 __all__ = ["Corrupt", "Crash", "Fault", "Partition", "Pause", "failures"]

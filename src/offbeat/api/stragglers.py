@@ -1,6 +1,7 @@
 """Models of what slows a worker down, for `Cluster(straggle=...)`, and speeds of single workers."""
 
-from offbeat.cluster import (
+from offbeat.cluster.cluster import WorkerOverride
+from offbeat.cluster.stragglers import (
     CEDAR,
     NIAGARA,
     Lognormal,
@@ -12,7 +13,6 @@ from offbeat.cluster import (
     Slowdown,
     StragglerModel,
     Trace,
-    WorkerOverride,
 )
 
 __all__ = [

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import strategies, workloads
 from offbeat.cli.options import CLUSTER, GROUPS, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output
-from offbeat.cluster import Cluster, Link
+from offbeat.cluster.cluster import Cluster, Link
 from offbeat.core.configuration import Family, Option, noun, options
 from offbeat.core.optimizers import Optimizer
 from offbeat.lab.experiment import Settings

@@ -14,7 +14,7 @@ from offbeat.cli import class_lookup, flags
 from offbeat.cli.class_lookup import find_strategy, find_workload
 from offbeat.cli.options import JsonFlag, option
 from offbeat.cli.output import console, print_json, table
-from offbeat.cluster import PRESETS, SUMMARIES
+from offbeat.cluster.presets import PRESETS, SUMMARIES
 from offbeat.core.configuration import options, to_plain
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import unknown

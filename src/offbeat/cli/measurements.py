@@ -22,7 +22,7 @@ from offbeat.cli.live_view import RunWatcher
 from offbeat.cli.options import LIVE, OUTPUT, RUN, WORKLOAD, OutputJsonFlag, OutputQuietFlag, option
 from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable, table
 from offbeat.cli.plans import live_of, workload_of
-from offbeat.cluster import StragglerModel
+from offbeat.cluster.stragglers import StragglerModel
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.validation import require
 from offbeat.lab.calibration import MICROBATCH, Calibration, MeasuredWorker

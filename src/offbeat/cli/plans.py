@@ -19,7 +19,8 @@ from offbeat.cli.class_lookup import EXAMPLE, find_strategy, find_workload, load
 from offbeat.cli.flags import FlagValues, flag_name
 from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD
 from offbeat.cli.output import print_status
-from offbeat.cluster import Cluster, Link, load_cluster
+from offbeat.cluster.cluster import Cluster, Link
+from offbeat.cluster.presets import load_cluster
 from offbeat.core.configuration import from_plain, make, options, read_toml, to_plain
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Strategy

@@ -21,7 +21,8 @@ from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.validation import require
 from offbeat.lab.plots.rank_pairs import graph_figure, layout
 from offbeat.lab.plots.style import save
-from offbeat.topology import Constants, Edges, Graph, Topology
+from offbeat.topology.graphs import Edges, Graph
+from offbeat.topology.topology import Constants, Topology
 
 DRAWN_MAX = 16
 """Up to so many peers the graph is drawn on the terminal; of more, a drawing of dots shows nothing."""

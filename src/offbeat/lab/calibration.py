@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from offbeat.cluster import Cluster, Link, Mixture, NoStragglers, StragglerModel, Trace, WorkerOverride
+from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
+from offbeat.cluster.stragglers import Mixture, NoStragglers, StragglerModel, Trace
 from offbeat.core.actions import Seconds
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream

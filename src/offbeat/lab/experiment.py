@@ -29,7 +29,8 @@ from typing import Any, cast
 
 import offbeat.lab.workloads
 import offbeat.strategies  # noqa: F401  (enters the named strategies in Strategy.members)
-from offbeat.cluster import Cluster, load_cluster
+from offbeat.cluster.cluster import Cluster
+from offbeat.cluster.presets import load_cluster
 from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.configuration import Configuration, build, from_plain, read_toml, to_plain

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from offbeat.cluster import Cluster
+from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget, Finish
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import require

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from offbeat.cluster import Cluster
+from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget, Finish, Record
 from offbeat.core.configuration import to_plain
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy

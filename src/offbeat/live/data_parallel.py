@@ -35,7 +35,7 @@ from offbeat.live.evaluation import Evaluation
 from offbeat.live.local_ranks import SessionOptions
 from offbeat.live.session_base import SessionBase, parse_until, rank_info_for
 from offbeat.strategies.gossip import Acid, Clock, Gossip, Partner
-from offbeat.topology import Graph
+from offbeat.topology.graphs import Graph
 
 Batch = TypeVar("Batch")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offbeat.cluster import Cluster, Link, NoStragglers, StragglerModel, WorkerOverride
-from offbeat.cluster.stragglers import RoundDelay
+from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
+from offbeat.cluster.stragglers import NoStragglers, RoundDelay, StragglerModel
 from offbeat.core.bandwidth import NetworkCard
 from offbeat.core.randomness import stream
 

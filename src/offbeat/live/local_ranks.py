@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offbeat.cluster import Cluster
+from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget
 from offbeat.core.configuration import to_plain
 from offbeat.core.flat import FlatModule

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from offbeat.cluster import Cluster
+from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget
 from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 
-from offbeat.cluster import Crash, Fault, Partition, Pause
+from offbeat.cluster.faults import Crash, Fault, Partition, Pause
 from offbeat.core.events import Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require

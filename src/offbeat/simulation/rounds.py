@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.cluster import Corrupt
+from offbeat.cluster.faults import Corrupt
 from offbeat.core.actions import Compute, Evaluate, Seconds
 from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
 from offbeat.core.examples import Order

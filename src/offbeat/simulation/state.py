@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from offbeat.cluster import Cluster, RoundDelay, Speed
+from offbeat.cluster.cluster import Cluster
+from offbeat.cluster.stragglers import RoundDelay, Speed
 from offbeat.core.actions import Action, Budget, Finish
 from offbeat.core.bandwidth import NetworkCard
 from offbeat.core.events import Event

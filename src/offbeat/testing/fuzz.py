@@ -12,20 +12,9 @@ import torch
 from numpy.random import Generator
 from torch import Tensor, nn
 
-from offbeat.cluster import (
-    Cluster,
-    Corrupt,
-    Crash,
-    Fault,
-    Link,
-    Lognormal,
-    Mixture,
-    NoStragglers,
-    Pareto,
-    Partition,
-    Pause,
-    StragglerModel,
-)
+from offbeat.cluster.cluster import Cluster, Link
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
+from offbeat.cluster.stragglers import Lognormal, Mixture, NoStragglers, Pareto, StragglerModel
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.optimizers import SGD
 from offbeat.core.random_settings import maybe, shared_settings

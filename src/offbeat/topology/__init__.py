@@ -1,7 +1,5 @@
-"""Who averages with whom: graphs, what follows from their shape, and schedules of pairs."""
+"""Communication graphs for gossip: the named graphs, spectral constants, and perfect matchings.
 
-from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Graph, Star
-from offbeat.topology.matchings import Matching
-from offbeat.topology.topology import Constants, Topology
-
-__all__ = ["Complete", "Constants", "Cycle", "Edges", "ExponentialGraph", "Graph", "Matching", "Star", "Topology"]
+Imports `core`, NumPy and networkx only. `graphs.py` has the graphs, `topology.py` a graph of a given size restricted to
+its live members, and `matchings.py` schedules of disjoint pairs.
+"""

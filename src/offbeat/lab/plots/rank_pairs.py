@@ -15,7 +15,7 @@ from offbeat.lab.plots.looks import COLOURS, Look
 from offbeat.lab.plots.style import INK, WIDTH_INCHES, Groups, new_figure, styled
 from offbeat.records.exchanges import exchange_counts
 from offbeat.records.schema import RunRecords
-from offbeat.topology import Topology
+from offbeat.topology.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

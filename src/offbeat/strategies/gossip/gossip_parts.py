@@ -11,7 +11,8 @@ from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.errors import ConfigurationError
-from offbeat.topology import Complete, Cycle, Graph, Topology
+from offbeat.topology.graphs import Complete, Cycle, Graph
+from offbeat.topology.topology import Topology
 
 
 class Partner(Family):

@@ -21,7 +21,7 @@ from offbeat.strategies.gossip.gossip_parts import (
 )
 from offbeat.strategies.gossip.membership_view import linked_to
 from offbeat.strategies.gossip.peer import Peer
-from offbeat.topology import Complete, Cycle, ExponentialGraph, Graph, Star
+from offbeat.topology.graphs import Complete, Cycle, ExponentialGraph, Graph, Star
 
 
 @dataclass(frozen=True)

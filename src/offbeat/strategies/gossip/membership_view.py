@@ -11,7 +11,8 @@ import functools
 from collections.abc import Iterable
 
 from offbeat.strategies.gossip.gossip_messages import Counts
-from offbeat.topology import Constants, Graph, Topology
+from offbeat.topology.graphs import Graph
+from offbeat.topology.topology import Constants, Topology
 
 COORDINATORS = 16
 """So many of the lowest ranks everybody is linked to: as many may die at once before the rest cannot end together."""
