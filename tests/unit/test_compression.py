@@ -10,7 +10,7 @@ from torch import Tensor
 
 import offbeat as ob
 from offbeat.core.compression import decode, is_coded, uncompressed_bytes
-from offbeat.core.compression.encoded_tensor import HEAD_BYTES
+from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES
 from offbeat.core.compression.top_k import SAMPLE
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.memory_pool import Pool
@@ -46,7 +46,7 @@ def test_int8_is_off_by_half_a_step_at_the_most(numel: int, dtype: torch.dtype) 
     values, pool = vector(numel, dtype), Pool()
     blob = ob.compression.Int8(chunk=512).encode(values, pool)
     back = decode(blob, pool)
-    assert blob.numel() == HEAD_BYTES + -(-numel // 512) * dtype.itemsize + numel
+    assert blob.numel() == ENCODED_HEADER_BYTES + -(-numel // 512) * dtype.itemsize + numel
     assert back.dtype is dtype
     for mine, theirs in zip(values.split(512), back.split(512), strict=True):
         assert (mine - theirs).abs().max() <= 0.50001 * mine.abs().max() / 127
@@ -57,7 +57,7 @@ def test_bf16_is_what_torch_rounds_to_at_half_the_weight(dtype: torch.dtype) -> 
     values, pool = vector(1001, dtype), Pool()
     blob = ob.compression.BFloat16().encode(values, pool)
     assert torch.equal(decode(blob, pool), values.bfloat16().to(dtype))
-    assert blob.numel() == HEAD_BYTES + 2 * 1001
+    assert blob.numel() == ENCODED_HEADER_BYTES + 2 * 1001
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def test_top_k_sends_exactly_the_largest(numel: int, share: float, dtype: torch.
     expected, places = torch.zeros_like(values), values.abs().topk(count).indices
     expected[places] = values[places].float().to(dtype)
     assert torch.equal(decode(blob, pool), expected)
-    assert blob.numel() == HEAD_BYTES + 8 * count
+    assert blob.numel() == ENCODED_HEADER_BYTES + 8 * count
 
 
 def test_of_equal_elements_top_k_sends_the_first() -> None:
@@ -94,7 +94,7 @@ def test_top_k_sends_all_there_is_where_that_is_less() -> None:
     values = torch.zeros(numel)
     values[[5, 77, numel - 1]] = torch.tensor([1e-30, -2.0, 3.0])
     blob = ob.compression.TopK(0.01).encode(values, pool)
-    assert blob.numel() == HEAD_BYTES + 3 * 8
+    assert blob.numel() == ENCODED_HEADER_BYTES + 3 * 8
     assert torch.equal(decode(blob, pool), values)
 
 
@@ -179,7 +179,9 @@ def test_bytes_of_nobody_are_refused() -> None:
 def test_places_that_are_out_of_range_or_order_are_refused() -> None:
     for places in ([3, 1], [-1, 2], [0, 100], [4, 4]):
         blob = ob.compression.TopK(0.02).encode(vector(100), Pool()).clone()
-        blob[HEAD_BYTES : HEAD_BYTES + 8] = torch.tensor(places, dtype=torch.int32).view(torch.uint8)
+        blob[ENCODED_HEADER_BYTES : ENCODED_HEADER_BYTES + 8] = torch.tensor(places, dtype=torch.int32).view(
+            torch.uint8
+        )
         with pytest.raises(ob.ContractViolation, match="not in order"):
             decode(blob, Pool())
 

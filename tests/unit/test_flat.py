@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.flat import FlatModule, Layout, Slot, layout_of, merge_buffers
+from offbeat.core.flat import FlatModule, Layout, TensorSlice, layout_of, merge_buffers
 from offbeat.errors import ConfigurationError, ContractViolation
 
 
@@ -234,7 +234,7 @@ def test_a_vector_of_the_wrong_length_is_refused() -> None:
 
 
 def test_views_of_a_slice_begin_where_the_slice_begins() -> None:
-    layout = Layout(torch.float32, (Slot("a", (2,), (1,), 0, 2), Slot("b", (1, 3), (3, 1), 2, 5)))
+    layout = Layout(torch.float32, (TensorSlice("a", (2,), (1,), 0, 2), TensorSlice("b", (1, 3), (3, 1), 2, 5)))
     assert [view.tolist() for view in layout.shaped(torch.arange(10.0)[4:9])] == [[4.0, 5.0], [[6.0, 7.0, 8.0]]]
 
 

@@ -24,7 +24,7 @@ from offbeat.errors import ConfigurationError, ContractViolation
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlice:
     """Where one named tensor lies in a flat vector: elements `start` to `stop`, in this shape and order."""
 
     name: str
@@ -39,7 +39,7 @@ class BufferGroup:
     """The persistent buffers of one dtype."""
 
     dtype: torch.dtype
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlice, ...]
 
     @property
     def numel(self) -> int:
@@ -51,7 +51,7 @@ class Layout:
     """Which piece of which flat vector is which tensor. Equal on all ranks, or they do not train one model."""
 
     dtype: torch.dtype
-    parameters: tuple[Slot, ...]
+    parameters: tuple[TensorSlice, ...]
     buffers: tuple[BufferGroup, ...] = ()
     frozen: str = ""
     """A digest of the names, shapes and values of the parameters that are not trained."""
@@ -242,14 +242,14 @@ def _check_trainable(module: nn.Module, trained: Sequence[tuple[str, Tensor]], b
         )
 
 
-def _slots(named: Iterable[tuple[str, Tensor]]) -> tuple[Slot, ...]:
-    slots: list[Slot] = []
+def _slots(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorSlice, ...]:
+    slots: list[TensorSlice] = []
     start = 0
     for name, tensor in named:
         shape, stop = tuple(tensor.shape), start + tensor.numel()
         # Kept as it lies in memory where that has no holes, so that channels_last weights stay channels_last.
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
-        slots.append(Slot(name, shape, tuple(stride), start, stop))
+        slots.append(TensorSlice(name, shape, tuple(stride), start, stop))
         start = stop
     return tuple(slots)
 
@@ -263,7 +263,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _views(flat: Tensor, slots: Sequence[Slot], numel: int) -> list[Tensor]:
+def _views(flat: Tensor, slots: Sequence[TensorSlice], numel: int) -> list[Tensor]:
     _check_flat(flat, numel)
     offset = flat.storage_offset()
     return [flat.as_strided(slot.shape, slot.stride, offset + slot.start) for slot in slots]

@@ -17,7 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offbeat.core.compression.encoded_tensor import HEAD_BYTES, Head, body_of, head_of, memory
+from offbeat.core.compression.encoded_tensor import (
+    ENCODED_HEADER_BYTES,
+    EncodedHeader,
+    encoded_body,
+    memory,
+    parse_header,
+)
 from offbeat.core.configuration import Family
 from offbeat.core.memory_pool import Pool
 from offbeat.errors import ContractViolation
@@ -49,7 +55,7 @@ class Compression(Family):
         The vector itself comes back where it cannot be coded: where it would not become smaller, is not of float32 or
         float64, or has elements that are not finite or too large. The residual is left alone then.
         """
-        if HEAD_BYTES + self._body_bytes(vector) >= vector.nbytes or not _can_be_coded(vector):
+        if ENCODED_HEADER_BYTES + self._body_bytes(vector) >= vector.nbytes or not _can_be_coded(vector):
             return vector
         return self._encode(vector.detach(), pool, residual)
 
@@ -61,7 +67,7 @@ class Compression(Family):
 
     @abstractmethod
     def _body_bytes(self, vector: Tensor) -> int:
-        """What a vector takes when it is coded, without the head."""
+        """What a vector takes when it is coded, without the header."""
 
     @abstractmethod
     def _encode(self, vector: Tensor, pool: Pool, residual: Tensor | None) -> Tensor:
@@ -69,31 +75,31 @@ class Compression(Family):
 
     @classmethod
     @abstractmethod
-    def _decode(cls, head: Head, body: Tensor, pool: Pool) -> Tensor:
-        """The vector that follows a head."""
+    def _decode(cls, header: EncodedHeader, body: Tensor, pool: Pool) -> Tensor:
+        """The vector that follows a header."""
 
 
 def decode(blob: Tensor, pool: Pool, numel_max: int | None = None) -> Tensor:
     """The vector that a blob stands for, in memory of `pool`. One that claims more elements than that is refused."""
-    head = head_of(blob)
-    if numel_max is not None and head.numel > numel_max:
-        raise ContractViolation(f"a compressed tensor claims {head.numel} elements, but {numel_max} is the most")
-    member = Compression.members.get(head.name)
+    header = parse_header(blob)
+    if numel_max is not None and header.numel > numel_max:
+        raise ContractViolation(f"a compressed tensor claims {header.numel} elements, but {numel_max} is the most")
+    member = Compression.members.get(header.name)
     if member is None:
-        raise ContractViolation(f"a tensor came that {head.name!r} has compressed, which is not known here")
-    decoded: Tensor = member._decode(head, body_of(blob), pool)
+        raise ContractViolation(f"a tensor came that {header.name!r} has compressed, which is not known here")
+    decoded: Tensor = member._decode(header, encoded_body(blob), pool)
     return decoded
 
 
-def decoded_like(head: Head, pool: Pool) -> Tensor:
-    """Memory for the vector that a head announces; it holds anything."""
-    return memory(head.nbytes, pool).view(head.dtype)
+def decoded_like(header: EncodedHeader, pool: Pool) -> Tensor:
+    """Memory for the vector that a header announces; it holds anything."""
+    return memory(header.nbytes, pool).view(header.dtype)
 
 
-def check_size(head: Head, body: Tensor, nbytes: int) -> None:
+def check_size(header: EncodedHeader, body: Tensor, nbytes: int) -> None:
     if body.numel() != nbytes:
         raise ContractViolation(
-            f"a tensor of {head.numel} elements that {head.name} has compressed takes {nbytes} bytes, "
+            f"a tensor of {header.numel} elements that {header.name} has compressed takes {nbytes} bytes, "
             f"but {body.numel()} came"
         )
 

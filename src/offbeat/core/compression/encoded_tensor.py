@@ -18,12 +18,12 @@ from offbeat.core.memory_pool import COPY_BYTES_MIN, Pool
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
 
-_HEAD = struct.Struct("<8sB3xIQ")
-HEAD_BYTES = _HEAD.size
+_HEADER = struct.Struct("<8sB3xIQ")
+ENCODED_HEADER_BYTES = _HEADER.size
 DTYPES = {4: torch.float32, 8: torch.float64}
 
 
-class Head(NamedTuple):
+class EncodedHeader(NamedTuple):
     """What a blob stands for: a vector of `numel` elements of `dtype`."""
 
     name: str
@@ -38,8 +38,8 @@ class Head(NamedTuple):
 
 def new_blob(name: str, like: Tensor, number: int, body_bytes: int, pool: Pool) -> Tensor:
     """A blob for a vector, whose body is still to be written."""
-    blob = memory(HEAD_BYTES + body_bytes, pool)
-    _HEAD.pack_into(blob.numpy(), 0, name.encode("ascii"), like.dtype.itemsize, number, like.numel())  # type: ignore[arg-type]
+    blob = memory(ENCODED_HEADER_BYTES + body_bytes, pool)
+    _HEADER.pack_into(blob.numpy(), 0, name.encode("ascii"), like.dtype.itemsize, number, like.numel())  # type: ignore[arg-type]
     return blob
 
 
@@ -53,19 +53,19 @@ def is_coded(tensor: Tensor) -> bool:
     return tensor.dtype is torch.uint8
 
 
-def head_of(blob: Tensor) -> Head:
+def parse_header(blob: Tensor) -> EncodedHeader:
     """What a blob stands for; refuses bytes that cannot be one."""
-    if blob.dim() != 1 or blob.numel() < HEAD_BYTES or not blob.is_contiguous():
+    if blob.dim() != 1 or blob.numel() < ENCODED_HEADER_BYTES or not blob.is_contiguous():
         raise ContractViolation(f"{blob.numel()} bytes came in the place of a tensor, and cannot be a compressed one")
-    name, itemsize, number, numel = _HEAD.unpack_from(blob.numpy())  # type: ignore[arg-type]
+    name, itemsize, number, numel = _HEADER.unpack_from(blob.numpy())  # type: ignore[arg-type]
     if itemsize not in DTYPES:
         raise ContractViolation(f"a compressed tensor of elements of {itemsize} bytes came; 4 and 8 are known")
-    return Head(name.rstrip(b"\0").decode("ascii", "replace"), DTYPES[itemsize], number, numel)
+    return EncodedHeader(name.rstrip(b"\0").decode("ascii", "replace"), DTYPES[itemsize], number, numel)
 
 
-def body_of(blob: Tensor) -> Tensor:
-    """What follows the head, where its numbers can be read in place."""
-    return (blob if blob.storage_offset() % 8 == 0 else blob.clone())[HEAD_BYTES:]
+def encoded_body(blob: Tensor) -> Tensor:
+    """What follows the header, where its numbers can be read in place."""
+    return (blob if blob.storage_offset() % 8 == 0 else blob.clone())[ENCODED_HEADER_BYTES:]
 
 
 def uncompressed_bytes(message: Message) -> int:
@@ -83,7 +83,7 @@ def saved_bytes(message: Message) -> int:
         tensor = getattr(message, name)
         if is_coded(tensor):
             try:
-                saved += head_of(tensor.cpu()).nbytes - tensor.nbytes
+                saved += parse_header(tensor.cpu()).nbytes - tensor.nbytes
             except ContractViolation:
                 continue
     return saved

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.compression.compression import BLOCK, Compression, check_size, decoded_like
-from offbeat.core.compression.encoded_tensor import HEAD_BYTES, Head, new_blob
+from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES, EncodedHeader, new_blob
 from offbeat.core.memory_pool import Pool
 from offbeat.core.validation import check_types, require, require_positive
 
@@ -28,13 +28,13 @@ class BFloat16(Compression, name="bf16"):
 
     def _encode(self, vector: Tensor, pool: Pool, residual: Tensor | None) -> Tensor:
         blob = new_blob(self.name, vector, 0, self._body_bytes(vector), pool)
-        blob[HEAD_BYTES:].view(torch.bfloat16).copy_(vector)
+        blob[ENCODED_HEADER_BYTES:].view(torch.bfloat16).copy_(vector)
         return blob
 
     @classmethod
-    def _decode(cls, head: Head, body: Tensor, pool: Pool) -> Tensor:
-        check_size(head, body, 2 * head.numel)
-        return decoded_like(head, pool).copy_(body.view(torch.bfloat16))
+    def _decode(cls, header: EncodedHeader, body: Tensor, pool: Pool) -> Tensor:
+        check_size(header, body, 2 * header.numel)
+        return decoded_like(header, pool).copy_(body.view(torch.bfloat16))
 
 
 # One byte per element, and a scale for each chunk of them.
@@ -73,7 +73,7 @@ class Int8(Compression, name="int8"):
     def _encode(self, vector: Tensor, pool: Pool, residual: Tensor | None) -> Tensor:
         numel, scale_bytes = vector.numel(), _scale_bytes(vector.numel(), self.chunk, vector.dtype)
         blob = new_blob(self.name, vector, self.chunk, self._body_bytes(vector), pool)
-        body, new = blob.numpy()[HEAD_BYTES:], vector.numpy()
+        body, new = blob.numpy()[ENCODED_HEADER_BYTES:], vector.numpy()
         kept = None if residual is None else residual.numpy()
         scales, levels = body[:scale_bytes].view(new.dtype), body[scale_bytes:].view(np.int8)
         scratch = np.empty(min(numel, _block_of(self.chunk)), new.dtype)
@@ -94,14 +94,14 @@ class Int8(Compression, name="int8"):
         return blob
 
     @classmethod
-    def _decode(cls, head: Head, body: Tensor, pool: Pool) -> Tensor:
-        chunk = max(1, head.number)
-        scale_bytes = _scale_bytes(head.numel, chunk, head.dtype)
-        check_size(head, body, scale_bytes + head.numel)
-        vector = decoded_like(head, pool)
+    def _decode(cls, header: EncodedHeader, body: Tensor, pool: Pool) -> Tensor:
+        chunk = max(1, header.number)
+        scale_bytes = _scale_bytes(header.numel, chunk, header.dtype)
+        check_size(header, body, scale_bytes + header.numel)
+        vector = decoded_like(header, pool)
         raw, values = body.numpy(), vector.numpy()
         scales, levels = raw[:scale_bytes].view(values.dtype), raw[scale_bytes:].view(np.int8)
-        for rows, part, width in _blocks(head.numel, chunk):
+        for rows, part, width in _blocks(header.numel, chunk):
             room = values[part].reshape(-1, width)
             np.multiply(levels[part].reshape(-1, width), scales[rows, None], out=room)
         return vector

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from offbeat.core.compression.compression import BLOCK, Compression, check_size, decoded_like
-from offbeat.core.compression.encoded_tensor import HEAD_BYTES, Head, new_blob
+from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES, EncodedHeader, new_blob
 from offbeat.core.memory_pool import Pool
 from offbeat.core.validation import check_types, require
 from offbeat.errors import ContractViolation
@@ -70,21 +70,21 @@ class TopK(Compression, name="top-k"):
         values = total[places].astype(np.float32)
         if kept is not None:
             kept[places] -= values
-        blob = new_blob(self.name, vector, 0, self._body_bytes(vector), pool)[: HEAD_BYTES + 8 * len(places)]
-        numbers = blob[HEAD_BYTES:].numpy()
+        blob = new_blob(self.name, vector, 0, self._body_bytes(vector), pool)[: ENCODED_HEADER_BYTES + 8 * len(places)]
+        numbers = blob[ENCODED_HEADER_BYTES:].numpy()
         numbers[: 4 * len(places)] = places.view(np.uint8)
         numbers[4 * len(places) :] = values.view(np.uint8)
         return blob
 
     @classmethod
-    def _decode(cls, head: Head, body: Tensor, pool: Pool) -> Tensor:
+    def _decode(cls, header: EncodedHeader, body: Tensor, pool: Pool) -> Tensor:
         count = body.numel() // 8
-        check_size(head, body, 8 * min(count, head.numel))
+        check_size(header, body, 8 * min(count, header.numel))
         numbers = body.numpy()
         places, values = numbers[: 4 * count].view(np.int32), numbers[4 * count :].view(np.float32)
-        if count and not ((places[1:] > places[:-1]).all() and places[0] >= 0 and places[-1] < head.numel):
+        if count and not ((places[1:] > places[:-1]).all() and places[0] >= 0 and places[-1] < header.numel):
             raise ContractViolation("a tensor that top-k has compressed came with places that are not in order")
-        vector = decoded_like(head, pool).zero_()
+        vector = decoded_like(header, pool).zero_()
         vector.numpy()[places] = values
         return vector
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offbeat.core.actions import Action, ClearTimer, Report, Send, SetTimer
 from offbeat.core.events import MessageArrived, TimerFired
-from offbeat.core.flat import Layout, Slot, is_finite, renewed_buffers
+from offbeat.core.flat import Layout, TensorSlice, is_finite, renewed_buffers
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message, packed, unpacked
 from offbeat.core.optimizers import Optimizer, Stepper
@@ -172,7 +172,7 @@ class LocalStepsServer(ServerNode):
     def _stepper(self, layout: Layout, place: slice) -> Stepper:
         if self._training.fragments > 1:
             numel = place.stop - place.start
-            layout = Layout(layout.dtype, (Slot("fragment", (numel,), (1,), 0, numel),))
+            layout = Layout(layout.dtype, (TensorSlice("fragment", (numel,), (1,), 0, numel),))
         return self._optimizer.build(self._parameters[place], layout)
 
     # Members
