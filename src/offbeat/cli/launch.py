@@ -23,18 +23,10 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import RunFailed, unknown
 from offbeat.lab.worker_main import join_run
-from offbeat.launch import (
-    TRANSPORTS,
-    Child,
-    RankInfo,
-    RunMonitor,
-    Supervisor,
-    advertised_address,
-    environment_of,
-    open_listener,
-    read_token,
-    start_command,
-)
+from offbeat.launch.children import Child, start_command
+from offbeat.launch.listeners import advertised_address, open_listener
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo, environment_of, read_token
+from offbeat.launch.supervisor import RunMonitor, Supervisor
 from offbeat.records.files import HEADER, check_idle, file_name
 from offbeat.transports.mpi import check_installed
 from offbeat.transports.rendezvous import Address, request_assignment

@@ -20,7 +20,7 @@ from offbeat.records.schema import AnyRecord, Ended, Evaluation, Membership, Not
 
 if TYPE_CHECKING:
     from offbeat.lab.experiment import Experiment
-    from offbeat.launch import RunObserver
+    from offbeat.launch.supervisor import RunObserver
 
 
 RECENT_SECONDS = 5.0

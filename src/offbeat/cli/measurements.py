@@ -35,8 +35,8 @@ from offbeat.lab.microbatching import microbatch as measure_microbatches
 from offbeat.lab.plots.style import save
 from offbeat.lab.plots.sweeps import microbatch_figure
 from offbeat.lab.report.formatting import number, percent
-from offbeat.launch import read_rank_info
 from offbeat.launch.process_settings import hub_or_worker_name, keep_freed_memory
+from offbeat.launch.rank_info import read_rank_info
 
 FILE = "cluster.toml"
 CALIBRATE_KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch": int, "straggle": StragglerModel}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from offbeat.cli.output import expect_no_terminal, print_status
 from offbeat.core.validation import require
-from offbeat.launch import RankInfo, mpirun_command, read_rank_info
+from offbeat.launch.mpirun import mpirun_command
+from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from offbeat.lab.network_test.processes import TestOptions, join_there, probe_he
 from offbeat.lab.network_test.result import Network, write_result
 from offbeat.lab.plots.rank_pairs import Panel, heat_maps
 from offbeat.lab.plots.style import save
-from offbeat.launch import TRANSPORTS, RankInfo, advertised_address, read_token
+from offbeat.launch.listeners import advertised_address
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_token
 from offbeat.transports.rendezvous import Address
 
 EXAMPLE = "type, for example: offbeat network -n 3"

@@ -18,7 +18,7 @@ def member(result: Path, probe: str, options: str) -> int:
     from offbeat.lab.network_test.plan import Probe
     from offbeat.lab.network_test.processes import TestOptions, take_part
     from offbeat.lab.network_test.result import write_result
-    from offbeat.launch import read_rank_info
+    from offbeat.launch.rank_info import read_rank_info
 
     network = take_part(
         read_rank_info(),

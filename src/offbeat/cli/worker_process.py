@@ -15,7 +15,7 @@ def run_worker(directory: Path) -> int:
     """Run the rank that the environment names, in the run that the directory describes."""
     from offbeat.cli.class_lookup import load_files
     from offbeat.lab.worker_main import worker_main
-    from offbeat.launch import read_rank_info
+    from offbeat.launch.rank_info import read_rank_info
     from offbeat.records.files import read_header
 
     load_files(read_header(directory).experiment or {}, str(directory))

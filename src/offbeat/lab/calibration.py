@@ -44,7 +44,7 @@ from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_exp
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.worker_main import LiveOptions
 from offbeat.lab.workloads import Quadratic
-from offbeat.launch import RunObserver
+from offbeat.launch.supervisor import RunObserver
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub import AsyncAdaptive, AsyncFixed, FixedMinibatch
 from offbeat.strategies.hub.hub_strategies import HubStrategy

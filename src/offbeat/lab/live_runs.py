@@ -30,22 +30,11 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment import Experiment, workers_for
 from offbeat.lab.simulated_runs import Run, header_of
 from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options, read_result, run_rank, save_result
-from offbeat.launch import (
-    Child,
-    RankInfo,
-    RunMonitor,
-    RunObserver,
-    Supervisor,
-    advertised_address,
-    check_faults,
-    environment_of,
-    open_listener,
-    read_rank_info,
-    read_token,
-    start_command,
-    start_forked,
-)
+from offbeat.launch.children import Child, start_command, start_forked
+from offbeat.launch.listeners import advertised_address, open_listener
 from offbeat.launch.process_settings import keep_freed_memory, rank_names
+from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_token
+from offbeat.launch.supervisor import RunMonitor, RunObserver, Supervisor, check_faults
 from offbeat.live import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
 from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_files, read_header, read_run, write_header

@@ -23,8 +23,8 @@ from offbeat.core.validation import check_types, require, require_not_negative, 
 from offbeat.core.workload import Workload, on_device
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.experiment import Experiment
-from offbeat.launch import TRANSPORTS, RankInfo
 from offbeat.launch.process_settings import name_process
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo
 from offbeat.live import Session, SessionOptions
 from offbeat.live.state_file import load, save
 from offbeat.records.files import LIVE, RESULT, read_header

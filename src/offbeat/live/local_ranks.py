@@ -25,7 +25,7 @@ from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, Node, NodeContext, Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import Target
-from offbeat.launch import RankInfo
+from offbeat.launch.rank_info import RankInfo
 from offbeat.live.checkpoints import Checkpoint, CheckpointWriter, checkpoint_path, read_checkpoint
 from offbeat.live.evaluation import Measure
 from offbeat.live.injected_delay import InjectedDelay

@@ -27,7 +27,7 @@ from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require, require_bandwidth_limit
 from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError
-from offbeat.launch import RankInfo
+from offbeat.launch.rank_info import RankInfo
 from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions

@@ -21,7 +21,7 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_instance, require
-from offbeat.launch import RankInfo, read_rank_info
+from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.live.evaluation import Evaluation, measure_with
 from offbeat.live.local_ranks import LocalRanks, SessionOptions
 from offbeat.live.node_runner import LiveRound, ResultEvent

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from offbeat.launch import RankInfo
+from offbeat.launch.rank_info import RankInfo
 from offbeat.live.checkpoints import checkpoint_path
 
 EXIT_CODE = 128 + signal.SIGTERM

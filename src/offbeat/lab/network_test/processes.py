@@ -29,10 +29,11 @@ from offbeat.lab.network_test.messages import ProbeTrouble
 from offbeat.lab.network_test.plan import Probe
 from offbeat.lab.network_test.probe_ranks import GUEST, RankAllocator
 from offbeat.lab.network_test.result import Network, read_result
-from offbeat.launch import Child, RankInfo, environment_of, open_listener, start_command, start_forked
-from offbeat.launch.children import OnLine
+from offbeat.launch.children import Child, OnLine, start_command, start_forked
+from offbeat.launch.listeners import open_listener
 from offbeat.launch.mpirun import mpirun_command
 from offbeat.launch.process_settings import name_process
+from offbeat.launch.rank_info import RankInfo, environment_of
 from offbeat.launch.supervisor import COMMAND_WAS_WRONG
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
