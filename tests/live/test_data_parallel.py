@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import offbeat as ob
 from offbeat.core.actions import Action
 from offbeat.core.events import Event, StepReady
-from offbeat.launch import RankInfo, environment_of, open_listener
+from offbeat.launch.listeners import open_listener
+from offbeat.launch.rank_info import RankInfo, environment_of
 from offbeat.records.files import read_run
 from offbeat.records.schema import Ended, Exchange, Round, Update, of_kind
 

@@ -17,7 +17,7 @@ from offbeat.cli.train import read_plan
 from offbeat.cluster.presets import PRESETS
 from offbeat.core.configuration import to_plain
 from offbeat.lab.experiment import DEFAULT_WORKERS, Experiment, Plan
-from offbeat.launch import RankInfo
+from offbeat.launch.rank_info import RankInfo
 from offbeat.live.injected_delay import InjectedDelay
 
 WORDS = ["quadratic", "fmb"]

@@ -20,7 +20,7 @@ from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment, Plan
 from offbeat.lab.worker_main import LiveOptions
-from offbeat.launch import RankInfo
+from offbeat.launch.rank_info import RankInfo
 from offbeat.records.files import LIVE, RANK_RECORDS, write_header
 from offbeat.records.schema import Notice, RunRecords
 

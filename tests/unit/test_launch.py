@@ -18,7 +18,8 @@ from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _separate_script, applica
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.lab.worker_main import local_ranks
-from offbeat.launch import Child, RunMonitor, start_command, start_forked
+from offbeat.launch.children import Child, start_command, start_forked
+from offbeat.launch.supervisor import RunMonitor
 from offbeat.live.node_runner import Clock
 from offbeat.live.rank_allocator import RankAllocator
 from offbeat.records.files import RankWriter, rank_file, read_rank

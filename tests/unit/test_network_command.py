@@ -21,7 +21,7 @@ from offbeat.errors import RunFailed
 from offbeat.lab.network_test.plan import Probe, pairs_of
 from offbeat.lab.network_test.result import Network, Pair, Star, Together, read_result
 from offbeat.lab.plots.rank_pairs import Panel, heat_maps
-from offbeat.launch import RankInfo
+from offbeat.launch.rank_info import RankInfo
 from offbeat.transports.rendezvous import Address
 
 

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from offbeat.errors import ConfigurationError
-from offbeat.launch import RankInfo, environment_of, open_listener, read_rank_info, read_token
-from offbeat.launch.rank_info import first_host
+from offbeat.launch.listeners import open_listener
+from offbeat.launch.rank_info import RankInfo, environment_of, first_host, read_rank_info, read_token
 from offbeat.transports.rendezvous import Address
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "1"}
