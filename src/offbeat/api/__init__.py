@@ -21,7 +21,7 @@ from offbeat.lab.simulated_runs import Run, compare, simulate
 from offbeat.lab.worker_main import LiveOptions
 from offbeat.live import AsyncDataParallel, join
 from offbeat.records.comparison import Comparison
-from offbeat.strategies.gossip import Gossip, GossipAcid
+from offbeat.strategies.gossip.gossip_strategies import Gossip, GossipAcid
 from offbeat.strategies.hub import (
     AnytimeMinibatch,
     AsyncAdaptive,

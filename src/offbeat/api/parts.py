@@ -1,6 +1,6 @@
 """Everything that `ob.Hub`, `ob.LocalSteps`, `ob.Population` and `ob.Gossip` are composed from."""
 
-from offbeat.strategies.gossip import Acid, FirstAvailable, Matchings, Poisson, Random, Regular
+from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, Matchings, Poisson, Random, Regular
 from offbeat.strategies.hub import (
     AllWorkers,
     Collect,

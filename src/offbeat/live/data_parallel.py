@@ -34,7 +34,8 @@ from offbeat.live.batch_sources import samples_in
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.local_ranks import SessionOptions
 from offbeat.live.session_base import SessionBase, parse_until, rank_info_for
-from offbeat.strategies.gossip import Acid, Clock, Gossip, Partner
+from offbeat.strategies.gossip.gossip_parts import Acid, ExchangeClock, Partner
+from offbeat.strategies.gossip.gossip_strategies import Gossip
 from offbeat.topology.graphs import Graph
 
 Batch = TypeVar("Batch")
@@ -283,7 +284,7 @@ def _gossip(graph: str, acid: bool, rate: float, partner: str, clock: str) -> Go
         graph=from_plain(Graph, graph, "graph"),
         rate=rate,
         partner=from_plain(Partner, partner, "partner"),
-        clock=from_plain(Clock, clock, "clock"),
+        clock=from_plain(ExchangeClock, clock, "clock"),
         momentum=Acid() if acid else None,
     )
 

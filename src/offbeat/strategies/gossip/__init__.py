@@ -1,32 +1,11 @@
-"""The gossip family: peers without a hub.
+"""Gossip: every rank is a peer that trains a replica of its own and averages it with one neighbour at a time.
 
-Start with `named.py` (what can be chosen) and `replica.py` (the arithmetic), then `averaging.py` (exchanges) and
-`node.py` (training). How peers begin, who is there and how they end is in `together.py` and `agreement.py`.
+Imports `core`, `records`, `topology` and the modules that families share (`strategies/evaluations.py`).
+
+`gossip_strategies.py`, `gossip_parts.py`   the strategies and their fields
+`replica.py`                              arithmetic of one exchange and of A²CiD² momentum
+`exchange_schedule.py`, `averaging.py`      when exchanges are due, with which partner, and their messages
+`membership_view.py`, `membership.py`       live ranks, the root, start, late joiners, restarts
+`tree_reduce.py`, `termination.py`          global averages at the start and at the end of a run
+`peer_state.py`, `peer.py`                  what a peer holds, and its training loop
 """
-
-from offbeat.strategies.gossip.gossip_parts import (
-    Acid,
-    Clock,
-    FirstAvailable,
-    Matchings,
-    Momentum,
-    Partner,
-    Poisson,
-    Random,
-    Regular,
-)
-from offbeat.strategies.gossip.gossip_strategies import Gossip, GossipAcid
-
-__all__ = [
-    "Acid",
-    "Clock",
-    "FirstAvailable",
-    "Gossip",
-    "GossipAcid",
-    "Matchings",
-    "Momentum",
-    "Partner",
-    "Poisson",
-    "Random",
-    "Regular",
-]

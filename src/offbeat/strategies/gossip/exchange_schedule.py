@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offbeat.strategies.gossip.gossip_parts import Clock, Poisson
+from offbeat.strategies.gossip.gossip_parts import ExchangeClock, Poisson
 
 
 class ExchangeSchedule:
-    def __init__(self, clock: Clock, per_gradient: float, random: np.random.Generator) -> None:
+    def __init__(self, clock: ExchangeClock, per_gradient: float, random: np.random.Generator) -> None:
         self._random = random
         self._poisson = isinstance(clock, Poisson)
         self._gap = 1.0 / per_gradient

@@ -34,17 +34,17 @@ class Matchings(Partner, name="matchings"):
     """By a fixed cycle of perfect matchings, so that nothing is left to chance."""
 
 
-class Clock(Family):
+class ExchangeClock(Family):
     """When a peer averages, in units of its own gradients."""
 
 
 @dataclass(frozen=True)
-class Poisson(Clock, name="poisson"):
+class Poisson(ExchangeClock, name="poisson"):
     """At random, and independently of when it averaged last; what the theory assumes."""
 
 
 @dataclass(frozen=True)
-class Regular(Clock, name="regular"):
+class Regular(ExchangeClock, name="regular"):
     """At equal intervals."""
 
 
@@ -79,7 +79,7 @@ class GossipBase(Strategy):
     """averagings that a peer takes part in per gradient"""
     partner: Partner = Random()
     """who of them: random, first-available, or by turns (matchings)"""
-    clock: Clock = Poisson()
+    clock: ExchangeClock = Poisson()
     """when: at random (poisson) or at equal intervals (regular)"""
     momentum: Momentum | None = None
     """momentum of averaging: acid (A²CiD²), or none"""
