@@ -13,7 +13,7 @@ import pytest
 import offbeat as ob
 from offbeat.cli import flags, main
 from offbeat.cli.plans import plan_from_file, plan_of
-from offbeat.cli.train import read_plan
+from offbeat.cli.train_command import read_plan
 from offbeat.cluster.presets import PRESETS
 from offbeat.core.configuration import to_plain
 from offbeat.lab.experiment import DEFAULT_WORKERS, Experiment, Plan

@@ -13,7 +13,7 @@ from made_records import a_round, run
 
 import offbeat as ob
 from offbeat.cli import main
-from offbeat.cli.measurements import as_toml
+from offbeat.cli.measurement_commands import as_toml
 from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
 from offbeat.cluster.presets import load_cluster
 from offbeat.cluster.stragglers import CEDAR, RoundDelay, Speed, Trace

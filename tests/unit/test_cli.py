@@ -408,16 +408,16 @@ def test_without_matplotlib_everything_but_the_page_is_there(
 def test_an_interrupt_is_one_line_that_says_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offbeat.cli import experiments
+    from offbeat.cli import experiment_commands
 
-    simulate = experiments.simulate_experiment
+    simulate = experiment_commands.simulate_experiment
 
     def interrupted(experiment: Any, *rest: Any) -> Any:
         if experiment.name == "amb":
             raise KeyboardInterrupt
         return simulate(experiment, *rest)
 
-    monkeypatch.setattr(experiments, "simulate_experiment", interrupted)
+    monkeypatch.setattr(experiment_commands, "simulate_experiment", interrupted)
     assert main(["simulate", "quadratic", "fmb", "amb", "--quiet", *QUICK]) == 130
     said = capsys.readouterr()
     assert said.err == "offbeat: interrupted; 1 of 2 runs were finished and are in runs/quadratic-001\n"

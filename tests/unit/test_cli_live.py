@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from made_records import a_small_run, header
 
-from offbeat.cli import flags, main, worker_process
-from offbeat.cli import train as train_command
+from offbeat.cli import flags, main, train_command, worker_process
 from offbeat.cli.live_view import RunWatcher
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import NamedWorkload
@@ -261,7 +260,7 @@ def test_work_where_nothing_answers_gives_up_with_one_sentence(capsys: pytest.Ca
 def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offbeat.cli import launch
+    from offbeat.cli import launch_commands
     from offbeat.transports.rendezvous import Assignment
 
     asked: dict[str, Any] = {}
@@ -275,7 +274,7 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
         became.extend(program)
         raise SystemExit(0)
 
-    monkeypatch.setattr(launch, "request_assignment", assignment)
+    monkeypatch.setattr(launch_commands, "request_assignment", assignment)
     monkeypatch.setattr(os, "execve", become)
     Path("script.py").write_text("")
     Path("token").write_text("secret")

@@ -26,9 +26,9 @@ import pytest
 
 import offbeat as ob
 from offbeat.cli import COMMANDS, USAGES, class_lookup, flags, main
-from offbeat.cli.launch import launch, work
+from offbeat.cli.launch_commands import launch, work
 from offbeat.cli.options import Output
-from offbeat.cli.train import train
+from offbeat.cli.train_command import train
 from offbeat.cluster.cluster import Cluster
 from offbeat.cluster.faults import Fault
 from offbeat.cluster.presets import PRESETS
@@ -100,7 +100,7 @@ def first_cells(document: str, head: str) -> list[str]:
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory to work in, as a reader's, with examples and experiments. What the documents register is removed."""
-    importlib.import_module("offbeat.cli.recorded_runs")  # before the page is taken away from under it
+    importlib.import_module("offbeat.cli.record_commands")  # before the page is taken away from under it
     flags.all_flags()  # remembered from its first call on; classes of the examples must not be among them
     registers: list[dict[str, Any]] = [Strategy.members, NamedWorkload.members, StragglerModel.members, Message.kinds]
     before, modules = [set(register) for register in registers], set(sys.modules)

@@ -13,7 +13,7 @@ from torch import nn
 
 import offbeat as ob
 from offbeat.cli import main
-from offbeat.cli.measurements import sentences
+from offbeat.cli.measurement_commands import sentences
 from offbeat.lab import microbatching
 from offbeat.lab.microbatching import MicrobatchCurve, MicrobatchRow, microbatch, time_per_step
 from offbeat.lab.plots.sweeps import microbatch_figure

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from offbeat.cli import main
-from offbeat.cli import network as network_command
+from offbeat.cli import main, network_command
 from offbeat.cli.network_view import Lines, heat_map, sentences, view
 from offbeat.errors import RunFailed
 from offbeat.lab.network_test.plan import Probe, pairs_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.cli import main
-from offbeat.cli.topology import drawing, sentences
+from offbeat.cli.topology_command import drawing, sentences
 from offbeat.lab.plots.rank_pairs import graph_figure, layout
 from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Star
 from offbeat.topology.topology import Topology

@@ -27,83 +27,83 @@ COMMANDS = {
 
         Gradients are real and time is virtual: nobody waits for a simulated machine, and the same seed always gives
         the same records. 'offbeat strategies' and 'offbeat workloads' list what there is.""",
-        "experiments:simulate",
+        "experiment_commands:simulate",
     ),
     "train": (
         """Train on real processes of this machine, and of others that join.
 
         Takes what 'offbeat simulate' takes, and gives the same records, table and page. Workers on other machines
         join with 'offbeat work'.""",
-        "train:train",
+        "train_command:train",
     ),
     "compare": (
         """Run what an experiment file describes, and compare.
 
         What is given here takes the place of what the file says. Every 'offbeat simulate' writes such a file,
         experiment.toml, beside its runs.""",
-        "experiments:compare",
+        "experiment_commands:compare",
     ),
     "calibrate": (
         """Measure how fast these machines are at a workload, and write the cluster file that 'simulate' takes.
 
         Hub and workers run as in 'offbeat train', for a second or two at a time. Workers on other machines join with
         'offbeat work'.""",
-        "measurements:calibrate",
+        "measurement_commands:calibrate",
     ),
     "launch": (
         """Start a script of your own that uses offbeat.join in several processes, and look after them.
 
         What comes after the script goes to the script.""",
-        "launch:launch",
+        "launch_commands:launch",
     ),
     "work": (
         """Join a run on another machine as one more worker, at any time; Ctrl-C leaves it.
 
         The run says what is trained, unless that is a script: then name it here as well.""",
-        "launch:work",
+        "launch_commands:work",
     ),
     "network": (
         """Measure the network between some processes: bandwidth and latency of each pair, ring, all-to-all and star.
 
         Every block carries markers and a checksum, which are verified on receipt. Under mpirun, torchrun or srun leave
         out -n.""",
-        "network:network",
+        "network_command:network",
     ),
     "topology": (
         """What follows from the shape of a graph that peers gossip on: the constants of acceleration, and a drawing.
 
         GRAPH is complete, cycle, exponential or star, or a text file with one pair of ranks a line.""",
-        "topology:topology",
+        "topology_command:topology",
     ),
     "microbatch": (
         """Measure how long micro-batches of several sizes take for a workload on this machine, and recommend one.
 
         The code is that of live runs, in one thread. The knee is the smallest size whose time per sample is within 5%
         of the best.""",
-        "measurements:microbatch",
+        "measurement_commands:microbatch",
     ),
     "reproduce": (
         """Run a published result again: its runs, its figure, a table with intervals, and what was published.
 
         'offbeat reproduce --list' shows what there is. Sizes are those of a small machine, unless --scale full is
         given.""",
-        "reproduce:reproduce",
+        "reproduce_command:reproduce",
     ),
-    "report": ("Draw the page about runs: table, curves, who computed and who waited.", "recorded_runs:report"),
+    "report": ("Draw the page about runs: table, curves, who computed and who waited.", "record_commands:report"),
     "replay": (
         """Run a recorded run again and see whether it is the same; or repeat a test from its seed.
 
         The same bytes are promised on the same machine with the same build of torch.""",
-        "recorded_runs:replay",
+        "record_commands:replay",
     ),
-    "strategies": ("What strategies there are, or the fields of one.", "lists:strategies"),
-    "workloads": ("What workloads there are, or the fields of one.", "lists:workloads"),
-    "clusters": ("What clusters have a name, or what one of them holds.", "lists:clusters"),
+    "strategies": ("What strategies there are, or the fields of one.", "list_commands:strategies"),
+    "workloads": ("What workloads there are, or the fields of one.", "list_commands:workloads"),
+    "clusters": ("What clusters have a name, or what one of them holds.", "list_commands:clusters"),
     "data": (
         """Get real data sets, see which are here, and where.
 
         They are fetched and decoded once; all runs share the arrays, and every use checks them.""",
-        "data:data",
+        "data_command:data",
     ),
 }
 

@@ -16,7 +16,7 @@ import torch
 from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import find_strategy, strategies
-from offbeat.cli.experiments import read_experiment
+from offbeat.cli.experiment_commands import read_experiment
 from offbeat.cli.options import option
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.configuration import from_plain

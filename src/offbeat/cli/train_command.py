@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from offbeat.cli.experiments import print_results, read_experiment, run_directories, run_plan
+from offbeat.cli.experiment_commands import print_results, read_experiment, run_directories, run_plan
 from offbeat.cli.flags import FlagValues, flag_name, live_defaults, live_flags, read_flags, with_flags
 from offbeat.cli.live_view import watch_run
-from offbeat.cli.mpi import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
+from offbeat.cli.mpirun import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
 from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output, option
 from offbeat.cli.plans import check_plan, live_of, plan_from_file, plan_of
 from offbeat.core.actions import Budget

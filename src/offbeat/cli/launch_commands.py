@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import load_files
 from offbeat.cli.live_view import LineWatcher, RunState, RunWatcher
-from offbeat.cli.mpi import exec_mpirun
+from offbeat.cli.mpirun import exec_mpirun
 from offbeat.cli.options import QuietFlag, option
 from offbeat.cli.output import new_directory, prepare_directory, print_status
 from offbeat.core.configuration import from_plain

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from offbeat.cli.mpi import read_rank_info_for
+from offbeat.cli.mpirun import read_rank_info_for
 from offbeat.cli.network_view import Lines, Progress, progress, sentences, view
 from offbeat.cli.output import console, print_json, print_status
 from offbeat.core.configuration import from_plain
