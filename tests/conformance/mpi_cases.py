@@ -130,7 +130,7 @@ class StoppableRank(Remote):
             assert time.monotonic() < until
             time.sleep(0.001)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         os.kill(self._pid, signal.SIGCONT)
 
 
@@ -173,7 +173,7 @@ class MpiCase(TransportCase):
         self._remote = StoppableRank(self._ranks.pids[processes - 1])
         return self.open(processes, role="echo", silence_seconds=SHORT_SILENCE_SECONDS), self._remote
 
-    def open_with_doomed(self, processes: int) -> list[Transport]:
+    def open_with_crashing_rank(self, processes: int) -> list[Transport]:
         transports = self.open(processes, role="doomed", silence_seconds=SHORT_SILENCE_SECONDS)
         del self._open[processes - 1]
         assert self._ranks is not None
@@ -182,7 +182,7 @@ class MpiCase(TransportCase):
 
     def close(self) -> None:
         if self._remote is not None:
-            self._remote.go_on()
+            self._remote.resume()
             self._remote = None
         opened, self._open = self._open, {}
         for proxy in opened.values():

@@ -21,7 +21,7 @@ from transport_cases import LAST_WORDS, RawHead, encode_and_die, encode_or_not
 
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
-from offbeat.testing.transports import Probe
+from offbeat.testing.transport_conformance import NumberedMessage
 from offbeat.transports import wire
 from offbeat.transports.mpi import MpiTransport, is_fault_tolerant, mpi_world
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused
@@ -116,7 +116,7 @@ class Rank:
                 case Joined(peer, incarnation) if role == "doomed":
                     wire.encode = encode_and_die
                     large = torch.ones(10_000_000)
-                    self.transport.send(peer, incarnation, Probe(LAST_WORDS, large, (large,)))
+                    self.transport.send(peer, incarnation, NumberedMessage(LAST_WORDS, large, (large,)))
                 case None:
                     return
 

@@ -7,7 +7,7 @@ import torch
 from transport_cases import GlooCase
 
 from offbeat.testing import check_transport, transport_checks
-from offbeat.testing.transports import Probe, Watch
+from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
 from offbeat.transports import shared_memory as slots
 from offbeat.transports import wire
 
@@ -27,14 +27,14 @@ def test_with_shared_memory_for_the_smallest_payload(check: str, monkeypatch: py
 def test_a_message_in_a_slot_that_is_not_there_costs_its_own_link(place: int) -> None:
     case = GlooCase()
     try:
-        hub, worker, other = (Watch(transport, rank) for rank, transport in enumerate(case.open(3)))
+        hub, worker, other = (TransportMonitor(transport, rank) for rank, transport in enumerate(case.open(3)))
         for watch, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
-            watch.linked(peer)
-        head = wire.encode(Probe(0, torch.ones(100_000))).head
+            watch.wait_linked(peer)
+        head = wire.encode(NumberedMessage(0, torch.ones(100_000))).head
         wire.set_slot(head, place)
         case.send_raw(1, 0, head)
-        assert f"slot {place}, which cannot be" in hub.loses(1, 0).why
-        assert hub.linked(1, above=0) == 1
+        assert f"slot {place}, which cannot be" in hub.wait_lost(1, 0).why
+        assert hub.wait_linked(1, above=0) == 1
         assert set(hub.links) == {1, 2}
         assert not hub.lost[1:]
         assert not hub.arrived[1]

@@ -18,7 +18,7 @@ from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.schema import Update
 from offbeat.strategies.hub.hub_server import HubServer
 from offbeat.strategies.hub.hub_worker import Gradient, HubWorker, Parameters, Welcome
-from offbeat.testing import Violation, check_strategy, conformance, draw_case, replay
+from offbeat.testing import Violation, check_strategy, draw_case, replay, strategy_conformance
 
 NAMES = (
     "amb",
@@ -307,7 +307,7 @@ def test_two_computations_at_once_are_found() -> None:
 
 
 def test_the_line_that_repeats_a_failure_names_the_command_where_one_will_do() -> None:
-    line = conformance._repeat_line
+    line = strategy_conformance._repeat_line
     assert line(ob.AsyncTimed(), 7, True, True) == "offbeat replay async-timed --seed 7"
     assert line(ob.AsyncTimed(), 7, True, False) == "offbeat replay async-timed --seed 7 --no-faults"
     assert line(ob.AsyncTimed(hub_seconds=9.0), 7, True, True).startswith("offbeat.testing.check_case(")

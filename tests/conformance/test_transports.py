@@ -15,8 +15,8 @@ from transport_cases import GlooCase, LoopbackCase
 from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, ContractViolation
 from offbeat.testing import TransportCase, Violation, check_transport, transport_checks
-from offbeat.testing import transports as suite
-from offbeat.testing.transports import Probe
+from offbeat.testing import transport_conformance as suite
+from offbeat.testing.transport_conformance import NumberedMessage
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
 
@@ -33,11 +33,11 @@ def test_gloo(check: str) -> None:
 
 def test_gloo_with_checksums_and_small_chunks() -> None:
     case = GlooCase(checksum=True, chunk_bytes=1000)
-    for check in ("messages_keep_their_order", "every_dtype_arrives", "what_is_kept_stays_as_it_is"):
+    for check in ("messages_keep_their_order", "every_dtype_arrives", "kept_tensors_are_not_overwritten"):
         check_transport(case, only=check)
 
 
-DEADLY = "a_peer_that_dies_in_mid_message_is_lost_alone"
+DEADLY = "a_crash_in_mid_message_loses_only_that_peer"
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def test_mpi_ranks_that_end_in_order_leave_without_a_complaint(capfd: pytest.Cap
 
 
 def test_mpi_with_checksums(mpi_ranks: MpiRanks) -> None:
-    for check in ("messages_keep_their_order", "every_dtype_arrives", "what_is_kept_stays_as_it_is"):
+    for check in ("messages_keep_their_order", "every_dtype_arrives", "kept_tensors_are_not_overwritten"):
         check_transport(MpiCase(mpi_ranks, checksum=True), only=check)
 
 
@@ -108,15 +108,15 @@ def test_mpi_hands_on_how_long_the_run_has_lasted_and_what_cannot_be_sent(mpi_ra
         hub.ask("send_too_much", 1)
         with pytest.raises(ContractViolation, match="put large data into a Tensor"):
             hub.receive(30)
-        hub.send(1, 0, Probe(1, torch.ones(1)))
+        hub.send(1, 0, NumberedMessage(1, torch.ones(1)))
         assert isinstance(worker.receive(30), Arrived)
     finally:
         case.close()
 
 
 def test_a_check_that_does_not_exist_or_does_not_apply_is_named() -> None:
-    with pytest.raises(Violation, match="has no check 'garbage_costs"):
-        check_transport(LoopbackCase(), only="garbage_costs_its_own_link_and_nothing_else")
+    with pytest.raises(Violation, match="has no check 'garbage_closes"):
+        check_transport(LoopbackCase(), only="garbage_closes_only_its_own_link")
 
 
 def test_a_loopback_needs_links_that_go_both_ways() -> None:
@@ -185,7 +185,11 @@ class Overwrites(Tampered):
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
         item = super().receive(timeout)
-        if isinstance(item, Arrived) and isinstance(item.message, Probe) and item.message.body.dtype is torch.float32:
+        if (
+            isinstance(item, Arrived)
+            and isinstance(item.message, NumberedMessage)
+            and item.message.body.dtype is torch.float32
+        ):
             place = self.memory[: item.message.body.numel()].view(item.message.body.shape)
             place.copy_(item.message.body)
             return dataclasses.replace(item, message=dataclasses.replace(item.message, body=place))
@@ -287,17 +291,17 @@ class TamperedCase(LoopbackCase):
     ("tamper", "check"),
     [
         (Shuffles, "messages_keep_their_order"),
-        (Shuffles, "many_messages_both_ways_at_once"),
+        (Shuffles, "concurrent_bidirectional_messages_arrive"),
         (Repeats, "messages_keep_their_order"),
         (Changes, "every_dtype_arrives"),
-        (Overwrites, "what_is_kept_stays_as_it_is"),
+        (Overwrites, "kept_tensors_are_not_overwritten"),
         (NeverDeparts, "messages_keep_their_order"),
-        (Sleeps, "wake_ends_a_wait"),
-        (ForgetsLosses, "closing_delivers_what_was_sent_and_then_says_so"),
-        (ForgetsLosses, "whoever_comes_again_has_a_new_incarnation"),
-        (ForgetsIncarnations, "whoever_comes_again_has_a_new_incarnation"),
-        (LosesEarly, "closing_delivers_what_was_sent_and_then_says_so"),
-        (DropsQueue, "closing_delivers_what_was_sent_and_then_says_so"),
+        (Sleeps, "wake_unblocks_receive"),
+        (ForgetsLosses, "close_delivers_queued_messages_then_reports_the_loss"),
+        (ForgetsLosses, "a_rejoining_rank_gets_a_higher_incarnation"),
+        (ForgetsIncarnations, "a_rejoining_rank_gets_a_higher_incarnation"),
+        (LosesEarly, "close_delivers_queued_messages_then_reports_the_loss"),
+        (DropsQueue, "close_delivers_queued_messages_then_reports_the_loss"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.messages import Message
-from offbeat.testing.transports import Probe, Remote, TransportCase
+from offbeat.testing.transport_conformance import NumberedMessage, Remote, TransportCase
 from offbeat.transports import wire
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.loopback import Loopback
@@ -136,7 +136,7 @@ class GlooCase(TransportCase):
         assert self._child is not None
         return transports, self._child
 
-    def open_with_doomed(self, processes: int) -> list[Transport]:
+    def open_with_crashing_rank(self, processes: int) -> list[Transport]:
         return self._open_with_child(processes, "doomed")
 
     def _open_with_child(self, processes: int, role: str) -> list[Transport]:
@@ -168,7 +168,7 @@ class Child(Remote):
         os.kill(self._process.pid, signal.SIGSTOP)
         os.waitpid(self._process.pid, os.WUNTRACED)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
 
     def end(self) -> None:
@@ -207,7 +207,7 @@ def main(role: str, rank: int, rendezvous: str) -> None:
             case Joined(peer, incarnation) if role == "doomed":
                 wire.encode = encode_and_die
                 large = torch.ones(10_000_000)
-                transport.send(peer, incarnation, Probe(LAST_WORDS, large, (large,)))
+                transport.send(peer, incarnation, NumberedMessage(LAST_WORDS, large, (large,)))
             case Lost(why="closed"):
                 return
 

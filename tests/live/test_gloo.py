@@ -20,7 +20,7 @@ import torch
 
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation, RunFailed
-from offbeat.testing.transports import Probe, Watch
+from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
 from offbeat.transports import shared_memory as slots
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.rendezvous import (
@@ -54,8 +54,8 @@ class Ranks:
         self.transports.append(GlooTransport(rank=rank, peers=peers, **{"rendezvous": rendezvous, **settings}))
         return self.transports[-1]
 
-    def watch(self, rank: int, peers: list[int], **options: Any) -> Watch:
-        return Watch(self.open(rank, peers, **options), rank)
+    def watch(self, rank: int, peers: list[int], **options: Any) -> TransportMonitor:
+        return TransportMonitor(self.open(rank, peers, **options), rank)
 
     def spawn(self, role: str, rank: int) -> subprocess.Popen[str]:
         self.children.append(start(role, rank, self.listener.address))
@@ -83,11 +83,11 @@ def ranks() -> Iterator[Ranks]:
     opened.close()
 
 
-def exchange(one: Watch, other: Watch, number: int = 0) -> None:
-    one.send(other.rank, Probe(number, SMALL))
-    other.send(one.rank, Probe(number, SMALL))
-    one.probe(other.rank, number)
-    other.probe(one.rank, number)
+def exchange(one: TransportMonitor, other: TransportMonitor, number: int = 0) -> None:
+    one.send(other.rank, NumberedMessage(number, SMALL))
+    other.send(one.rank, NumberedMessage(number, SMALL))
+    one.expect(other.rank, number)
+    other.expect(one.rank, number)
 
 
 def refusal(transport: GlooTransport) -> str:
@@ -122,27 +122,27 @@ def test_peers_find_each_other_through_the_desk(ranks: Ranks) -> None:
     for one in everybody:
         for other in everybody:
             if one.rank < other.rank:
-                assert one.linked(other.rank) == other.linked(one.rank) == 0
+                assert one.wait_linked(other.rank) == other.wait_linked(one.rank) == 0
                 exchange(one, other)
 
 
 def test_a_rank_need_not_be_a_peer_of_rank_0(ranks: Ranks) -> None:
     last, middle, first = ranks.watch(2, [1]), ranks.watch(1, [0, 2]), ranks.watch(0, [1])
     for one, other in ((last, middle), (middle, first)):
-        one.linked(other.rank)
-        other.linked(one.rank)
+        one.wait_linked(other.rank)
+        other.wait_linked(one.rank)
         exchange(one, other)
 
 
 def test_a_peer_that_left_and_comes_back_is_found_again(ranks: Ranks) -> None:
     ranks.open(0, [])
     higher, lower = ranks.watch(2, [1]), ranks.watch(1, [2])
-    lower.linked(2)
-    before = higher.linked(1)
+    lower.wait_linked(2)
+    before = higher.wait_linked(1)
     lower.transport.close()
-    assert higher.loses(1, before).why == "closed"
+    assert higher.wait_lost(1, before).why == "closed"
     lower = ranks.watch(1, [2])
-    assert higher.linked(1, above=before) == lower.linked(2)
+    assert higher.wait_linked(1, above=before) == lower.wait_linked(2)
     exchange(lower, higher)
 
 
@@ -150,22 +150,22 @@ def test_a_desk_that_was_restarted_learns_again_where_everybody_is(ranks: Ranks)
     first = ranks.watch(0, [1])
     middle, last = ranks.watch(1, [0, 2]), ranks.watch(2, [1])
     for one, other in ((first, 1), (middle, 0), (middle, 2), (last, 1)):
-        one.linked(other)
+        one.wait_linked(other)
     vanish(ranks.transports[0])
-    middle.loses(0, 0)
+    middle.wait_lost(0, 0)
     ranks.listener = Listener(ranks.listener.address, TOKEN)
     again = ranks.watch(0, [1])
-    assert again.linked(1) == middle.linked(0, above=0) == 1  # the newcomer has forgotten, but the dialer has not
+    assert again.wait_linked(1) == middle.wait_linked(0, above=0) == 1  # rank 0 has restarted, the dialer has not
     ranks.transports[2].close()
-    middle.loses(2, 0)
+    middle.wait_lost(2, 0)
     last = ranks.watch(2, [1])
-    assert last.linked(1) == middle.linked(2, above=0)
+    assert last.wait_linked(1) == middle.wait_linked(2, above=0)
     exchange(last, middle)
 
 
 def test_incarnations_start_where_they_are_told(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1], first_incarnation=7), ranks.watch(1, [0])
-    assert hub.linked(1) == worker.linked(0) == 7
+    assert hub.wait_linked(1) == worker.wait_linked(0) == 7
 
 
 # Who is refused
@@ -189,8 +189,8 @@ def test_who_is_refused_reads_why(ranks: Ranks, options: dict[str, Any], sentenc
     stranger = ranks.open(1, [0], **options)
     assert sentence in refusal(stranger)
     worker = ranks.watch(2, [0])
-    hub.linked(2)
-    worker.linked(0)
+    hub.wait_linked(2)
+    worker.wait_linked(0)
     exchange(hub, worker)
     assert hub.links == {2: 0}
 
@@ -216,8 +216,8 @@ def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
     told = request_assignment(address, TOKEN, member="one", rank=None, wait_seconds=60)
     assert told == Assignment(2, 4, 12.5, b"plan")
     worker = ranks.watch(told.rank, [0], member="one")
-    hub.linked(2)
-    worker.linked(0)
+    hub.wait_linked(2)
+    worker.wait_linked(0)
     joined = ranks.transports[-1].elapsed_at_join
     assert joined is not None
     assert joined[0] == 12.5
@@ -241,8 +241,8 @@ def test_a_visitor_that_says_nothing_is_in_nobodys_way(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     with socket.create_connection((ranks.listener.address.host, ranks.listener.address.port)) as silent:
         worker = ranks.watch(1, [0])
-        hub.linked(1)
-        worker.linked(0)
+        hub.wait_linked(1)
+        worker.wait_linked(0)
         exchange(hub, worker)
         ranks.close()
         while silent.recv(1024):
@@ -255,11 +255,11 @@ def test_a_visitor_that_says_nothing_is_in_nobodys_way(ranks: Ranks) -> None:
 def test_a_rank_that_comes_again_takes_the_place_of_one_that_seems_alive(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     frozen = ranks.spawn("echo", 1)
-    before = hub.linked(1)
+    before = hub.wait_linked(1)
     stop(frozen)
     worker = ranks.watch(1, [0])
-    assert hub.loses(1, before).why == "rank 1 came again"
-    assert hub.linked(1, above=before) == worker.linked(0)
+    assert hub.wait_lost(1, before).why == "rank 1 came again"
+    assert hub.wait_linked(1, above=before) == worker.wait_linked(0)
     exchange(hub, worker)
     frozen.kill()
     exchange(hub, worker, 1)
@@ -268,29 +268,29 @@ def test_a_rank_that_comes_again_takes_the_place_of_one_that_seems_alive(ranks: 
 def test_a_peer_that_was_stopped_finds_its_link_closed_and_comes_back(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1], silence_seconds=2.0)
     child = ranks.spawn("echo", 1)
-    before = hub.linked(1)
+    before = hub.wait_linked(1)
     stop(child)
-    hub.send(1, Probe(0, torch.ones(25_000_000)))
-    assert hub.loses(1, before).why == "silent for 2 seconds"
+    hub.send(1, NumberedMessage(0, torch.ones(25_000_000)))
+    assert hub.wait_lost(1, before).why == "silent for 2 seconds"
     os.kill(child.pid, signal.SIGCONT)
-    hub.linked(1, above=before)
-    hub.send(1, Probe(1, SMALL))
-    hub.probe(1, 1)
+    hub.wait_linked(1, above=before)
+    hub.send(1, NumberedMessage(1, SMALL))
+    hub.expect(1, 1)
 
 
 def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_come_again(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1, 2])
     other = ranks.watch(2, [0])
-    hub.linked(2)
+    hub.wait_linked(2)
     for life in range(2):
         child = ranks.spawn("flood", 1)
-        assert hub.linked(1, above=life - 1) == life
-        assert hub.probe(1, 0).body.numel() == 25_000_000
+        assert hub.wait_linked(1, above=life - 1) == life
+        assert hub.expect(1, 0).body.numel() == 25_000_000
         child.kill()  # the next one is under way
         hub.arrived[1].clear()
-        assert hub.loses(1, life).why == "the connection was closed"
+        assert hub.wait_lost(1, life).why == "the connection was closed"
         hub.arrived[1].clear()
-        other.linked(0)
+        other.wait_linked(0)
         exchange(hub, other, life)
 
 
@@ -298,19 +298,19 @@ def test_both_ends_drop_a_link_at_once_and_have_it_again(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
     above = -1
     for _ in range(4):
-        above = hub.linked(1, above)
-        assert worker.linked(0, above - 1) == above
-        hub.send(1, Probe(0, torch.ones(1_000_000)))
-        worker.send(0, Probe(0, torch.ones(1_000_000)))
+        above = hub.wait_linked(1, above)
+        assert worker.wait_linked(0, above - 1) == above
+        hub.send(1, NumberedMessage(0, torch.ones(1_000_000)))
+        worker.send(0, NumberedMessage(0, torch.ones(1_000_000)))
         links = [transport._links.get(1 - place) for place, transport in enumerate(ranks.transports)]
         drops = [threading.Thread(target=link.drop, args=("dropped",)) for link in links if link is not None]
         for thread in drops:
             thread.start()
         for thread in drops:
             thread.join()
-        hub.loses(1, above)
-        worker.loses(0, above)
-    hub.linked(1, above)
+        hub.wait_lost(1, above)
+        worker.wait_lost(0, above)
+    hub.wait_linked(1, above)
     assert not hub.transport._links[1].ended.is_set()  # type: ignore[attr-defined]
 
 
@@ -322,10 +322,10 @@ def test_links_that_come_and_go_leave_nothing_behind() -> None:
         above = -1
         for _ in range(times):
             worker = ranks.watch(1, [0])
-            above = hub.linked(1, above)
-            worker.linked(0)
+            above = hub.wait_linked(1, above)
+            worker.wait_linked(0)
             worker.transport.close()
-            hub.loses(1, above)
+            hub.wait_lost(1, above)
         ranks.close()
         for thread in threading.enumerate():
             if thread.name.startswith("offbeat"):
@@ -383,8 +383,8 @@ class Unwritable(Message):
 
 def test_a_message_that_cannot_be_written_is_the_senders_trouble(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
-    hub.linked(1)
-    worker.linked(0)
+    hub.wait_linked(1)
+    worker.wait_linked(0)
     hub.send(1, Unwritable(object()))  # type: ignore[arg-type]
     with pytest.raises(ContractViolation, match="Unwritable cannot be sent"):
         hub.transport.receive(60)
@@ -395,15 +395,15 @@ def test_a_mistake_in_a_thread_becomes_the_loss_of_its_link(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
-    hub.linked(1)
-    worker.linked(0)
+    hub.wait_linked(1)
+    worker.wait_linked(0)
     with monkeypatch.context() as broken:
         broken.setattr(ranks.transports[0].pool, "take", lambda nbytes: 1 / 0)
-        worker.send(0, Probe(0, SMALL))
-        assert hub.loses(1, 0).why == "ZeroDivisionError: division by zero"
+        worker.send(0, NumberedMessage(0, SMALL))
+        assert hub.wait_lost(1, 0).why == "ZeroDivisionError: division by zero"
     assert "because of a mistake" in caplog.text
-    worker.loses(0, 0)
-    assert hub.linked(1, above=0) == worker.linked(0, above=0)
+    worker.wait_lost(0, 0)
+    assert hub.wait_linked(1, above=0) == worker.wait_linked(0, above=0)
     exchange(hub, worker)
 
 
@@ -419,11 +419,11 @@ def shared_slots(transport: GlooTransport, peer: int) -> tuple[int, int]:
 def test_processes_of_one_machine_share_memory(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     ranks.spawn("echo", 1)
-    hub.linked(1)
+    hub.wait_linked(1)
     in_place = 0
     for number in range(30):
-        hub.send(1, Probe(number, torch.full((1_000_000,), float(number)), (SMALL,)))
-        back = hub.probe(1, number)
+        hub.send(1, NumberedMessage(number, torch.full((1_000_000,), float(number)), (SMALL,)))
+        back = hub.expect(1, number)
         assert back.body.eq(number).all()
         assert torch.equal(back.more[0], SMALL)
         theirs = ranks.transports[0]._links[1]._shared._theirs
@@ -436,28 +436,28 @@ def test_processes_of_one_machine_share_memory(ranks: Ranks) -> None:
 def test_what_a_dead_process_has_sent_stays_as_it_is(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     child = ranks.spawn("echo", 1)
-    hub.linked(1)
+    hub.wait_linked(1)
     for number in range(5):
-        hub.send(1, Probe(number, torch.full((1_000_000,), float(number))))
-        kept = hub.probe(1, number).body
+        hub.send(1, NumberedMessage(number, torch.full((1_000_000,), float(number))))
+        kept = hub.expect(1, number).body
     assert all(shared_slots(ranks.transports[0], 1))
     child.kill()
-    hub.loses(1, 0)
+    hub.wait_lost(1, 0)
     assert kept.eq(4).all()
     ranks.spawn("echo", 1)
-    hub.linked(1, above=0)
-    hub.send(1, Probe(9, kept))
-    assert hub.probe(1, 9).body.eq(4).all()
+    hub.wait_linked(1, above=0)
+    hub.send(1, NumberedMessage(9, kept))
+    assert hub.expect(1, 9).body.eq(4).all()
 
 
 def test_a_node_may_keep_more_than_there_are_slots(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
-    hub.linked(1)
-    worker.linked(0)
+    hub.wait_linked(1)
+    worker.wait_linked(0)
     kept = []
     for number in range(40):
-        hub.send(1, Probe(number, torch.full((100_000 + number,), float(number))))
-        kept.append(worker.probe(0, number).body)
+        hub.send(1, NumberedMessage(number, torch.full((100_000 + number,), float(number))))
+        kept.append(worker.expect(0, number).body)
     assert shared_slots(ranks.transports[0], 1)[0] == SLOTS_MAX
     assert all(bool(body.eq(number).all()) for number, body in enumerate(kept))
 
@@ -467,12 +467,12 @@ def test_one_end_that_does_not_want_shared_memory_is_enough(
     ranks: Ranks, off: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub, worker = (ranks.watch(rank, [1 - rank], shared_memory=rank != off) for rank in range(2))
-    hub.linked(1)
-    worker.linked(0)
+    hub.wait_linked(1)
+    worker.wait_linked(0)
     for number in range(5):
-        hub.send(1, Probe(number, torch.full((500_000,), float(number))))
-        worker.send(0, worker.probe(0, number))
-        assert hub.probe(1, number).body.eq(number).all()
+        hub.send(1, NumberedMessage(number, torch.full((500_000,), float(number))))
+        worker.send(0, worker.expect(0, number))
+        assert hub.expect(1, number).body.eq(number).all()
     assert shared_slots(ranks.transports[0], 1) == shared_slots(ranks.transports[1], 0) == (0, 0)
     assert not caplog.records
 
@@ -487,11 +487,11 @@ def test_memory_that_cannot_be_shared_is_said_once_and_costs_only_time(
     monkeypatch.setattr(slots, "_adopt", refuse)
     hub, worker, other = ranks.watch(0, [1, 2]), ranks.watch(1, [0]), ranks.watch(2, [0])
     for one, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
-        one.linked(peer)
+        one.wait_linked(peer)
     for number in range(3):
         for one in (worker, other):
-            hub.send(one.rank, Probe(number, torch.full((500_000,), float(number))))
-            assert one.probe(0, number).body.eq(number).all()
+            hub.send(one.rank, NumberedMessage(number, torch.full((500_000,), float(number))))
+            assert one.expect(0, number).body.eq(number).all()
     (record,) = caplog.records
     assert record.message.startswith("offbeat: tensors between processes of this machine go through sockets")
     assert "Permission denied" in record.message
@@ -534,7 +534,7 @@ def be_flood(rank: int, rendezvous: Address) -> None:
         match transport.receive():
             case Joined(peer, incarnation):
                 for number in range(100):
-                    transport.send(peer, incarnation, Probe(number, large))
+                    transport.send(peer, incarnation, NumberedMessage(number, large))
 
 
 def hub_with_echo() -> tuple[GlooTransport, subprocess.Popen[str], int]:
@@ -550,7 +550,7 @@ def be_close_on_stopped(rank: int, rendezvous: Address) -> None:
     """Close while the other end of a link stands still, with messages under way in both directions."""
     hub, child, incarnation = hub_with_echo()
     for number in range(20):
-        hub.send(1, incarnation, Probe(number, torch.ones(2_000_000)))
+        hub.send(1, incarnation, NumberedMessage(number, torch.ones(2_000_000)))
     while not isinstance(hub.receive(), Arrived):
         pass
     stop(child)
@@ -564,7 +564,7 @@ def be_careless(rank: int, rendezvous: Address) -> None:
     """Exit without closing while messages fly."""
     hub, _, incarnation = hub_with_echo()
     for number in range(500):
-        hub.send(1, incarnation, Probe(number, torch.ones(10_000)))
+        hub.send(1, incarnation, NumberedMessage(number, torch.ones(10_000)))
     while not isinstance(hub.receive(), Arrived):
         pass
     print("done")

@@ -65,7 +65,7 @@ class Disagreement:
             )
             other = simulation.new_node(rank, simulation.processes[rank].life)
             other.restore(state)
-            simulation.swap(rank, other)
+            simulation.processes[rank].node = other
             self._moved.add(rank)
             if len(self._moved) == simulation.size:
                 self._since = simulation.now

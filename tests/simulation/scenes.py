@@ -55,9 +55,7 @@ def play(
         evaluate,
         user_optimizer,
     )
-    invariants = Invariants(
-        strategy.staleness_bound, replicas=strategy.is_decentralized, allows_stale_compute=strategy.allows_stale_compute
-    )
+    invariants = Invariants(strategy)
     writer = invariants if checked else MemoryWriter()
     simulation = Simulation(scenario, writer, observer=invariants if checked else None)
     outcome = simulation.run()

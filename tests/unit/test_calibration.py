@@ -272,11 +272,11 @@ def test_what_was_measured_is_not_induced_and_what_was_asked_for_is() -> None:
     link = Link(latency_seconds=0.5)
     measured = Cluster(0.1, workers=(override,), link=link, speed_trace=Trace((2.0,)), factors=(3.0,), measured=True)
     induced = InjectedDelay.of(measured, {1: 0}, 1, [0], seed=0)
-    assert induced.disturb() == pytest.approx(RoundDelay(0.0, 3.0))
+    assert induced.next_round_delay() == pytest.approx(RoundDelay(0.0, 3.0))
     assert induced.delay(0, 1000, 0.0) == 0.0
     asleep = InjectedDelay.of(Cluster(straggle=CEDAR, measured=True), {1: 0}, 1, [0], seed=0)
     usual = InjectedDelay.of(Cluster(straggle=CEDAR), {1: 0}, 1, [0], seed=0)
-    assert [asleep.disturb() for _ in range(5)] == [usual.disturb() for _ in range(5)]
+    assert [asleep.next_round_delay() for _ in range(5)] == [usual.next_round_delay() for _ in range(5)]
 
 
 # What is refused

@@ -19,7 +19,8 @@ from offbeat.lab.live_runs import train
 from offbeat.lab.microbatching import microbatch
 from offbeat.lab.simulated_runs import Run, compare, simulate
 from offbeat.lab.worker_main import LiveOptions
-from offbeat.live import AsyncDataParallel, join
+from offbeat.live.data_parallel import AsyncDataParallel
+from offbeat.live.session import join
 from offbeat.records.comparison import Comparison
 from offbeat.strategies.gossip.gossip_strategies import Gossip, GossipAcid
 from offbeat.strategies.hub import (

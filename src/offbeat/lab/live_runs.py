@@ -35,8 +35,8 @@ from offbeat.launch.listeners import advertised_address, open_listener
 from offbeat.launch.process_settings import keep_freed_memory, rank_names
 from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_token
 from offbeat.launch.supervisor import RunMonitor, RunObserver, Supervisor, check_faults
-from offbeat.live import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
+from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
 from offbeat.records.schema import AnyRecord, RunHeader, RunRecords

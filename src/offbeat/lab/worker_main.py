@@ -25,7 +25,8 @@ from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.experiment import Experiment
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import TRANSPORTS, RankInfo
-from offbeat.live import Session, SessionOptions
+from offbeat.live.local_ranks import SessionOptions
+from offbeat.live.session import Session
 from offbeat.live.state_file import load, save
 from offbeat.records.files import LIVE, RESULT, read_header
 from offbeat.records.schema import RunHeader

@@ -1,7 +1,6 @@
-"""A user's own training loop takes part in a run: `offbeat.join` and `offbeat.AsyncDataParallel`."""
+"""The wall-clock engine: one node per rank, driven by real messages, timers and a user's training loop.
 
-from offbeat.live.data_parallel import AsyncDataParallel
-from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions
-from offbeat.live.session import Session, join
-
-__all__ = ["LIVE_SECONDS_PER_SAMPLE", "AsyncDataParallel", "Session", "SessionOptions", "join"]
+`session.join` and `data_parallel.AsyncDataParallel` are the entry points, `node_runner` drives a node, `local_ranks`
+builds and connects the ranks of a process. May import everything below it: launch, strategies, transports, cluster,
+records, topology and core; not the simulation, which is its counterpart.
+"""

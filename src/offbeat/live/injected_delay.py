@@ -63,7 +63,7 @@ class InjectedDelay:
         call_seconds = max(0.0, speed.seconds_per_call - factor * cluster.seconds_per_call)
         return cls(speed.straggle, factor, call_seconds, slow, seed, rank, own)
 
-    def disturb(self) -> RoundDelay:
+    def next_round_delay(self) -> RoundDelay:
         """What happens to the next round."""
         drawn = next(self._disturbances)
         return RoundDelay(drawn.delay_seconds, drawn.factor * self._factor)

@@ -587,7 +587,7 @@ class NodeRunner:
         if self._round is not None:
             raise ContractViolation(f"rank {self.rank} asked for a second Compute while one was outstanding")
         now = self.clock.now()
-        delay_seconds, factor = self._induced.disturb()
+        delay_seconds, factor = self._induced.next_round_delay()
         accepted = LiveRound(action, now, time.monotonic(), delay_seconds, factor, self._induced.call_seconds)
         accepted.idle_seconds = max(0.0, now - self._free_since)
         self._date()

@@ -38,7 +38,7 @@ from offbeat.live.session_base import LINGER_SECONDS, SessionBase, parse_until, 
 def join(
     model: nn.Module,
     strategy: Strategy,
-    until: Budget | int | str | None = None,
+    until: Budget | int | str,
     *,
     evaluate: Evaluation | None = None,
     every: Cadence | None = EverySeconds(1.0),  # noqa: B008  (frozen)

@@ -39,7 +39,7 @@ ASKED_TO_END = (KeyboardInterrupt, SystemExit)
 """What ends a loop that was asked to: Ctrl-C, SIGTERM, or the script's own sys.exit."""
 
 
-def parse_until(until: Budget | int | str | None) -> Budget:
+def parse_until(until: Budget | int | str) -> Budget:
     """How long to train, as a user writes it."""
     if isinstance(until, int | str) and not isinstance(until, bool):
         until = Budget.shorthand(str(until))

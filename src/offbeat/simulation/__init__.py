@@ -1,1 +1,5 @@
-"""simulation."""
+"""The virtual-time engine: all nodes in one process, real gradients, no waiting.
+
+`simulator.Simulation` runs a `state.Scenario`. May import strategies, cluster, records, topology and core, and nothing
+that reaches a clock, a thread or a socket.
+"""

@@ -73,7 +73,7 @@ class LinkState:
         self.incarnation += 1
 
 
-class Network:
+class SimulatedNetwork:
     """All links of a run, with the cards at their ends; `bytes_per_second` limits each direction of each link."""
 
     def __init__(self, cards: dict[int, NetworkCard] | None = None, bytes_per_second: float | None = None) -> None:

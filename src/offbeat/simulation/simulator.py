@@ -16,7 +16,6 @@ import torch
 
 from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
 from offbeat.core.events import Event, PeerJoined, PeerLost, Started, TimerFired
-from offbeat.core.strategy import Node
 from offbeat.errors import ContractViolation
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Update
@@ -186,10 +185,6 @@ class Simulation(SimulationState):
                 self._finish(rank, action)
             case _:
                 raise ContractViolation(f"rank {rank} asked for {action!r}, which is not an action")
-
-    def swap(self, rank: int, node: Node) -> None:
-        """Put another node in the place of this one; `check_strategy` does it through state and restore."""
-        self.processes[rank].node = node
 
     def _set_timer(self, rank: int, name: str, seconds: float) -> None:
         if not seconds >= 0:

@@ -26,7 +26,7 @@ from offbeat.core.strategy import Cadence, Node, NodeContext, Strategy
 from offbeat.core.workload import Workload
 from offbeat.records.files import Writer
 from offbeat.simulation.gradients import GradientComputer
-from offbeat.simulation.network import Network
+from offbeat.simulation.network import SimulatedNetwork
 from offbeat.simulation.round_timing import Computation
 from offbeat.strategies.compressed_node import node_of
 
@@ -158,9 +158,9 @@ class SimulationState(ABC):
         )
         return node_of(self.scenario.strategy, context)
 
-    def _connect(self) -> Network:
+    def _connect(self) -> SimulatedNetwork:
         cluster = self.scenario.cluster
-        network = Network({} if cluster.measured else self._cards(), self.scenario.bytes_per_second)
+        network = SimulatedNetwork({} if cluster.measured else self._cards(), self.scenario.bytes_per_second)
         for rank in range(self.size):
             for peer in self.scenario.strategy.peers(rank, self.size):
                 link = cluster.link_between(self.processes[rank].worker, self.processes[peer].worker)

@@ -13,15 +13,21 @@ taken back, and both must write the same bytes. A failure names its seed and the
 `check_transport` does the same for a transport: a `TransportCase` says how to set up ranks with it.
 """
 
-from offbeat.testing.conformance import check_case, check_strategy, replay
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation
-from offbeat.testing.transports import Probe, Remote, TransportCase, check_transport, transport_checks
+from offbeat.testing.strategy_conformance import check_case, check_strategy, replay
+from offbeat.testing.transport_conformance import (
+    NumberedMessage,
+    Remote,
+    TransportCase,
+    check_transport,
+    transport_checks,
+)
 
 __all__ = [
     "Case",
     "Invariants",
-    "Probe",
+    "NumberedMessage",
     "Remote",
     "TransportCase",
     "Violation",

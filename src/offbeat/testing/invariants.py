@@ -27,6 +27,7 @@ from offbeat.core.actions import Action, Compute, Finish, Record, Samples, Send
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started
 from offbeat.core.messages import Stop, Stopped
 from offbeat.core.sample_ledger import SampleLedger
+from offbeat.core.strategy import Strategy
 from offbeat.errors import ContractViolation
 from offbeat.records.schema import Dropped, Round, Undone, Update
 from offbeat.simulation.simulator import Simulation, SimulationResult
@@ -36,7 +37,7 @@ class Violation(ContractViolation):
     """An invariant does not hold."""
 
 
-def demand(holds: bool, sentence: str) -> None:
+def verify(holds: bool, sentence: str) -> None:
     if not holds:
         raise Violation(sentence)
 
@@ -44,15 +45,13 @@ def demand(holds: bool, sentence: str) -> None:
 class Invariants:
     """Watches one run: a writer of records and an observer of the simulation at once."""
 
-    def __init__(
-        self, staleness_max: int | None = None, *, replicas: bool = False, allows_stale_compute: bool = False
-    ) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.records: list[Record] = []
-        self._replicas = replicas
-        self._looks_back = allows_stale_compute
+        self._replicas = strategy.is_decentralized
+        self._allows_stale_compute = strategy.allows_stale_compute
+        self._staleness_max = strategy.staleness_bound
         self._split = False
         """Whether two that were alive lost sight of each other."""
-        self._staleness_max = staleness_max
         self._accounted: dict[int, SampleLedger] = defaultdict(SampleLedger)
         self._computed: dict[tuple[int, int], list[Round]] = defaultdict(list)
         """(rank, first draw) → the rounds that began there, the last one first"""
@@ -84,44 +83,44 @@ class Invariants:
             self._undo(record)
         elif isinstance(record, Dropped):
             self._account(record.rank, record.first, record.stop)
-            demand(record.stop <= self._covered[record.rank], f"{record} was never computed")
+            verify(record.stop <= self._covered[record.rank], f"{record} was never computed")
 
     def _updated(self, update: Update) -> None:
         before = self._versions[update.rank]
-        demand(update.version == before + 1, f"rank {update.rank} made version {update.version} after {before}")
+        verify(update.version == before + 1, f"rank {update.rank} made version {update.version} after {before}")
         self._versions[update.rank] = update.version
         counted = sum(part.stop - part.first for part in update.contributions)
-        demand(counted == update.samples, f"{update} says {update.samples} samples, but {counted} are in it")
-        demand(update.samples > 0 or update.messages > 0, f"{update} has nothing in it")
+        verify(counted == update.samples, f"{update} says {update.samples} samples, but {counted} are in it")
+        verify(update.samples > 0 or update.messages > 0, f"{update} has nothing in it")
         total = self._samples_total + update.samples
         counted = update.samples_total
         right = counted == total if not self._replicas else update.samples <= counted <= total
-        demand(right, f"{update} makes {counted} samples of {total}")
+        verify(right, f"{update} makes {counted} samples of {total}")
         self._samples_total = total
         for part in update.contributions:
             self._account(part.rank, part.first, part.stop)
             rounds = self._rounds_of(part.rank, part.first, part.stop)
             if rounds is None:
                 raise Violation(f"{part} was applied but never computed")
-            demand(all(found.finite for found in rounds), f"{part} was applied although it is not finite")
+            verify(all(found.finite for found in rounds), f"{part} was applied although it is not finite")
             stale = update.version - 1 - min(found.version for found in rounds)
-            demand(0 <= stale == part.staleness, f"{part} is {stale} versions older than what it was applied to")
+            verify(0 <= stale == part.staleness, f"{part} is {stale} versions older than what it was applied to")
             if self._staleness_max is not None:
-                demand(part.staleness <= self._staleness_max, f"{part} is staler than {self._staleness_max}")
+                verify(part.staleness <= self._staleness_max, f"{part} is staler than {self._staleness_max}")
 
     def _undo(self, undone: Undone) -> None:
         """Take the last updates back; whatever was computed up to now may be computed again, or not."""
         before = self._versions[undone.rank]
-        demand(undone.version == before + 1, f"rank {undone.rank} made version {undone.version} after {before}")
+        verify(undone.version == before + 1, f"rank {undone.rank} made version {undone.version} after {before}")
         self._versions[undone.rank] = self._undone_at = undone.version
         samples = 0
         while self._updates and self._updates[-1].version > undone.to_version:
             for part in self._updates.pop().contributions:
                 self._accounted[part.rank].remove(part.first, part.stop)
                 samples += part.stop - part.first
-        demand(samples == undone.samples, f"{undone} undoes {samples} samples")
+        verify(samples == undone.samples, f"{undone} undoes {samples} samples")
         self._samples_total -= samples
-        demand(undone.samples_total == self._samples_total, f"{undone} leaves {self._samples_total} samples")
+        verify(undone.samples_total == self._samples_total, f"{undone} leaves {self._samples_total} samples")
         self._owed.clear()
 
     def _rounds_of(self, rank: int, first: int, stop: int) -> list[Round] | None:
@@ -161,11 +160,11 @@ class Invariants:
                 self._stopping[rank].add(action.to)
             if isinstance(action, Finish) and action.failure is None:
                 waiting = self._stopping[rank]
-                demand(not waiting, f"rank {rank} finished without having heard Stopped from {sorted(waiting)}")
-            if isinstance(action, Compute) and not self._looks_back:
+                verify(not waiting, f"rank {rank} finished without having heard Stopped from {sorted(waiting)}")
+            if isinstance(action, Compute) and not self._allows_stale_compute:
                 key = (rank, simulation.processes[rank].life)
                 before = self._computes_at.get(key, 0)
-                demand(action.version >= before, f"rank {rank} computes at version {action.version} after {before}")
+                verify(action.version >= before, f"rank {rank} computes at version {action.version} after {before}")
                 self._computes_at[key] = action.version
 
     # At the end
@@ -174,19 +173,19 @@ class Invariants:
         for rank, draws in sorted(self._accounted.items()):
             begin = draws.ranges[0][0] if draws.ranges and self._replicas else 0
             gaps = [gap for gap in draws.missing_below(draws.stop) if gap[0] >= begin]
-            demand(not gaps, f"draws {gaps} of rank {rank} are not accounted for")
+            verify(not gaps, f"draws {gaps} of rank {rank} are not accounted for")
             if rank not in self._lost and outcome.failure is None:
                 owed, end = self._owed[rank], self._covered[rank]
                 right = owed <= draws.stop <= end
-                demand(right, f"rank {rank} computed up to draw {owed}, {draws.stop} are accounted for")
+                verify(right, f"rank {rank} computed up to draw {owed}, {draws.stop} are accounted for")
         until = simulation.scenario.until
         if isinstance(until, Samples) and outcome.failure is None:
-            demand(self._samples_total >= until.count, f"it ended after {self._samples_total} of {until.count} samples")
+            verify(self._samples_total >= until.count, f"it ended after {self._samples_total} of {until.count} samples")
         results = [finish for _, finish in sorted(outcome.finishes.items()) if finish.failure is None]
         for result in results:
-            demand(bool(torch.isfinite(result.parameters).all()), "the final parameters are not finite")
+            verify(bool(torch.isfinite(result.parameters).all()), "the final parameters are not finite")
             first = results[0]
             same = result.version == first.version and torch.equal(result.parameters, first.parameters)
             same = same and all(map(torch.equal, result.buffers, first.buffers))
             same = same or (self._split and self._replicas)
-            demand(same, f"ranks ended with different parameters, versions {result.version} and {results[0].version}")
+            verify(same, f"ranks ended with different parameters, versions {result.version} and {results[0].version}")

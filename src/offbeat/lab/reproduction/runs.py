@@ -33,7 +33,7 @@ from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.microbatching import time_per_step
 from offbeat.lab.reproduction.study import SCALES, Scale, Study, StudyCase, StudyRun, load_study
 from offbeat.lab.simulated_runs import simulate_experiment
-from offbeat.live import LIVE_SECONDS_PER_SAMPLE
+from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, rank_files, read_header, read_run
 from offbeat.records.metrics import end_of, summarize
 from offbeat.records.schema import Update

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.messages import Buffers, Message
-from offbeat.testing.invariants import Violation, demand
+from offbeat.testing.invariants import Violation, verify
 from offbeat.transports import wire
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
 
@@ -47,7 +47,7 @@ DTYPES = (
 
 
 @dataclass(frozen=True)
-class Probe(Message):
+class NumberedMessage(Message):
     """What the checks send."""
 
     number: int
@@ -63,7 +63,7 @@ class Remote(ABC):
         """SIGSTOP; return when it stands still."""
 
     @abstractmethod
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT."""
 
 
@@ -100,7 +100,7 @@ class TransportCase(ABC):
         """As `open`, but the last rank is a process of its own, and its transport not in the list."""
         raise NotImplementedError
 
-    def open_with_doomed(self, processes: int) -> list[Transport]:
+    def open_with_crashing_rank(self, processes: int) -> list[Transport]:
         """As `open_with_remote`; as soon as it is linked, the last rank begins a message and kills itself half-way."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ def check_transport(case: TransportCase, *, only: str | None = None) -> list[str
     """Run every check that a case is able to go through, or one; returns their names. Raises `Violation`."""
     names = transport_checks(case)
     if only is not None:
-        demand(only in names, f"{type(case).__name__} has no check {only!r}; there are {', '.join(names)}")
+        verify(only in names, f"{type(case).__name__} has no check {only!r}; there are {', '.join(names)}")
         names = [only]
     for name in names:
         try:
@@ -141,7 +141,7 @@ def _check(needs: Ability | None = None) -> Callable[[Callable[[TransportCase], 
     return register
 
 
-class Watch:
+class TransportMonitor:
     """Receives for one rank, sorts what comes, and sees to it that it comes in an order that makes sense."""
 
     def __init__(self, transport: Transport, rank: int) -> None:
@@ -156,12 +156,12 @@ class Watch:
     def send(self, to: int, message: Message, key: str | None = None) -> None:
         self.transport.send(to, self.links[to], message, key)
 
-    def linked(self, peer: int, above: int = -1) -> int:
+    def wait_linked(self, peer: int, above: int = -1) -> int:
         """The incarnation of the link to a peer, once there is one higher than `above`."""
         self._until(lambda: self.links.get(peer, -1) > above, f"a link to rank {peer} above incarnation {above}")
         return self.links[peer]
 
-    def loses(self, peer: int, incarnation: int) -> Lost:
+    def wait_lost(self, peer: int, incarnation: int) -> Lost:
         self._until(lambda: self._loss(peer, incarnation) is not None, f"the loss of rank {peer}.{incarnation}")
         found = self._loss(peer, incarnation)
         assert found is not None
@@ -171,18 +171,21 @@ class Watch:
         self._until(lambda: bool(self.arrived[source]), f"a message from rank {source}")
         return self.arrived[source].popleft()
 
-    def probe(self, source: int, number: int) -> Probe:
+    def expect(self, source: int, number: int) -> NumberedMessage:
         """The next message, which must be this one."""
         message = self.take(source).message
-        demand(isinstance(message, Probe), f"rank {self.rank} was sent a Probe and received {type(message).__name__}")
-        assert isinstance(message, Probe)
-        demand(
+        verify(
+            isinstance(message, NumberedMessage),
+            f"rank {self.rank} was sent a NumberedMessage and received {type(message).__name__}",
+        )
+        assert isinstance(message, NumberedMessage)
+        verify(
             message.number == number,
             f"rank {self.rank} expected message {number} of rank {source}, and received {message.number}",
         )
         return message
 
-    def has_sent(self, count: int) -> None:
+    def wait_departed(self, count: int) -> None:
         self._until(lambda: len(self.departed) >= count, f"the departure of {count} messages")
 
     def _loss(self, peer: int, incarnation: int) -> Lost | None:
@@ -200,45 +203,45 @@ class Watch:
     def _sort(self, item: Incoming) -> None:
         match item:
             case Joined(peer, incarnation):
-                demand(peer not in self.links, f"rank {self.rank}: {peer} joined twice, and was not lost in between")
+                verify(peer not in self.links, f"rank {self.rank}: {peer} joined twice, and was not lost in between")
                 highest = self._highest.get(peer, -1)
-                demand(incarnation > highest, f"rank {self.rank}: {peer} joined as {incarnation} after {highest}")
+                verify(incarnation > highest, f"rank {self.rank}: {peer} joined as {incarnation} after {highest}")
                 self.links[peer] = self._highest[peer] = incarnation
             case Lost(peer, incarnation, why):
                 self._must_be_linked(peer, incarnation, "lost")
-                demand(bool(why), f"rank {self.rank}: {peer} was lost, and nothing says why")
+                verify(bool(why), f"rank {self.rank}: {peer} was lost, and nothing says why")
                 del self.links[peer]
                 self.lost.append(item)
             case Arrived(source, incarnation, _, nbytes):
                 self._must_be_linked(source, incarnation, "heard")
-                demand(nbytes > 0, f"rank {self.rank}: a message from {source} weighs nothing")
+                verify(nbytes > 0, f"rank {self.rank}: a message from {source} weighs nothing")
                 self.arrived[source].append(item)
             case Departed(to, incarnation, _, nbytes, seconds, kind):
                 self._must_be_linked(to, incarnation, "sent to")
-                demand(nbytes > 0 and seconds >= 0, f"rank {self.rank}: a departure weighs or takes nothing: {item}")
+                verify(nbytes > 0 and seconds >= 0, f"rank {self.rank}: a departure weighs or takes nothing: {item}")
                 known = {message.__name__ for message in Message.kinds.values()}
-                demand(kind in known, f"rank {self.rank}: a message of an unknown kind has left: {item}")
+                verify(kind in known, f"rank {self.rank}: a message of an unknown kind has left: {item}")
                 self.departed.append(item)
             case Refused(peer, why):
                 raise Violation(f"rank {self.rank} was refused by {peer}: {why}")
 
     def _must_be_linked(self, peer: int, incarnation: int, what: str) -> None:
-        demand(
+        verify(
             self.links.get(peer) == incarnation,
             f"rank {self.rank}: {what} {peer}.{incarnation} while the link was {self.links.get(peer)}; Joined comes "
             "before everything else of an incarnation and Lost after it",
         )
 
 
-def _linked(case: TransportCase, processes: int = 2) -> list[Watch]:
+def _linked(case: TransportCase, processes: int = 2) -> list[TransportMonitor]:
     return _watched(case.open(processes), processes)
 
 
-def _watched(transports: Iterable[Transport], processes: int) -> list[Watch]:
-    watches = [Watch(transport, rank) for rank, transport in enumerate(transports)]
+def _watched(transports: Iterable[Transport], processes: int) -> list[TransportMonitor]:
+    watches = [TransportMonitor(transport, rank) for rank, transport in enumerate(transports)]
     for watch in watches:
         for peer in range(1, processes) if watch.rank == 0 else (0,):
-            watch.linked(peer)
+            watch.wait_linked(peer)
     return watches
 
 
@@ -246,17 +249,17 @@ def _body(size: int, value: float = 1.0) -> Tensor:
     return torch.full((size,), value, dtype=torch.float32)
 
 
-def _exchange(here: Watch, there: Watch, number: int = 0) -> None:
+def _exchange(here: TransportMonitor, there: TransportMonitor, number: int = 0) -> None:
     """One message each way."""
-    here.send(there.rank, Probe(number, _body(3, 1.0)))
-    there.send(here.rank, Probe(number, _body(3, 2.0)))
-    demand(there.probe(here.rank, number).body.tolist() == [1.0] * 3, "a message was changed on its way")
-    demand(here.probe(there.rank, number).body.tolist() == [2.0] * 3, "a message was changed on its way")
+    here.send(there.rank, NumberedMessage(number, _body(3, 1.0)))
+    there.send(here.rank, NumberedMessage(number, _body(3, 2.0)))
+    verify(there.expect(here.rank, number).body.tolist() == [1.0] * 3, "a message was changed on its way")
+    verify(here.expect(there.rank, number).body.tolist() == [2.0] * 3, "a message was changed on its way")
 
 
 def _has_ended(thread: threading.Thread, what: str) -> None:
     thread.join(LIMIT_SECONDS)
-    demand(not thread.is_alive(), f"{what} did not return within {LIMIT_SECONDS:.0f} s")
+    verify(not thread.is_alive(), f"{what} did not return within {LIMIT_SECONDS:.0f} s")
 
 
 # What every transport goes through
@@ -266,14 +269,14 @@ def _has_ended(thread: threading.Thread, what: str) -> None:
 def messages_keep_their_order(case: TransportCase) -> None:
     hub, worker = _linked(case)
     for number in range(300):
-        hub.send(1, Probe(number, _body(number % 7)), f"key {number}")
-        worker.send(0, Probe(-number, _body(number % 5)))
+        hub.send(1, NumberedMessage(number, _body(number % 7)), f"key {number}")
+        worker.send(0, NumberedMessage(-number, _body(number % 5)))
     for number in range(300):
-        demand(worker.probe(0, number).body.numel() == number % 7, "a tensor has another size than was sent")
-        demand(hub.probe(1, -number).body.numel() == number % 5, "a tensor has another size than was sent")
-    hub.has_sent(300)
-    demand([item.key for item in hub.departed] == [f"key {n}" for n in range(300)], "departures are out of order")
-    worker.has_sent(300)
+        verify(worker.expect(0, number).body.numel() == number % 7, "a tensor has another size than was sent")
+        verify(hub.expect(1, -number).body.numel() == number % 5, "a tensor has another size than was sent")
+    hub.wait_departed(300)
+    verify([item.key for item in hub.departed] == [f"key {n}" for n in range(300)], "departures are out of order")
+    worker.wait_departed(300)
 
 
 @_check()
@@ -281,13 +284,13 @@ def large_and_empty_payloads_arrive(case: TransportCase) -> None:
     hub, worker = _linked(case)
     large = torch.arange(LARGE_BYTES // 4, dtype=torch.int32)
     for number, body in enumerate((torch.empty(0), large, torch.empty(0, dtype=torch.bool), large[:1])):
-        hub.send(1, Probe(number, body, (torch.empty(0), body)))
+        hub.send(1, NumberedMessage(number, body, (torch.empty(0), body)))
     for number, body in enumerate((torch.empty(0), large, torch.empty(0, dtype=torch.bool), large[:1])):
-        got = worker.probe(0, number)
-        demand(torch.equal(got.body, body) and torch.equal(got.more[1], body), f"{body.nbytes} bytes were changed")
-        demand(got.body.dtype is body.dtype, f"a tensor of {body.dtype} became {got.body.dtype}")
+        got = worker.expect(0, number)
+        verify(torch.equal(got.body, body) and torch.equal(got.more[1], body), f"{body.nbytes} bytes were changed")
+        verify(got.body.dtype is body.dtype, f"a tensor of {body.dtype} became {got.body.dtype}")
         worker.send(0, got)
-        demand(torch.equal(hub.probe(1, number).body, body), f"{body.nbytes} bytes were changed on their way back")
+        verify(torch.equal(hub.expect(1, number).body, body), f"{body.nbytes} bytes were changed on their way back")
 
 
 @_check()
@@ -295,22 +298,22 @@ def every_dtype_arrives(case: TransportCase) -> None:
     hub, worker = _linked(case)
     sent = [torch.tensor([0, 1, 1, 0, 1]).to(dtype) for dtype in DTYPES]
     scattered = torch.arange(12.0).reshape(3, 4).t()[1]
-    hub.send(1, Probe(0, scattered, tuple(sent)))
-    got = worker.probe(0, 0)
-    demand(got.body.tolist() == [1.0, 5.0, 9.0], "a tensor with gaps between its elements was changed")
+    hub.send(1, NumberedMessage(0, scattered, tuple(sent)))
+    got = worker.expect(0, 0)
+    verify(got.body.tolist() == [1.0, 5.0, 9.0], "a tensor with gaps between its elements was changed")
     for one, other in zip(sent, got.more, strict=True):
-        demand(one.dtype is other.dtype and torch.equal(one, other), f"a tensor of {one.dtype} was changed")
+        verify(one.dtype is other.dtype and torch.equal(one, other), f"a tensor of {one.dtype} was changed")
 
 
 @_check()
-def many_messages_both_ways_at_once(case: TransportCase) -> None:
+def concurrent_bidirectional_messages_arrive(case: TransportCase) -> None:
     ranks = 3
     hub, *workers = _linked(case, ranks)
     count = 60
 
-    def speak(watch: Watch, to: int) -> None:
+    def speak(watch: TransportMonitor, to: int) -> None:
         for number in range(count):
-            watch.send(to, Probe(number, _body(number * 4000, number), (_body(1, watch.rank),)))
+            watch.send(to, NumberedMessage(number, _body(number * 4000, number), (_body(1, watch.rank),)))
 
     routes = [(hub, worker.rank) for worker in workers] + [(worker, 0) for worker in workers]
     threads = [threading.Thread(target=speak, args=route, daemon=True) for route in routes]
@@ -318,41 +321,41 @@ def many_messages_both_ways_at_once(case: TransportCase) -> None:
         thread.start()
     for number in range(count):
         for source, to in [(hub, worker) for worker in workers] + [(worker, hub) for worker in workers]:
-            got = to.probe(source.rank, number)
-            demand(got.body.numel() == number * 4000, "a message has another size than was sent")
-            demand(bool(got.body.eq(number).all()), "a message was changed")
-            demand(got.more[0].item() == source.rank, "a message came from somebody else")
+            got = to.expect(source.rank, number)
+            verify(got.body.numel() == number * 4000, "a message has another size than was sent")
+            verify(bool(got.body.eq(number).all()), "a message was changed")
+            verify(got.more[0].item() == source.rank, "a message came from somebody else")
     for thread in threads:
         _has_ended(thread, "send")
 
 
 @_check()
-def a_peer_that_does_not_look_costs_nobody_anything(case: TransportCase) -> None:
+def a_peer_that_does_not_receive_blocks_no_other_link(case: TransportCase) -> None:
     hub, slow, quick = _linked(case, 3)
     for number in range(100):
-        hub.send(1, Probe(number, _body(100_000, number)))
+        hub.send(1, NumberedMessage(number, _body(100_000, number)))
     for number in range(20):
         _exchange(hub, quick, number)
     for number in range(100):
-        demand(bool(slow.probe(0, number).body.eq(number).all()), "a message was changed while it waited")
+        verify(bool(slow.expect(0, number).body.eq(number).all()), "a message was changed while it waited")
 
 
 @_check()
-def what_is_kept_stays_as_it_is(case: TransportCase) -> None:
+def kept_tensors_are_not_overwritten(case: TransportCase) -> None:
     hub, worker = _linked(case)
     kept = []
     for number in range(60):
-        hub.send(1, Probe(number, _body(5000, number)))
+        hub.send(1, NumberedMessage(number, _body(5000, number)))
         if number % 3 == 0:
-            kept.append((number, worker.probe(0, number).body[7:11]))
+            kept.append((number, worker.expect(0, number).body[7:11]))
         else:
-            worker.probe(0, number)
+            worker.expect(0, number)
     for number, part in kept:
-        demand(part.tolist() == [number] * 4, "a tensor that was kept was written over by a later message")
+        verify(part.tolist() == [number] * 4, "a tensor that was kept was written over by a later message")
 
 
 @_check()
-def wake_ends_a_wait(case: TransportCase) -> None:
+def wake_unblocks_receive(case: TransportCase) -> None:
     hub, worker = _linked(case)
     worker.transport.wake()
     _receives_nothing(worker.transport, "after wake()")
@@ -361,7 +364,7 @@ def wake_ends_a_wait(case: TransportCase) -> None:
     waiting.start()
     worker.transport.wake()
     _has_ended(waiting, "receive, woken from another thread,")
-    demand(found == [None], f"receive returned {found[0]} when it was woken")
+    verify(found == [None], f"receive returned {found[0]} when it was woken")
     _exchange(hub, worker)
 
 
@@ -370,29 +373,29 @@ def _receives_nothing(transport: Transport, when: str) -> None:
     waiting = threading.Thread(target=lambda: found.append(transport.receive()), daemon=True)
     waiting.start()
     _has_ended(waiting, f"receive {when}")
-    demand(found == [None], f"receive returned {found[0]} {when}")
+    verify(found == [None], f"receive returned {found[0]} {when}")
 
 
 @_check()
-def closing_delivers_what_was_sent_and_then_says_so(case: TransportCase) -> None:
+def close_delivers_queued_messages_then_reports_the_loss(case: TransportCase) -> None:
     hub, worker, other = _linked(case, 3)
     incarnation = hub.links[1]
     for number in range(20):
-        worker.send(0, Probe(number, _body(250_000, number)))
+        worker.send(0, NumberedMessage(number, _body(250_000, number)))
     worker.transport.close(linger_seconds=LIMIT_SECONDS)
     worker.transport.close()
     for number in range(20):
-        demand(bool(hub.probe(1, number).body.eq(number).all()), "a message was changed")
-    hub.loses(1, incarnation)
+        verify(bool(hub.expect(1, number).body.eq(number).all()), "a message was changed")
+    hub.wait_lost(1, incarnation)
     _receives_nothing(worker.transport, "after close()")
-    worker.transport.send(0, incarnation, Probe(0, _body(1)))
-    hub.transport.send(1, incarnation, Probe(0, _body(1)))
+    worker.transport.send(0, incarnation, NumberedMessage(0, _body(1)))
+    hub.transport.send(1, incarnation, NumberedMessage(0, _body(1)))
     _exchange(hub, other)
-    demand(2 in hub.links, "the link to a rank that did not close was lost")
+    verify(2 in hub.links, "the link to a rank that did not close was lost")
 
 
 @_check()
-def closing_ends_a_wait(case: TransportCase) -> None:
+def close_unblocks_receive(case: TransportCase) -> None:
     _, worker = _linked(case)
 
     def receive_all() -> None:
@@ -407,55 +410,55 @@ def closing_ends_a_wait(case: TransportCase) -> None:
 
 
 @_check("rejoin")
-def whoever_comes_again_has_a_new_incarnation(case: TransportCase) -> None:
+def a_rejoining_rank_gets_a_higher_incarnation(case: TransportCase) -> None:
     hub, worker, other = _linked(case, 3)
     for _ in range(3):
         before = hub.links[1]
         worker.transport.close()
-        hub.loses(1, before)
-        worker = Watch(case.rejoin(1), 1)
-        now = hub.linked(1, above=before)
-        demand(worker.linked(0) == now, "the two ends of a link do not agree about its incarnation")
-        hub.transport.send(1, before, Probe(-1, _body(1)))
+        hub.wait_lost(1, before)
+        worker = TransportMonitor(case.rejoin(1), 1)
+        now = hub.wait_linked(1, above=before)
+        verify(worker.wait_linked(0) == now, "the two ends of a link do not agree about its incarnation")
+        hub.transport.send(1, before, NumberedMessage(-1, _body(1)))
         _exchange(hub, worker, now)
         _exchange(hub, other, now)
-    demand(not any(loss.peer == 2 for loss in hub.lost), "the link to a rank that did nothing was lost")
+    verify(not any(loss.peer == 2 for loss in hub.lost), "the link to a rank that did nothing was lost")
 
 
 # What some can be put through
 
 
 @_check("cut")
-def a_broken_link_is_made_again(case: TransportCase) -> None:
+def a_broken_link_is_reconnected(case: TransportCase) -> None:
     hub, worker, other = _linked(case, 3)
     before = hub.links[1]
     case.cut(1)
-    hub.loses(1, before)
-    worker.loses(0, before)
-    now = hub.linked(1, above=before)
-    demand(worker.linked(0, above=before) == now, "the two ends of a link do not agree about its incarnation")
-    worker.transport.send(0, before, Probe(-1, _body(1)))
+    hub.wait_lost(1, before)
+    worker.wait_lost(0, before)
+    now = hub.wait_linked(1, above=before)
+    verify(worker.wait_linked(0, above=before) == now, "the two ends of a link do not agree about its incarnation")
+    worker.transport.send(0, before, NumberedMessage(-1, _body(1)))
     _exchange(hub, worker)
     _exchange(hub, other)
-    demand(not any(loss.peer == 2 for loss in hub.lost), "the link to another rank was lost")
+    verify(not any(loss.peer == 2 for loss in hub.lost), "the link to another rank was lost")
 
 
 @_check("garbage")
-def garbage_costs_its_own_link_and_nothing_else(case: TransportCase) -> None:
+def garbage_closes_only_its_own_link(case: TransportCase) -> None:
     hub, worker, other = _linked(case, 3)
     for head in _garbage():
-        before = hub.linked(1)
-        worker.linked(0)
+        before = hub.wait_linked(1)
+        worker.wait_linked(0)
         case.send_raw(1, before, head)
-        hub.loses(1, before)
-        worker.loses(0, before)
+        hub.wait_lost(1, before)
+        worker.wait_lost(0, before)
         if "rejoin" in case.abilities:
-            hub.linked(1, above=before)
-            worker.linked(0, above=before)
+            hub.wait_linked(1, above=before)
+            worker.wait_linked(0, above=before)
             _exchange(hub, worker)
         _exchange(hub, other)
-        demand(not any(loss.peer == 2 for loss in hub.lost), "the link to another rank was lost")
-        demand(not hub.arrived[1], "garbage was taken for a message")
+        verify(not any(loss.peer == 2 for loss in hub.lost), "the link to another rank was lost")
+        verify(not hub.arrived[1], "garbage was taken for a message")
         if "rejoin" not in case.abilities:
             case.close()
             hub, worker, other = _linked(case, 3)
@@ -463,7 +466,7 @@ def garbage_costs_its_own_link_and_nothing_else(case: TransportCase) -> None:
 
 def _garbage() -> list[Tensor]:
     """Heads that are none, of another version, that announce more than may be, and whose sums are wrong."""
-    sound = wire.encode(Probe(0, _body(4))).head
+    sound = wire.encode(NumberedMessage(0, _body(4))).head
     junk = torch.arange(wire.HEAD_BYTES).to(torch.uint8)
     other_version, too_large, cut_meta, more = (sound.clone() for _ in range(4))
     other_version[4] += 1
@@ -474,14 +477,14 @@ def _garbage() -> list[Tensor]:
 
 
 @_check("pool")
-def nothing_is_allocated_in_the_steady_state(case: TransportCase) -> None:
+def the_steady_state_allocates_no_buffers(case: TransportCase) -> None:
     hub, worker = _linked(case)
 
     def round_trip(number: int) -> None:
-        hub.send(1, Probe(number, _body(50_000), (_body(10),)))
-        worker.probe(0, number)
-        worker.send(0, Probe(number, _body(50_000), (_body(10),)))
-        hub.probe(1, number)
+        hub.send(1, NumberedMessage(number, _body(50_000), (_body(10),)))
+        worker.expect(0, number)
+        worker.send(0, NumberedMessage(number, _body(50_000), (_body(10),)))
+        hub.expect(1, number)
 
     for number in range(5):
         round_trip(number)
@@ -489,70 +492,70 @@ def nothing_is_allocated_in_the_steady_state(case: TransportCase) -> None:
     for number in range(50):
         round_trip(number)
     after = case.allocations(hub.transport), case.allocations(worker.transport)
-    demand(before == after, f"the allocations of the two ends went from {before} to {after} in 50 round trips")
+    verify(before == after, f"the allocations of the two ends went from {before} to {after} in 50 round trips")
 
 
 @_check("processes")
-def a_peer_that_dies_in_mid_message_is_lost_alone(case: TransportCase) -> None:
-    (hub_end, other_end) = case.open_with_doomed(3)
-    hub, other = Watch(hub_end, 0), Watch(other_end, 1)
-    hub.linked(1)
-    other.linked(0)
-    incarnation = hub.linked(2) if not hub.lost else hub.lost[0].incarnation
-    hub.loses(2, incarnation)
-    demand(not hub.arrived[2], "half a message was delivered")
+def a_crash_in_mid_message_loses_only_that_peer(case: TransportCase) -> None:
+    (hub_end, other_end) = case.open_with_crashing_rank(3)
+    hub, other = TransportMonitor(hub_end, 0), TransportMonitor(other_end, 1)
+    hub.wait_linked(1)
+    other.wait_linked(0)
+    incarnation = hub.wait_linked(2) if not hub.lost else hub.lost[0].incarnation
+    hub.wait_lost(2, incarnation)
+    verify(not hub.arrived[2], "half a message was delivered")
     _exchange(hub, other)
     if "rejoin" in case.abilities:
-        again = Watch(case.rejoin(2), 2)
-        hub.linked(2, above=incarnation)
-        again.linked(0)
+        again = TransportMonitor(case.rejoin(2), 2)
+        hub.wait_linked(2, above=incarnation)
+        again.wait_linked(0)
         _exchange(hub, again)
     _exchange(hub, other)
-    demand(not any(loss.peer == 1 for loss in hub.lost), "the link to a rank that lives was lost")
+    verify(not any(loss.peer == 1 for loss in hub.lost), "the link to a rank that lives was lost")
 
 
 @_check("processes")
-def a_peer_that_stops_reading_is_given_up_until_it_comes_back(case: TransportCase) -> None:
+def a_stopped_peer_is_lost_and_reconnects_when_it_resumes(case: TransportCase) -> None:
     (hub_end, other_end), remote = case.open_with_remote(3)
-    hub, other = Watch(hub_end, 0), Watch(other_end, 1)
-    hub.linked(1)
-    before = hub.linked(2)
-    other.linked(0)
+    hub, other = TransportMonitor(hub_end, 0), TransportMonitor(other_end, 1)
+    hub.wait_linked(1)
+    before = hub.wait_linked(2)
+    other.wait_linked(0)
     remote.stop()
     large = _body(LARGE_BYTES // 20)
     for number in range(40):
-        hub.send(2, Probe(number, large))
+        hub.send(2, NumberedMessage(number, large))
     _exchange(hub, other)
-    hub.loses(2, before)
-    demand(1 in hub.links and not other.lost, "a rank that had nothing to say for as long was lost as well")
+    hub.wait_lost(2, before)
+    verify(1 in hub.links and not other.lost, "a rank that had nothing to say for as long was lost as well")
     _exchange(hub, other)
-    remote.go_on()
+    remote.resume()
     if "rejoin" in case.abilities:
-        hub.linked(2, above=before)
-        hub.send(2, Probe(1000, _body(1)))
-        hub.probe(2, 1000)
+        hub.wait_linked(2, above=before)
+        hub.send(2, NumberedMessage(1000, _body(1)))
+        hub.expect(2, 1000)
     _exchange(hub, other)
 
 
 @_check("processes")
 def a_queued_message_is_replaced_by_a_newer_one(case: TransportCase) -> None:
     (hub_end,), remote = case.open_with_remote(2)
-    hub = Watch(hub_end, 0)
-    hub.linked(1)
+    hub = TransportMonitor(hub_end, 0)
+    hub.wait_linked(1)
     remote.stop()
-    hub.send(1, Probe(0, _body(LARGE_BYTES // 4)))  # occupies the link: nobody reads it
-    hub.send(1, Probe(1, _body(1)))
+    hub.send(1, NumberedMessage(0, _body(LARGE_BYTES // 4)))  # occupies the link: nobody reads it
+    hub.send(1, NumberedMessage(1, _body(1)))
     for number in range(10, 30):
-        hub.send(1, Probe(number, _body(1)), "newest")
-    hub.send(1, Probe(2, _body(1)), "other")
-    remote.go_on()
-    hub.send(1, Probe(3, _body(1)))
+        hub.send(1, NumberedMessage(number, _body(1)), "newest")
+    hub.send(1, NumberedMessage(2, _body(1)), "other")
+    remote.resume()
+    hub.send(1, NumberedMessage(3, _body(1)))
     numbers = []
     while 3 not in numbers:
         message = hub.take(1).message
-        assert isinstance(message, Probe)
+        assert isinstance(message, NumberedMessage)
         numbers.append(message.number)
-    demand(sorted(numbers) == [0, 1, 2, 3, 29], f"of 20 messages under one key 29 should be left, but came {numbers}")
-    demand([number for number in numbers if number < 10] == [0, 1, 2, 3], f"messages are out of order: {numbers}")
-    hub.has_sent(5)
-    demand(sum(item.key == "newest" for item in hub.departed) == 1, "a message that was replaced departed")
+    verify(sorted(numbers) == [0, 1, 2, 3, 29], f"of 20 messages under one key 29 should be left, but came {numbers}")
+    verify([number for number in numbers if number < 10] == [0, 1, 2, 3], f"messages are out of order: {numbers}")
+    hub.wait_departed(5)
+    verify(sum(item.key == "newest" for item in hub.departed) == 1, "a message that was replaced departed")

@@ -1,4 +1,4 @@
-"""Run a strategy through random cases and demand that every invariant holds."""
+"""Run a strategy through random cases and verify that every invariant holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offbeat.errors import OffbeatError, unknown
 from offbeat.lab.simulated_runs import one_thread, record_bytes
 from offbeat.simulation.simulator import Simulation, SimulationResult
 from offbeat.testing.fuzz import Case, draw_case
-from offbeat.testing.invariants import Invariants, Violation, demand
+from offbeat.testing.invariants import Invariants, Violation, verify
 
 EVENTS_MAX = 100_000
 """Many times what any case takes that ends."""
@@ -68,23 +68,14 @@ def _is_default(strategy: Strategy) -> bool:
 def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
     """Run one case plainly, and again with nodes swapped and leases taken back; both must write the same."""
     strategy = case.scenario.strategy
-    plain = _run(case, Invariants(**_promises(strategy)), strict=False, trace=trace)
-    swapped = _run(case, _Swapping(case.scenario.seed, **_promises(strategy)), strict=True)
+    plain = _run(case, Invariants(strategy), strict=False, trace=trace)
+    swapped = _run(case, _Swapping(strategy, case.scenario.seed), strict=True)
     changed = "a node that went through state() and restore(), or had its leases taken back, behaved differently; "
     equal = record_bytes(plain.records) == record_bytes(swapped.records)
-    demand(equal, f"{changed}first at {_first_difference(plain.records, swapped.records)}")
+    verify(equal, f"{changed}first at {_first_difference(plain.records, swapped.records)}")
     for rank, finish in plain.outcome.finishes.items():
         equal = torch.equal(finish.parameters, swapped.outcome.finishes[rank].parameters)
-        demand(equal, f"{changed}rank {rank} ended with other parameters")
-
-
-def _promises(strategy: Strategy) -> dict[str, Any]:
-    """What the invariants have to know of a strategy."""
-    return {
-        "staleness_max": strategy.staleness_bound,
-        "replicas": strategy.is_decentralized,
-        "allows_stale_compute": strategy.allows_stale_compute,
-    }
+        verify(equal, f"{changed}rank {rank} ended with other parameters")
 
 
 class _Ran(NamedTuple):
@@ -97,7 +88,7 @@ def _run(case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[s
     simulation = Simulation(case.scenario, invariants, observer=observer, strict=strict, events_max=EVENTS_MAX)
     outcome = simulation.run()
     invariants.ended(simulation, outcome)
-    demand(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")
+    verify(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")
     return _Ran(invariants.records, outcome)
 
 
@@ -111,8 +102,8 @@ def _first_difference(plain: list[Record], swapped: list[Record]) -> str:
 class _Swapping(Invariants):
     """Replaces nodes by new ones that were restored from their state, at random events."""
 
-    def __init__(self, seed: int, **promises: Any) -> None:
-        super().__init__(**promises)
+    def __init__(self, strategy: Strategy, seed: int) -> None:
+        super().__init__(strategy)
         self._random = stream(seed, "swap")
         self._probability = float(self._random.choice(SWAP_PROBABILITIES))
 
@@ -123,8 +114,8 @@ class _Swapping(Invariants):
             state = plain_copy(simulation.processes[rank].node.state(), f"state of rank {rank}")
             node.restore(plain_copy(state, ""))
             again = plain_copy(node.state(), "")
-            demand(same(state, again), f"rank {rank} was restored from {state} but says that it is {again}")
-            simulation.swap(rank, node)
+            verify(same(state, again), f"rank {rank} was restored from {state} but says that it is {again}")
+            simulation.processes[rank].node = node
 
 
 class _Tracing:
@@ -161,11 +152,11 @@ def plain_copy(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
-        demand(all(isinstance(key, str) for key in value), f"{where} has keys that are not strings: {list(value)}")
+        verify(all(isinstance(key, str) for key in value), f"{where} has keys that are not strings: {list(value)}")
         return {key: plain_copy(inner, f"{where}[{key!r}]") for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain_copy(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
-    demand(value is None or isinstance(value, bool | int | float | str), f"{where} is a {type(value).__name__}")
+    verify(value is None or isinstance(value, bool | int | float | str), f"{where} is a {type(value).__name__}")
     return value
 
 
