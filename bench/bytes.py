@@ -48,7 +48,7 @@ from offbeat.core.workload import Measured
 from offbeat.records.schema import Evaluation, Traffic
 from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
-from offbeat.strategies.local_steps import DecoupledDiLoCo, DiLoCo, LocalSGD
+from offbeat.strategies.local_steps.local_steps_strategies import DecoupledDiLoCo, DiLoCo, LocalSGD
 
 WORKERS = 8
 DECAY = 1e-3

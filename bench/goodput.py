@@ -52,7 +52,7 @@ from offbeat.core.events import Event, TimerFired
 from offbeat.records.schema import Membership, Undone, Update
 from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
-from offbeat.strategies.local_steps import DecoupledDiLoCo
+from offbeat.strategies.local_steps.local_steps_strategies import DecoupledDiLoCo
 
 WORKERS = 64
 MTBF_SECONDS = 6400.0

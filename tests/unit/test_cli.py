@@ -33,7 +33,7 @@ from offbeat.lab.experiment import Experiment, Plan, share_done
 from offbeat.lab.workloads import Quadratic
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Update
-from offbeat.strategies.hub import FixedMinibatch
+from offbeat.strategies.hub.hub_strategies import FixedMinibatch
 
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
 
@@ -428,7 +428,7 @@ def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsy
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
         "from offbeat.core.configuration import option\n"
-        "from offbeat.strategies.hub import FixedMinibatch\n"
+        "from offbeat.strategies.hub.hub_strategies import FixedMinibatch\n"
         "from offbeat.lab.workloads import Quadratic\n"
         "@dataclass(frozen=True)\n"
         "class Mine(FixedMinibatch):\n"

@@ -18,7 +18,7 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message, Stop
 from offbeat.core.strategy import Node, State
 from offbeat.simulation.delivery import Lease
-from offbeat.strategies.compressed_node import CompressedNode, node_of
+from offbeat.strategies.compressed_node import CompressedNode, build_node
 from offbeat.strategies.gossip.replica import Replica
 
 LONGEST = 1 << 20
@@ -94,8 +94,8 @@ def heard_by(node: CompressedNode, message: Message, keep: Any = None) -> Messag
 
 def test_without_a_compression_there_is_no_wrapper() -> None:
     context = ob.nodes.NodeContext(1, (0, 1), None, torch.zeros(3), (), None, ob.Samples(1), None)  # type: ignore[arg-type]
-    assert not isinstance(node_of(ob.FixedMinibatch(), context), CompressedNode)
-    assert isinstance(node_of(ob.FixedMinibatch(compression=ob.compression.Int8()), context), CompressedNode)
+    assert not isinstance(build_node(ob.FixedMinibatch(), context), CompressedNode)
+    assert isinstance(build_node(ob.FixedMinibatch(compression=ob.compression.Int8()), context), CompressedNode)
 
 
 @pytest.mark.parametrize("compression", [ob.compression.BFloat16(), ob.compression.Int8(), TOP_K], ids=str)

@@ -26,8 +26,7 @@ from offbeat.core.flat import FlatModule
 from offbeat.core.messages import Message, Stop, Stopped
 from offbeat.records.schema import Dropped, Update
 from offbeat.strategies.evaluations import EVALUATIONS_MAX
-from offbeat.strategies.hub import Distinct, Every, Messages
-from offbeat.strategies.hub.hub_parts import AllWorkers, CollectStatus, Share, TargetBatch
+from offbeat.strategies.hub.hub_parts import AllWorkers, CollectStatus, Distinct, Every, Messages, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing
 

@@ -23,7 +23,7 @@ from offbeat.live.data_parallel import AsyncDataParallel
 from offbeat.live.session import join
 from offbeat.records.comparison import Comparison
 from offbeat.strategies.gossip.gossip_strategies import Gossip, GossipAcid
-from offbeat.strategies.hub import (
+from offbeat.strategies.hub.hub_strategies import (
     AnytimeMinibatch,
     AsyncAdaptive,
     AsyncFixed,
@@ -34,8 +34,14 @@ from offbeat.strategies.hub import (
     RestartFromCheckpoint,
     SyncAdaptive,
 )
-from offbeat.strategies.local_steps import DecoupledDiLoCo, DelayedExchange, DiLoCo, LocalSGD, LocalSteps
-from offbeat.strategies.population import Population
+from offbeat.strategies.local_steps.local_steps_strategies import (
+    DecoupledDiLoCo,
+    DelayedExchange,
+    DiLoCo,
+    LocalSGD,
+    LocalSteps,
+)
+from offbeat.strategies.population.population_strategies import Population
 from offbeat.strategies.serial import ArtificialDelay, Serial
 
 __all__ = [

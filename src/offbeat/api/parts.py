@@ -1,20 +1,20 @@
 """Everything that `ob.Hub`, `ob.LocalSteps`, `ob.Population` and `ob.Gossip` are composed from."""
 
 from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, Matchings, Poisson, Random, Regular
-from offbeat.strategies.hub import (
+from offbeat.strategies.hub.hub_parts import (
     AllWorkers,
     Collect,
     CollectStatus,
     Distinct,
     Every,
-    HubStrategy,
     Messages,
     Share,
     TargetBatch,
 )
-from offbeat.strategies.local_steps import Everyone, Merge, Quorum
+from offbeat.strategies.hub.hub_strategies import HubStrategy
+from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_training import Content, Differences, Gradients, Values
-from offbeat.strategies.population import AllMembers, Best, Better, Initial, Same, Shuffled, Sources
+from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Same, Shuffled, Sources
 
 __all__ = [
     "Acid",

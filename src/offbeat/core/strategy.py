@@ -137,7 +137,7 @@ class Strategy(Family, ABC):
 
     @abstractmethod
     def node(self, context: NodeContext) -> Node:
-        """The node of `context.rank`. Engines ask `node_of`, which compresses what it sends, where that is wanted."""
+        """The node of `context.rank`. Engines call `build_node`, which also compresses its messages."""
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:

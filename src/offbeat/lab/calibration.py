@@ -46,8 +46,7 @@ from offbeat.lab.worker_main import LiveOptions
 from offbeat.lab.workloads import Quadratic
 from offbeat.launch.supervisor import RunObserver
 from offbeat.records.schema import Round, RunRecords
-from offbeat.strategies.hub import AsyncAdaptive, AsyncFixed, FixedMinibatch
-from offbeat.strategies.hub.hub_strategies import HubStrategy
+from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy
 
 SECONDS = 24.0
 SECONDS_MIN = 12.0

@@ -33,7 +33,7 @@ from offbeat.live.node_runner import Clock, NodeRunner
 from offbeat.live.rank_allocator import RankAllocator
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import RECORD_DECODER, RunHeader
-from offbeat.strategies.compressed_node import node_of
+from offbeat.strategies.compressed_node import build_node
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
@@ -224,7 +224,7 @@ class LocalRanks:
         return self._measure is not None and (rank == 0 or self.strategy.computes(0))
 
     def _node(self, rank: int) -> Node:
-        return node_of(
+        return build_node(
             self.strategy,
             NodeContext(
                 rank=rank,

@@ -28,7 +28,7 @@ from offbeat.records.files import Writer
 from offbeat.simulation.gradients import GradientComputer
 from offbeat.simulation.network import SimulatedNetwork
 from offbeat.simulation.round_timing import Computation
-from offbeat.strategies.compressed_node import node_of
+from offbeat.strategies.compressed_node import build_node
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ class SimulationState(ABC):
             until=self.scenario.until,
             evaluate=self.scenario.evaluate,
         )
-        return node_of(self.scenario.strategy, context)
+        return build_node(self.scenario.strategy, context)
 
     def _connect(self) -> SimulatedNetwork:
         cluster = self.scenario.cluster

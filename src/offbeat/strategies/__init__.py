@@ -5,8 +5,8 @@ family enters its members in `Strategy.members`, in this order. A new family is 
 """
 
 # isort: off
-from offbeat.strategies import hub as hub
+from offbeat.strategies.hub import hub_strategies as hub_strategies
 from offbeat.strategies.gossip import gossip_strategies as gossip_strategies
-from offbeat.strategies import local_steps as local_steps
-from offbeat.strategies import population as population
+from offbeat.strategies.local_steps import local_steps_strategies as local_steps_strategies
+from offbeat.strategies.population import population_strategies as population_strategies
 from offbeat.strategies import serial as serial

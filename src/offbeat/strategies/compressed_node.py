@@ -35,7 +35,7 @@ _Key = tuple[int, str, str, tuple[Any, ...]]
 """peer, kind of message, field, values of `residual_key_fields`"""
 
 
-def node_of(strategy: Strategy, context: NodeContext) -> Node:
+def build_node(strategy: Strategy, context: NodeContext) -> Node:
     """The node of `context.rank`, its messages compressed where the strategy says so. Engines make nodes by this."""
     node = strategy.node(context)
     return node if strategy.compression is None else CompressedNode(node, strategy.compression, context.parameters)

@@ -42,7 +42,7 @@ class Evaluations:
         due = isinstance(self._cadence, EverySeconds) and at - self._last_at >= self._cadence.seconds
         return due and not self._under_way
 
-    def wants(self, version: int) -> bool:
+    def has_new(self, version: int) -> bool:
         """Whether there is anything to measure, due or not: not what was measured last."""
         return self._cadence is not None and version != self._last_version
 
@@ -52,7 +52,7 @@ class Evaluations:
         self._under_way[version] = (at, samples)
         yield Evaluate(*values, version)
 
-    def ended(self, event: Evaluated) -> Iterator[Action]:
+    def report(self, event: Evaluated) -> Iterator[Action]:
         at, samples = self._under_way.pop(event.version)
         yield Report(
             Evaluation(
@@ -66,7 +66,7 @@ class Evaluations:
             )
         )
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A process that goes on from a checkpoint gets no answer to what the one before it asked; it may ask again."""
         if self._under_way:
             self._last_version = -1

@@ -183,7 +183,7 @@ class SerialNode(Node):
 
     def _resume(self, at: float) -> Iterator[Action]:
         """Go on from a checkpoint, in a process that has nothing under way."""
-        self._evaluations.forget()
+        self._evaluations.reset()
         self._computing = False
         if self._stopping:
             yield from self._evaluate(at)  # the result, if the process before died while it was measured
@@ -278,12 +278,12 @@ class SerialNode(Node):
         return samples_max is not None and self._samples >= samples_max
 
     def _evaluate(self, at: float) -> Iterator[Action]:
-        if self._evaluations.wants(self._version):
+        if self._evaluations.has_new(self._version):
             values = self._iterates[-1], self._buffers
             yield from self._evaluations.begin(at, self._version, self._samples, values)
 
     def _evaluated(self, event: Evaluated) -> Iterator[Action]:
-        yield from self._evaluations.ended(event)
+        yield from self._evaluations.report(event)
         yield from self._finish_if_done()
 
     # Stop

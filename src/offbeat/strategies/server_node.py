@@ -149,7 +149,7 @@ class ServerNode(Node):
         for rank in sorted(self._live):
             self._forget(rank)
         self._live = {}
-        self._evaluations.forget()
+        self._evaluations.reset()
         self._awaited = None if self._awaited is None else set()
         yield SetTimer("workers", self._patience_seconds)
         yield from self._set_all_timers(at)
@@ -229,11 +229,11 @@ class ServerNode(Node):
         return samples_max is not None and self._samples >= samples_max
 
     def _evaluate(self, at: float) -> Iterator[Action]:
-        if self._evaluations.wants(self._version):
+        if self._evaluations.has_new(self._version):
             yield from self._evaluations.begin(at, self._version, self._samples, self._result())
 
     def _evaluated(self, event: Evaluated) -> Iterable[Action]:
-        yield from self._evaluations.ended(event)
+        yield from self._evaluations.report(event)
         yield from self._finish_if_done(event.at)
 
     def _drop(self, at: float, rank: int, draws: Range, reason: Reason) -> Iterator[Action]:

@@ -109,7 +109,7 @@ class MembershipNode(TerminationNode):
     def _forget_all(self) -> None:
         self._view.forget_all()
         self._averaging.forget_all()
-        self._evaluations.forget()
+        self._evaluations.reset()
         self._root, self._computing = self._rank, False
         self._awaiting, self._unstopped, self._throughs = set(), set(), set()
         self._reduce, self._source, self._sources, self._early = None, None, set(), []

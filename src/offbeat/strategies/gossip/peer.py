@@ -210,12 +210,12 @@ class Peer(MembershipNode):
 
     def _evaluate(self, at: float) -> Iterator[Action]:
         """The lowest rank measures its own replica on the way, and the average in the end."""
-        if self._evaluations.wants(self._version):
+        if self._evaluations.has_new(self._version):
             values = self._replica.snapshot()
             yield from self._evaluations.begin(at, self._version, self._view.samples, values)
 
     def _evaluated(self, event: Evaluated) -> Iterator[Action]:
-        yield from self._evaluations.ended(event)
+        yield from self._evaluations.report(event)
         yield from self._finish_if_done(event.at)
 
     def _leave(self, event: Leave) -> Iterator[Action]:

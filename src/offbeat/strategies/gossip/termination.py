@@ -221,7 +221,7 @@ class TerminationNode(Node):
         self._result, self._phase = average, HOLDING
         if self._view.leads:
             self._awaiting = self._audience()
-            if self._evaluations.wants(average.version):
+            if self._evaluations.has_new(average.version):
                 values = average.parameters, average.buffers
                 yield from self._evaluations.begin(at, average.version, self._view.samples, values)
             yield from self._stop_if_all_have(at)

@@ -1,49 +1,6 @@
-"""The hub family: one hub holds the parameters, workers compute gradients for it.
+"""Parameter-server strategies: the hub (rank 0) holds the parameters, all other ranks compute gradients for it.
 
-Start with `named.py` (the algorithms), then `composition.py` (what they are made of), `node.py` (the hub) and
-`worker.py`.
+Start with `hub_strategies.py` (the algorithms), then `hub_parts.py` (the parts they are composed of), `hub_server.py`
+(the node of rank 0) and `hub_worker.py` (the node of all other ranks). Imports core, records and the shared nodes of
+`strategies`, and no other family.
 """
-
-from offbeat.strategies.hub.hub_parts import (
-    AllWorkers,
-    Collect,
-    CollectStatus,
-    Distinct,
-    Every,
-    Messages,
-    Share,
-    TargetBatch,
-)
-from offbeat.strategies.hub.hub_strategies import (
-    AnytimeMinibatch,
-    AsyncAdaptive,
-    AsyncFixed,
-    AsyncTimed,
-    BackupWorkers,
-    FixedMinibatch,
-    Hub,
-    HubStrategy,
-    RestartFromCheckpoint,
-    SyncAdaptive,
-)
-
-__all__ = [
-    "AllWorkers",
-    "AnytimeMinibatch",
-    "AsyncAdaptive",
-    "AsyncFixed",
-    "AsyncTimed",
-    "BackupWorkers",
-    "Collect",
-    "CollectStatus",
-    "Distinct",
-    "Every",
-    "FixedMinibatch",
-    "Hub",
-    "HubStrategy",
-    "Messages",
-    "RestartFromCheckpoint",
-    "Share",
-    "SyncAdaptive",
-    "TargetBatch",
-]

@@ -1,29 +1,6 @@
-"""The local-steps family: every worker trains a replica of its own, and they exchange now and then through a hub.
+"""Local-steps strategies: every worker trains a replica of its own, and the hub merges what they send every few steps.
 
-Start with `named.py` (the algorithms), then `composition.py` (what they are made of), `node.py` (the hub) and
-`strategies/learner.py`.
+Start with `local_steps_strategies.py` (the algorithms), then `local_steps_parts.py` (when the hub merges),
+`local_steps_server.py` (the node of rank 0) and `strategies/local_steps_worker.py` (the node of all other ranks, shared
+with populations). Imports core, records and the shared nodes of `strategies`, and no other family.
 """
-
-from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
-from offbeat.strategies.local_steps.local_steps_strategies import (
-    DecoupledDiLoCo,
-    DelayedExchange,
-    DiLoCo,
-    LocalSGD,
-    LocalSteps,
-)
-from offbeat.strategies.local_training import Content, Differences, Gradients
-
-__all__ = [
-    "Content",
-    "DecoupledDiLoCo",
-    "DelayedExchange",
-    "DiLoCo",
-    "Differences",
-    "Everyone",
-    "Gradients",
-    "LocalSGD",
-    "LocalSteps",
-    "Merge",
-    "Quorum",
-]

@@ -1,10 +1,6 @@
-"""Populations: every worker trains a model of its own, and learns from those that do better.
+"""Population training: every worker trains a model of its own, averaged with models that have better scores.
 
-Start with `named.py` (the configuration), then `parts.py` (who learns from whom), `node.py` (the switch) and
-`member.py`.
+Start with `population_strategies.py` (the strategy), then `population_parts.py` (with which models a model is
+averaged), `population_server.py` (the node of rank 0) and `population_member.py` (the node of all other ranks).
+Imports core, records and the shared nodes of `strategies`, and no other family.
 """
-
-from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Same, Shuffled, Sources
-from offbeat.strategies.population.population_strategies import Population
-
-__all__ = ["AllMembers", "Best", "Better", "Initial", "Population", "Same", "Shuffled", "Sources"]
