@@ -32,7 +32,7 @@ def given(argv: dict[str, str]) -> flags.FlagValues:
 
 
 def workers(**argv: str) -> int:
-    return plan_of(WORDS, given({f"--{name}": text for name, text in argv.items()})).workers
+    return plan_of(WORDS, given({f"--{name}": text for name, text in argv.items()})).worker_count
 
 
 # How many workers

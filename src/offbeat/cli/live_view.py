@@ -342,7 +342,7 @@ def _cells(state: RunState, worker: WorkerState) -> list[str]:
 def watch_run(experiment: Experiment, quiet: bool, position: str = "") -> Iterator[RunObserver]:
     """Somebody to look on while an experiment runs; `position` is its place among several, such as `[2/4]`."""
     strategy = experiment.strategy
-    ranks = range(strategy.processes(experiment.workers))
+    ranks = range(strategy.processes(experiment.worker_count))
     computing = [rank for rank in ranks if strategy.computes(rank)]
     name = rank_names(strategy)
     title = " ".join(filter(None, [position, f"{experiment.name}, seed {experiment.seed}"]))

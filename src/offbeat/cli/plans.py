@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.lab.experiment import Experiment, Plan, Settings
+from offbeat.lab.experiment import Experiment, Plan, Settings, unique_labels
 from offbeat.lab.worker_main import LiveOptions
 
 NO_DEFAULTS: Mapping[str, Any] = {}
@@ -46,14 +46,14 @@ def plan_of(
     workload_class, workload_label = find_workload(names[0])
     require(len(names) > 1, f"no strategy is named; {EXAMPLE}; 'offbeat strategies' lists them")
     found = [find_strategy(name) for name in names[1:]]
-    labels = list(_labels([label for _, label in found]))
+    labels = unique_labels(label for _, label in found)
     own = _own_settings([word for word in words if _is_setting(word)], labels, workload_label)
     workload = _workload(workload_class, workload_label, flag_values[WORKLOAD], own)
     chosen = [_Choice(cls, label, own.get(label, {})) for (cls, _), label in zip(found, labels, strict=True)]
     built = _strategies(chosen, workload, flag_values)
     settings = settings_of(flag_values)
     settings = {**defaults, **_size_of(settings["cluster"], sized), **settings}
-    plan = check_plan(Plan(workload=workload, strategies=tuple(built), labels=tuple(labels), **settings))
+    plan = check_plan(Plan(workload=workload, strategies=tuple(built), labels=labels, **settings))
     return _warn_of_unused_workers(plan, "workers" in flag_values[RUN])
 
 
@@ -142,15 +142,15 @@ def check_plan(plan: Plan) -> Plan:
     twice = [seed for seed, count in Counter(plan.seeds).items() if count > 1]
     require(not twice, f"seed {twice[0] if twice else None} is named more than once, and would give the same run again")
     for strategy in plan.strategies:
-        plan.cluster.check(max(strategy.processes(plan.workers), plan.workers), plan.workers)
+        plan.cluster.check(max(strategy.processes(plan.worker_count), plan.worker_count), plan.worker_count)
     return plan
 
 
 def _warn_of_unused_workers(plan: Plan, asked: bool) -> Plan:
     """The same plan; where workers were asked for and no strategy has a use for them, that is said."""
-    if asked and all(strategy.processes(plan.workers) < plan.workers for strategy in plan.strategies):
+    if asked and all(strategy.processes(plan.worker_count) < plan.worker_count for strategy in plan.strategies):
         trains = "trains" if len(plan.labels) == 1 else "train"
-        print_status(f"{_listed(plan.labels)} {trains} in one process, so the {plan.workers} workers are not used")
+        print_status(f"{_listed(plan.labels)} {trains} in one process, so the {plan.worker_count} workers are not used")
     return plan
 
 
@@ -164,12 +164,6 @@ def _naming_flags(name: Callable[[str], str]) -> Iterator[None]:
         if found is None:
             raise
         raise ConfigurationError(f"{name(found[1])} {str(error)[found.end() :]}") from None
-
-
-def _labels(names: Sequence[str]) -> Iterable[str]:
-    for index, name in enumerate(names):
-        before = names[:index].count(name)
-        yield f"{name}-{before + 1}" if before else name
 
 
 # NAME.FIELD=VALUE

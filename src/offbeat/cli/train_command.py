@@ -86,7 +86,9 @@ def _train_plan(command: _Command) -> int:
         check_mpi_options(live)
         exec_mpirun(_processes_needed(plan))
     for strategy in plan.strategies:
-        local = local_ranks(strategy, strategy.processes(plan.workers), live.local_workers) if rank_info.alone else ()
+        local = (
+            local_ranks(strategy, strategy.processes(plan.worker_count), live.local_workers) if rank_info.alone else ()
+        )
         check_faults(plan.cluster.faults, local, strategy.is_required)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
@@ -111,7 +113,7 @@ def read_plan(words: Sequence[str], flags: FlagValues, rank_info: RankInfo) -> P
     plan = _parse_plan(words, flags, most, sized=False)
     counts = sorted({workers_for_processes(strategy, rank_info.processes) for strategy in plan.strategies})
     require(
-        "workers" not in flags[RUN] or [plan.workers] == counts,
+        "workers" not in flags[RUN] or [plan.worker_count] == counts,
         f"{rank_info.launcher} has started {rank_info.processes} processes, which makes {counts[0]} workers; "
         "leave out --workers",
     )
@@ -139,10 +141,10 @@ def _parse_plan(words: Sequence[str], flags: FlagValues, defaults: dict[str, Any
 
 def _processes_needed(plan: Plan) -> int:
     """The number of processes for all runs of a plan, which mpirun starts once."""
-    needed = {strategy.processes(plan.workers) for strategy in plan.strategies}
+    needed = {strategy.processes(plan.worker_count) for strategy in plan.strategies}
     require(
         len(needed) == 1,
-        f"with {plan.workers} workers these strategies need {' or '.join(map(str, sorted(needed)))} processes; "
+        f"with {plan.worker_count} workers these strategies need {' or '.join(map(str, sorted(needed)))} processes; "
         "train them one by one",
     )
     return needed.pop()
@@ -209,7 +211,7 @@ def _resume(command: _Command) -> int:
     directory, experiment, live = _read_resumed(command)
     if live.transport == "mpi" and command.rank_info.alone:
         check_mpi_options(live)
-        exec_mpirun(experiment.strategy.processes(experiment.workers))
+        exec_mpirun(experiment.strategy.processes(experiment.worker_count))
     with watch_run(experiment, command.output.quiet) as watcher:
         run = run_recorded(experiment, directory, live, watcher, command.rank_info, resume=True)
     return print_results([run], command.output, directory, None)
@@ -278,7 +280,7 @@ def _read_resumed(command: _Command) -> tuple[Path, Experiment, LiveOptions]:
     if "until" in command.flags[RUN]:
         until: Budget | None = from_plain(Budget | None, command.flags[RUN]["until"], "--until")
         experiment = dataclasses.replace(experiment, until=until)
-    needed, started = experiment.strategy.processes(experiment.workers), command.rank_info.processes
+    needed, started = experiment.strategy.processes(experiment.worker_count), command.rank_info.processes
     require(
         command.rank_info.alone or needed == started,
         f"{directory} was trained by {needed} processes, but {command.rank_info.launcher} has started {started}; "

@@ -1,7 +1,7 @@
-"""What is run: workload × strategy × cluster × until × seed; to and from TOML.
+"""Experiments: workload × strategy × cluster × budget × seed, from Python or from TOML.
 
-An `Experiment` is one run. A `Plan` is several that differ in strategy and seed, which is what one compares, and
-what an experiment file holds:
+An `Experiment` describes one run, a `Plan` the runs of several strategies and seeds that are compared. An experiment
+file holds a plan:
 
     workload = "digits"
     workers = 10
@@ -21,19 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import offbeat.lab.workloads
-import offbeat.strategies  # noqa: F401  (enters the named strategies in Strategy.members)
+import offbeat.strategies  # noqa: F401  (registers the named strategies)
 from offbeat.cluster.cluster import Cluster
 from offbeat.cluster.presets import load_cluster
 from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE
 from offbeat.core.actions import Budget, Samples, Seconds
-from offbeat.core.configuration import Configuration, build, from_plain, read_toml, to_plain
+from offbeat.core.configuration import Configuration, build, from_plain, options, read_toml, to_plain
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, check_types, require, require_bandwidth_limit
 from offbeat.core.workload import NamedWorkload, Target, Workload
@@ -45,28 +47,28 @@ DEFAULT_WORKERS = 10
 
 @dataclass(frozen=True, eq=False)
 class Experiment(Configuration):
-    """One run: everything that decides its outcome."""
+    """The configuration of one run; the outcome of a simulated run follows from it."""
 
     workload: NamedWorkload | Workload
-    """what is trained"""
+    """model, data, loss and evaluation"""
     strategy: Strategy
     """the algorithm"""
     cluster: Cluster = Cluster()
     """how fast machines and links are and what goes wrong"""
-    workers: int = cast(int, None)
-    """Left out: as many as the cluster says, or else 10."""
+    workers: int | None = None
+    """workers that compute; none: as many as the cluster says, or else 10"""
     until: Budget | None = None
-    """how long to train; none: as suits the workload"""
+    """how long to train, in samples or seconds; none: the default of the workload"""
     seed: int = 0
-    """draws initial parameters, data order and stragglers"""
+    """seed of initial parameters, data order and stragglers"""
     evaluate: Cadence | None = EveryUpdates()
     """how often to evaluate; none: only at the end"""
     target: Target | None = None
-    """what is timed; none: as suits the workload"""
+    """the metric and value whose time is measured; none: the default of the workload"""
     label: str | None = None
-    """the name in records and tables; none: the strategy's"""
+    """the name in records and tables; none: the name of the strategy"""
     bytes_per_second: float | None = None
-    """The budget: what each direction of each link may carry."""
+    """bandwidth limit in bytes per second, for each link and direction; none: what the link can carry"""
 
     def __post_init__(self) -> None:
         check_instance(self.workload, (NamedWorkload, Workload), "the workload", "offbeat.workloads.Digits()")
@@ -77,81 +79,81 @@ class Experiment(Configuration):
         if isinstance(self.until, int | str) and not isinstance(self.until, bool):
             object.__setattr__(self, "until", Budget.shorthand(str(self.until)))
         check_instance(self.until, (Samples, Seconds, type(None)), "until", "offbeat.Samples(60_000)")
-        object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))
+        object.__setattr__(self, "workers", self.worker_count)
         _require_whole("workers", self.workers, 1)
         _require_whole("seed", self.seed, 0)
         require_bandwidth_limit(self.bytes_per_second)
 
     @property
+    def worker_count(self) -> int:
+        """How many workers compute: `workers`, or the size of the cluster, or 10."""
+        return workers_for(self.workers, self.cluster)
+
+    @property
     def name(self) -> str:
-        """What tables and figures call it."""
+        """The label in records, tables and figures."""
         return self.label or self.strategy.name or type(self.strategy).__name__
 
     def resolved(self, seconds_per_sample: float | None = None) -> tuple[Experiment, Workload]:
-        """The same with nothing left open, and the workload it stands for.
+        """This experiment with all defaults filled in, and its workload.
 
-        Times that the strategy leaves open suit workers of that speed; by default, of the cluster's.
+        seconds_per_sample: the speed of a worker that default times of the strategy are computed from; None: the
+            cluster's.
         """
         workload = build_workload(self.workload)
-        pace = self.cluster.seconds_per_sample or SECONDS_PER_SAMPLE
-        filled = dataclasses.replace(
+        speed = seconds_per_sample or self.cluster.seconds_per_sample or SECONDS_PER_SAMPLE
+        resolved = dataclasses.replace(
             self,
-            strategy=self.strategy.with_default_optimizer(workload.optimizer).with_default_timing(
-                seconds_per_sample or pace
-            ),
+            strategy=self.strategy.with_default_optimizer(workload.optimizer).with_default_timing(speed),
             until=workload.until if self.until is None else self.until,
             target=workload.target if self.target is None else self.target,
         )
-        return filled, workload
+        return resolved, workload
 
     def to_plain(self) -> dict[str, Any] | None:
-        """As plain data; None where it holds something that has no name and cannot be written down."""
+        """As plain data; None if the workload or a part of the strategy has no name to write down."""
         if not self.strategy.name or not isinstance(self.workload, NamedWorkload):
             return None
         try:
             plain = {item.name: to_plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
         except ConfigurationError:
             return None
-        if self.bytes_per_second is None:  # as in runs that were recorded before there were budgets
+        if self.bytes_per_second is None:
             del plain["bytes_per_second"]
         return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Experiment:
-        return cls(
-            workload=from_plain(NamedWorkload, plain["workload"], "workload"),
-            strategy=from_plain(Strategy, plain["strategy"], "strategy"),
-            cluster=from_plain(Cluster, plain["cluster"], "cluster"),
-            workers=plain["workers"],
-            until=from_plain(Budget | None, plain["until"], "until"),
-            seed=plain["seed"],
-            evaluate=from_plain(Cadence | None, plain["evaluate"], "evaluate"),
-            target=from_plain(Target | None, plain["target"], "target"),
-            label=plain["label"],
-            bytes_per_second=plain.get("bytes_per_second"),
-        )
+        """The inverse of `to_plain`; raises KeyError if a field is missing."""
+        table = {"bytes_per_second": None, **plain}
+        return cls(**{item.path: from_plain(item.kind, table[item.path], item.path) for item in options(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Configuration):
-    """What the runs of a plan share, besides the workload."""
+    """What the runs of a plan have in common, except the workload."""
 
-    workers: int = cast(int, None)
+    workers: int | None = None
     """workers that compute; none: as many as the cluster says, or else 10"""
     seeds: tuple[int, ...] = (0,)
-    """seeds; each draws its own initial parameters, data order and stragglers"""
+    """seeds; each gives other initial parameters, another data order and other stragglers"""
     cluster: Cluster = Cluster()
     """how fast machines and links are and what goes wrong"""
     until: Budget | None = None
-    """how long to train: samples (60000) or seconds (90s); none: as suits the workload"""
+    """how long to train: samples (60000) or seconds (90s); none: the default of the workload"""
     evaluate: Cadence | None = EveryUpdates()
     """how often to evaluate: updates:N, seconds:N, or none"""
     bytes_per_second: float | None = None
-    """budget in bytes per second, for each link and direction; none: as much as the links can carry"""
+    """bandwidth limit in bytes per second, for each link and direction; none: what the link can carry"""
     target: Target | None = None
-    """what is timed: accuracy:0.9 or loss:0.1; none: as suits the workload"""
+    """the metric whose time is measured: accuracy:0.9 or loss:0.1; none: the default of the workload"""
     baseline: str | None = None
     """the label that speed-ups are measured against; none: fmb, or else the first"""
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers compute: `workers`, or the size of the cluster, or 10."""
+        return workers_for(self.workers, self.cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,21 +161,21 @@ class Plan(Settings):
     """Several strategies on one workload and cluster, each with the same seeds."""
 
     workload: NamedWorkload
-    """what is trained"""
+    """model, data, loss and evaluation"""
     strategies: tuple[Strategy, ...]
     """the algorithms"""
     labels: tuple[str, ...] = ()
-    """a name for each strategy; none: made from their names"""
+    """one label for each strategy; empty: their names"""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "workers", workers_for(self.workers, self.cluster))
+        object.__setattr__(self, "workers", self.worker_count)
         check_types(self)
         _require_whole("workers", self.workers, 1)
         require_bandwidth_limit(self.bytes_per_second)
         require(bool(self.strategies), "there is no strategy to run; name at least one, for example fmb")
         require(bool(self.seeds), "there is no seed to run; give at least one")
         if not self.labels:
-            object.__setattr__(self, "labels", tuple(_labels([strategy.name for strategy in self.strategies])))
+            object.__setattr__(self, "labels", unique_labels(strategy.name for strategy in self.strategies))
         require(
             len(set(self.labels)) == len(self.labels) == len(self.strategies),
             f'every strategy needs a label of its own, but they are {", ".join(self.labels)}; add label = "..."',
@@ -182,7 +184,7 @@ class Plan(Settings):
             raise unknown("baseline", self.baseline, self.labels)
 
     def experiments(self) -> Iterator[Experiment]:
-        """Seed by seed, so that a run that is broken off still compares like with like."""
+        """The experiments, seed by seed, so that an interrupted plan has finished the same seeds of all strategies."""
         for seed in self.seeds:
             for strategy, label in zip(self.strategies, self.labels, strict=True):
                 yield Experiment(
@@ -200,7 +202,7 @@ class Plan(Settings):
 
     @classmethod
     def from_plain(cls, table: Mapping[str, Any], where: str) -> Plan:
-        """A plan from the table of an experiment file."""
+        """A plan from the table of an experiment file; `where` names the file in error messages."""
         table = dict(table)
         if "workload" not in table or "strategy" not in table:
             missing = "workload" if "workload" not in table else "strategy"
@@ -216,16 +218,16 @@ class Plan(Settings):
             table["seeds"] = list(range(table["seeds"]))
         if isinstance(table.get("cluster"), str):
             table["cluster"] = to_plain(load_cluster(table["cluster"]))
-        names = [label or strategy.name for label, strategy in zip(labels, strategies, strict=True)]
+        names = (label or strategy.name for label, strategy in zip(labels, strategies, strict=True))
         settings = vars(build(Settings, table, where))
-        return cls(workload=workload, strategies=tuple(strategies), labels=tuple(_labels(names)), **settings)
+        return cls(workload=workload, strategies=tuple(strategies), labels=unique_labels(names), **settings)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Plan:
         return cls.from_plain(read_toml(path, "experiment"), str(path))
 
     def to_plain(self) -> dict[str, Any]:
-        """The table of an experiment file that gives this plan."""
+        """The table of an experiment file; the inverse of `from_plain`."""
         plain: dict[str, Any] = to_plain(self)
         strategies, labels = plain.pop("strategies"), plain.pop("labels")
         plain["strategy"] = [{**strategy, "label": label} for strategy, label in zip(strategies, labels, strict=True)]
@@ -234,10 +236,12 @@ class Plan(Settings):
         return plain
 
 
-def workers_for(workers: int | None, cluster: Cluster, otherwise: int = DEFAULT_WORKERS) -> int:
-    """How many workers there are: as many as was said, or else as the cluster says, or else so many."""
+def workers_for(workers: int | None, cluster: Cluster, default: int = DEFAULT_WORKERS) -> int:
+    """The number of workers: `workers`, or if that is None the size of the cluster, or if it has none `default`."""
+    if workers is not None:
+        return workers
     size = cluster.size if isinstance(cluster, Cluster) else None
-    return (otherwise if size is None else size) if workers is None else workers
+    return default if size is None else size
 
 
 def _require_whole(name: str, value: Any, least: int) -> None:
@@ -245,12 +249,16 @@ def _require_whole(name: str, value: Any, least: int) -> None:
     require(whole and value >= least, f"{name} must be a whole number of at least {least}, but is {value!r}")
 
 
-def _labels(names: Sequence[str]) -> Iterator[str]:
-    """The names, told apart by a number where one occurs again."""
-    seen: dict[str, int] = {}
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        yield name if seen[name] == 1 else f"{name}-{seen[name]}"
+def unique_labels(names: Iterable[str], groups: Iterable[Hashable] | None = None) -> tuple[str, ...]:
+    """The names, with a number at the second and later occurrences: fmb, fmb-2, fmb-3.
+
+    groups: one value for each name; names of different groups may be equal.
+    """
+    labels, counts = [], Counter[Hashable]()
+    for name, group in zip(names, groups or itertools.repeat(None), strict=False):
+        counts[name, group] += 1
+        labels.append(name if counts[name, group] == 1 else f"{name}-{counts[name, group]}")
+    return tuple(labels)
 
 
 @functools.lru_cache(maxsize=8)
@@ -259,11 +267,12 @@ def _build_named(workload: NamedWorkload) -> Workload:
 
 
 def build_workload(workload: NamedWorkload | Workload) -> Workload:
+    """The workload itself; a named one is built, and the last eight are kept."""
     return _build_named(workload) if isinstance(workload, NamedWorkload) else workload
 
 
 def share_done(experiment: Experiment, update: Update) -> float:
-    """The share, from 0 to 1, of a run's samples or seconds that is done at this update; 0 where no end is set."""
+    """The share, from 0 to 1, of the samples or seconds of `until` that is done at this update; 0 without `until`."""
     until = experiment.until
     if isinstance(until, Samples):
         return min(1.0, update.samples_total / until.count)

@@ -103,8 +103,8 @@ def train_experiment(
         "processes that are started here meet over gloo; for MPI start the script itself: mpirun -n 4 python script.py",
     )
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
-    processes = experiment.strategy.processes(experiment.workers)
-    experiment.cluster.check(processes, experiment.workers)
+    processes = experiment.strategy.processes(experiment.worker_count)
+    experiment.cluster.check(processes, experiment.worker_count)
     local = local_ranks(experiment.strategy, processes, live.local_workers)
     check_faults(experiment.cluster.faults, local, experiment.strategy.is_required)
     with _run_directory(out) as directory:
@@ -183,7 +183,7 @@ def _resolve_for_launcher(experiment: Experiment, place: RankInfo, live: LiveOpt
         )
     keep_freed_memory()
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
-    experiment.cluster.check(place.processes, experiment.workers)
+    experiment.cluster.check(place.processes, experiment.worker_count)
     check_faults(experiment.cluster.faults, ())
     return experiment, workload
 
@@ -314,7 +314,7 @@ def _supervise(
     directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, watcher: RunObserver, resume: bool
 ) -> str | None:
     strategy = experiment.strategy
-    processes = strategy.processes(experiment.workers)
+    processes = strategy.processes(experiment.worker_count)
     local = local_ranks(strategy, processes, live.local_workers)
     token = None if live.token_file is None else read_token(live.token_file)
     listener, address, token = open_listener(live.listen, token)

@@ -1,11 +1,11 @@
-"""Run experiments in virtual time: one, or several side by side; in memory, or into run directories."""
+"""`simulate` and `compare`: experiments in virtual time, with records in memory or in run directories."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment, Plan, workers_for
+from offbeat.lab.experiment import Experiment, Plan, unique_labels
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
@@ -32,12 +32,12 @@ from offbeat.version import __version__
 
 
 class Run:
-    """A run that has ended: its summary, its records, and the model it trained."""
+    """A run that has ended: its summary, its records, and the trained model."""
 
     def __init__(self, records: RunRecords, finish: Finish | None, workload: Workload, seed: int) -> None:
         self.records = records
         self.finish = finish
-        """The parameters and buffers that it ended with; None where it failed."""
+        """The final parameters and buffers; None if the run failed."""
         self._workload = workload
         self._seed = seed
 
@@ -50,7 +50,7 @@ class Run:
         return self.records.directory
 
     def model(self) -> nn.Module:
-        """The trained model."""
+        """The trained model; raises `RunFailed` if the run failed."""
         if self.finish is None:
             raise RunFailed(f"the run failed and has no result: {self.summary.failure}")
         computing = GradientComputer(self._workload, self._seed)
@@ -59,14 +59,17 @@ class Run:
 
     def __repr__(self) -> str:
         summary = self.summary
-        reached = summary.seconds_to_target
-        timed = "target not reached" if reached is None else f"target reached after {reached:.1f} s"
         if summary.failure is not None:
-            timed = f"failed: {summary.failure}"
-        return f"<Run {summary.strategy} on {summary.workload}, seed {summary.seed}: {timed}>"
+            outcome = f"failed: {summary.failure}"
+        elif summary.seconds_to_target is None:
+            outcome = "target not reached"
+        else:
+            outcome = f"target reached after {summary.seconds_to_target:.1f} s"
+        return f"<Run {summary.strategy} on {summary.workload}, seed {summary.seed}: {outcome}>"
 
 
 OnRecord = Callable[[Experiment, Record], None]
+"""Called with every record of a run, as it is made."""
 
 
 def simulate(
@@ -83,14 +86,18 @@ def simulate(
 ) -> Run:
     """Run one experiment in virtual time.
 
-    What is left out is filled in from the workload: its optimizer, how long to train, what to reach; and from the
-    cluster: how many workers it has, or else 10. `bytes_per_second` is what each direction of each link may carry.
-    With `out`, records are written to that directory as well.
+    workload: model, data, loss and evaluation
+    strategy: the algorithm; an optimizer that it leaves out is the workload's
+    cluster: how fast machines and links are and what goes wrong; None: `Cluster()`
+    until: how long to train, in samples or virtual seconds; None: the default of the workload
+    seed: seed of initial parameters, data order and stragglers
+    workers: workers that compute; None: as many as the cluster says, or else 10
+    evaluate: how often to evaluate; None: only at the end
+    bytes_per_second: bandwidth limit of each direction of each link; None: what the link can carry
+    out: a new directory that the records are written to as well; None: they stay in memory
     """
-    cluster = cluster or Cluster()
-    workers = workers_for(workers, cluster)
     experiment = Experiment(
-        workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
+        workload, strategy, cluster or Cluster(), workers, until, seed, evaluate, bytes_per_second=bytes_per_second
     )
     return simulate_experiment(experiment, out)
 
@@ -98,81 +105,76 @@ def simulate(
 def simulate_experiment(
     experiment: Experiment, out: str | Path | None = None, on_record: OnRecord | None = None
 ) -> Run:
-    """Run one experiment in virtual time; `on_record` sees every record as it is made."""
+    """Run one experiment in virtual time; `out` is a new directory for the records, or None."""
     experiment, workload = experiment.resolved()
     assert experiment.until is not None
     scenario = Scenario(
         experiment.strategy,
         workload,
         experiment.cluster,
-        experiment.workers,
+        experiment.worker_count,
         experiment.until,
         experiment.seed,
         experiment.evaluate,
         bytes_per_second=experiment.bytes_per_second,
     )
-    with one_thread():
-        memory = MemoryWriter()
-        recorder = _Recorder(memory, experiment, on_record)
+    directory = None if out is None else Path(out)
+    with one_thread(), contextlib.ExitStack() as stack:
+        recorder = _Recorder(experiment, on_record)
         simulation = Simulation(scenario, recorder)
         header = header_of(experiment, workload, simulation.gradient_computer.flat.layout.numel)
-        directory = None if out is None else Path(out)
         if directory is not None:
-            require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
-            with FileWriter(directory, header, flush_every=1000) as recorder.file:
-                outcome = simulation.run()
-        else:
-            outcome = simulation.run()
-    records = RunRecords(directory, header, tuple(memory.records))  # type: ignore[arg-type]
+            check_new(directory)
+            recorder.file = stack.enter_context(FileWriter(directory, header, flush_every=1000))
+        outcome = simulation.run()
+    records = RunRecords(directory, header, tuple(recorder.records))  # type: ignore[arg-type]
     finish = outcome.finishes[min(outcome.finishes)] if outcome.finishes and outcome.failure is None else None
     return Run(records, finish, workload, experiment.seed)
 
 
+def check_new(directory: Path) -> None:
+    """Refuse a directory that holds a run."""
+    require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
+
+
 def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = None) -> Comparison:
-    """Run several experiments in virtual time and put them side by side."""
+    """Simulate experiments and compare them; with `out`, each is recorded in a directory of its own below it."""
     if not isinstance(experiments, Plan):
         what = "compare takes offbeat.Experiment objects or an offbeat.Plan"
         require(isinstance(experiments, Iterable) and not isinstance(experiments, str), f"{what}, not {experiments!r}")
         experiments = list(experiments)
         for experiment in experiments:
             check_instance(experiment, (Experiment,), "what is compared", "offbeat.Experiment(workload, strategy)")
-    return Comparison.of(simulate_all(experiments, out), _baseline(experiments))
+    baseline = experiments.baseline if isinstance(experiments, Plan) else None
+    return Comparison.of(simulate_all(experiments, out), baseline)
 
 
-def _baseline(experiments: Iterable[Experiment] | Plan) -> str | None:
-    return experiments.baseline if isinstance(experiments, Plan) else None
-
-
-def simulate_all(
-    experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, on_record: OnRecord | None = None
-) -> list[RunRecords]:
-    """Simulate experiments one after the other; with `out`, each into a directory of its own below it."""
+def simulate_all(experiments: Iterable[Experiment] | Plan, out: str | Path | None = None) -> list[RunRecords]:
+    """Simulate experiments one after the other; with `out`, each is recorded in a directory of its own below it."""
     runs = []
     for experiment in experiments.experiments() if isinstance(experiments, Plan) else _with_unique_labels(experiments):
         directory = None if out is None else Path(out) / f"{file_name(experiment.name)}-seed{experiment.seed}"
-        runs.append(simulate_experiment(experiment, directory, on_record).records)
+        runs.append(simulate_experiment(experiment, directory).records)
     return runs
 
 
-def _with_unique_labels(experiments: Iterable[Experiment]) -> Iterator[Experiment]:
-    """Experiments of one name and seed get a number, so that none is taken for another."""
-    seen: dict[tuple[str, int], int] = {}
-    for experiment in experiments:
-        key = experiment.name, experiment.seed
-        seen[key] = seen.get(key, 0) + 1
-        name = experiment.name if seen[key] == 1 else f"{experiment.name}-{seen[key]}"
-        yield dataclasses.replace(experiment, label=name)
+def _with_unique_labels(experiments: Iterable[Experiment]) -> list[Experiment]:
+    """The experiments with labels that are unique within each seed."""
+    every = list(experiments)
+    labels = unique_labels([one.name for one in every], [one.seed for one in every])
+    return [dataclasses.replace(one, label=label) for one, label in zip(every, labels, strict=True)]
 
 
 def header_of(
     experiment: Experiment, workload: Workload, parameters: int, engine: Literal["simulated", "live"] = "simulated"
 ) -> RunHeader:
-    """What `run.json` says of an experiment that is resolved."""
+    """The contents of `run.json`; `experiment` is resolved, `parameters` is how many numbers the model has."""
+    strategy = experiment.strategy
     return RunHeader(
         engine=engine,
         label=experiment.name,
         workload=workload.label,
-        workers=_computing_workers(experiment),
+        workers=sum(map(strategy.computes, range(strategy.processes(experiment.worker_count)))),
         seed=experiment.seed,
         parameters=parameters,
         target=None if experiment.target is None else to_plain(experiment.target),
@@ -182,32 +184,26 @@ def header_of(
     )
 
 
-def _computing_workers(experiment: Experiment) -> int:
-    """How many workers compute: as many as were asked for, unless the strategy is for fewer."""
-    strategy = experiment.strategy
-    return sum(map(strategy.computes, range(strategy.processes(experiment.workers))))
+class _Recorder(MemoryWriter):
+    """Keeps records in memory, and passes them on to a file and a callback."""
 
-
-class _Recorder:
-    """Passes records on: to memory, to a file, to whoever looks on."""
-
-    def __init__(self, memory: MemoryWriter, experiment: Experiment, on_record: OnRecord | None) -> None:
-        self._memory = memory
+    def __init__(self, experiment: Experiment, on_record: OnRecord | None) -> None:
+        super().__init__()
         self._experiment = experiment
         self._on_record = on_record
         self.file: FileWriter | None = None
 
     def write(self, record: Record) -> None:
-        self._memory.write(record)
+        super().write(record)
         if self.file is not None:
             self.file.write(record)
         if self._on_record is not None:
             self._on_record(self._experiment, record)
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums depend on how many threads share them; one is also the fastest for models that one simulates with."""
+    """Make torch use one thread: sums depend on the number of threads, and small models are fastest with one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -216,12 +212,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def holds_runs(directory: Path) -> bool:
-    """Whether there are runs at or below a directory, so that they are not overwritten unasked."""
-    return directory.is_dir() and next(directory.rglob(HEADER), None) is not None
-
-
 def record_bytes(records: Sequence[Record]) -> bytes:
-    """Records as they stand in a file; equal runs have equal bytes."""
+    """Records as JSON lines, as in a file of records."""
     encoder = msgspec.json.Encoder()
     return b"".join(encoder.encode(record) + b"\n" for record in records)
