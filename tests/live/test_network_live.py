@@ -1,4 +1,4 @@
-"""`offbeat network` with real processes: on this machine, over MPI, joined by hand, and around a switch."""
+"""`offbeat network` with real processes: on this machine, over MPI, joined by hand, and in network namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_SECONDS = 500
 
 @contextmanager
 def started(*commands: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that end here, whatever happens."""
+    """Start processes; they are killed at the end."""
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]
@@ -43,7 +43,7 @@ def token_in(directory: Path, text: str = "a secret of this test") -> str:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_three_ranks_of_this_machine_are_measured_and_a_damaged_block_is_found(
+def test_three_ranks_of_this_machine_are_measured_and_a_damaged_block_is_detected(
     transport: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["-n", "3", "--elements", "600000", "--transport", transport, "--corrupt", "2:0", "--json"]
@@ -58,7 +58,7 @@ def test_three_ranks_of_this_machine_are_measured_and_a_damaged_block_is_found(
 
 
 def test_ranks_that_join_by_hand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Sockets and all: no shared memory, a token, and somebody with a wrong one."""
+    """Over sockets, with a token; a process with another token is refused."""
     token = ["--token-file", token_in(tmp_path)]
     words = ["-n", "3", "--local", "2", "--listen", "127.0.0.1:0", "--elements", "300000", "--no-shared-memory"]
     with started([*COMMAND, *words, *token, "--json"]) as (hub,):
@@ -75,7 +75,7 @@ def test_ranks_that_join_by_hand(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert (result["corrupted"], result["ranks"], len(result["pairs"])) == (0, 3, 6)
 
 
-def test_a_rank_that_is_killed_ends_the_probe_with_one_sentence() -> None:
+def test_a_killed_rank_ends_the_test_with_one_sentence() -> None:
     with started([*COMMAND, "-n", "3", "--elements", "1000000", "--repeats", "2000"]) as (hub,):
         assert hub.stderr is not None
         for line in hub.stderr:
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_ends_the_probe_with_one_sentence() -> None:
 if why_not() is None:
 
     def around_a_switch(tmp_path: Path, *words: str) -> dict[str, Any]:
-        """What three hosts find out about a star of a gigabit."""
+        """The result of three hosts that are linked in a star of 1 Gbit/s."""
         token = ["--token-file", token_in(tmp_path)]
         with star(3, "1gbit") as (hosts, address):
             at = [["ip", "netns", "exec", host, *COMMAND] for host in hosts]
@@ -104,17 +104,17 @@ if why_not() is None:
                 output, said = first.communicate(timeout=LIMIT_SECONDS)
                 codes = [first.returncode, *(other.wait(timeout=LIMIT_SECONDS) for other in others)]
         assert codes == [0, 0, 0], said
-        found: dict[str, Any] = json.loads(output)
-        return found
+        result: dict[str, Any] = json.loads(output)
+        return result
 
     @pytest.mark.integration
-    def test_a_star_of_a_gigabit_shows_its_bandwidth_and_who_shares_the_hubs_card(tmp_path: Path) -> None:
+    def test_a_star_of_a_gigabit_shows_its_bandwidth_and_that_flows_share_the_link_of_rank_0(tmp_path: Path) -> None:
         result = around_a_switch(tmp_path, "--elements", "5000000", "--repeats", "3")
-        star_found = result["star"]
+        hub = result["star"]
         rates = [pair["bytes_per_second"] * 8 / 1e9 for pair in result["pairs"]]
-        print("Gbit/s of each pair alone:", [round(rate, 3) for rate in rates], "the star:", star_found)
+        print("Gbit/s of each pair alone:", [round(rate, 3) for rate in rates], "the star:", hub)
         assert result["corrupted"] == 0
         # Far above what the links carry, and far below what memory does; two into one share what one alone has.
         assert max(rates) <= 1.3
-        assert star_found["into"]["bytes_per_second"] * 8 / 1e9 <= 1.3
-        assert star_found["into"]["per_flow_bytes_per_second"] < 0.85 * star_found["alone_bytes_per_second"]
+        assert hub["into"]["bytes_per_second"] * 8 / 1e9 <= 1.3
+        assert hub["into"]["per_flow_bytes_per_second"] < 0.85 * hub["alone_bytes_per_second"]

@@ -1,4 +1,4 @@
-"""The probe of a network, over loopback: what is measured, that every kind of damage is found, and how it ends."""
+"""The network test over loopback: what is measured, that every kind of damage is detected, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from torch import Tensor
 
 from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.lab.network_test import blocks, coordinator
-from offbeat.lab.network_test.coordinator import Coordinator
-from offbeat.lab.network_test.mail import Mail
-from offbeat.lab.network_test.member import Member
-from offbeat.lab.network_test.messages import ProbeBlock, ProbePresent
+from offbeat.lab.network_test import agent, controller, protocol
+from offbeat.lab.network_test.agent import Agent, Connections
+from offbeat.lab.network_test.controller import Controller
 from offbeat.lab.network_test.plan import (
     ALL_TO_ALL,
-    AT_ONCE,
     BOTH_WAYS,
+    CONCURRENT,
     LATENCY,
     PAIR,
     PAIR_ELEMENTS_MAX,
     RING,
     WARM_UP,
-    Probe,
+    NetworkTest,
     elements_that_fit,
     steps_of,
 )
-from offbeat.lab.network_test.probe_ranks import GUEST, RankAllocator
-from offbeat.lab.network_test.result import Network, read_result, write_result
+from offbeat.lab.network_test.processes import JOINED_BY_HAND, FreeRanks
+from offbeat.lab.network_test.protocol import DataBlock, RankReady, checksum, flaw_of
+from offbeat.lab.network_test.result import NetworkResult, read_result, write_result
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.rendezvous import Assignment, CallRequest
 from offbeat.transports.transport import Incoming, Transport
 
-SMALL = Probe(elements=1001, repeats=2)
+SMALL = NetworkTest(elements=1001, repeats=2)
 JOIN_SECONDS = 500.0
 
 
 # Blocks
 
 
+FLOW, STEP = (1, 2), 7
+
+
 def block(elements: int) -> Tensor:
-    made = torch.empty(elements, dtype=torch.int32)
-    blocks.fill(made, 1, 2, 7)
-    return made
+    content = torch.empty(elements, dtype=torch.int32)
+    protocol.fill(content, FLOW, STEP)
+    return content
 
 
 def as_defined(data: Tensor) -> int:
-    """The checksum by its definition, one pair of elements after the other, in numbers without an end."""
+    """The checksum by its definition, one pair of elements after the other, in Python's integers."""
     values = [int(value) & 0xFFFFFFFF for value in data]
     pairs = [low | high << 32 for low, high in zip(values[::2], values[1::2], strict=False)]
     if len(values) % 2:
         pairs.append(int(data[-1]))
-    return sum(pair * (blocks._ODD + 2 * place) for place, pair in enumerate(pairs)) % 2**64
+    return sum(pair * (protocol._ODD + 2 * position) for position, pair in enumerate(pairs)) % 2**64
 
 
 @pytest.mark.parametrize("elements", [3, 4, 5, 8191, 8192, 8193, 20_001])
-def test_the_checksum_is_what_it_is_defined_to_be(elements: int) -> None:
-    assert blocks.checksum(block(elements)) == as_defined(block(elements))
+def test_the_checksum_equals_its_definition(elements: int) -> None:
+    assert checksum(block(elements)) == as_defined(block(elements))
     random = torch.randint(-(2**31), 2**31 - 1, (elements,), generator=torch.Generator().manual_seed(elements))
-    assert blocks.checksum(random.to(torch.int32)) == as_defined(random.to(torch.int32))
+    assert checksum(random.to(torch.int32)) == as_defined(random.to(torch.int32))
 
 
 def swap(data: Tensor, one: int, other: int) -> None:
@@ -85,32 +87,37 @@ DAMAGE: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("elements", [1001, 100_000])
 @pytest.mark.parametrize("name", list(DAMAGE))
-def test_damage_of_any_kind_is_found(name: str, elements: int) -> None:
+def test_damage_of_any_kind_is_detected(name: str, elements: int) -> None:
     data = block(elements)
-    announced = blocks.checksum(data)
-    assert blocks.flaw(data, announced, elements, 1, 2, 7) is None
+    received = DataBlock(STEP, checksum(data), data)
+    assert flaw_of(received, elements, FLOW, STEP) == ""
     DAMAGE[name](data)
-    assert blocks.flaw(data, announced, elements, 1, 2, 7) == f"its {name.strip()} is wrong"
+    assert flaw_of(received, elements, FLOW, STEP) == f"its {name.strip()} is wrong"
 
 
-def test_a_change_of_any_single_bit_is_found() -> None:
+def test_a_change_of_any_single_bit_is_detected() -> None:
     data = block(9)
-    announced = blocks.checksum(data)
-    for place in range(9):
+    intact = checksum(data)
+    for position in range(9):
         for bit in range(32):
-            data[place] ^= 1 << bit if bit < 31 else -(1 << 31)
-            assert blocks.checksum(data) != announced, (place, bit)
-            data[place] ^= 1 << bit if bit < 31 else -(1 << 31)
-    assert blocks.checksum(data) == announced
+            data[position] ^= 1 << bit if bit < 31 else -(1 << 31)
+            assert checksum(data) != intact, (position, bit)
+            data[position] ^= 1 << bit if bit < 31 else -(1 << 31)
+    assert checksum(data) == intact
 
 
-@pytest.mark.parametrize("meant", [(2, 1, 7), (1, 0, 7), (1, 2, 6)])
-def test_a_good_block_of_another_pair_or_another_step_is_not_taken_for_the_right_one(
-    meant: tuple[int, int, int],
-) -> None:
+@pytest.mark.parametrize(("flow", "step"), [((2, 1), 7), ((1, 0), 7), ((1, 2), 6)])
+def test_an_intact_block_of_another_pair_or_step_is_detected(flow: tuple[int, int], step: int) -> None:
     data = block(100)
-    assert blocks.flaw(data, blocks.checksum(data), 100, *meant) == "it is another block than was asked for"
-    assert blocks.flaw(data, blocks.checksum(data), 101, 1, 2, 7) == "100 elements came, of 101"
+    for announced_step in (STEP, step):
+        received = DataBlock(announced_step, checksum(data), data)
+        assert flaw_of(received, 100, flow, step) == "it is the block of another pair or step"
+
+
+def test_a_missing_block_and_one_of_another_size_are_detected() -> None:
+    data = block(100)
+    assert flaw_of(DataBlock(STEP, checksum(data), data), 101, FLOW, STEP) == "it has 100 elements instead of 101"
+    assert flaw_of(None, 100, FLOW, STEP) == "no block arrived"
 
 
 # The plan
@@ -120,20 +127,20 @@ def test_the_steps_in_order() -> None:
     steps = steps_of(SMALL, 3)
     kinds = [step.kind for step in steps]
     assert kinds[0] == WARM_UP
-    assert [kinds.count(kind) for kind in (WARM_UP, LATENCY, PAIR, *AT_ONCE)] == [1, 6, 12, 2, 2, 2, 2, 2]
-    assert sorted(kinds, key=[WARM_UP, LATENCY, PAIR, *AT_ONCE].index) == kinds
+    assert [kinds.count(kind) for kind in (WARM_UP, LATENCY, PAIR, *CONCURRENT)] == [1, 6, 12, 2, 2, 2, 2, 2]
+    assert sorted(kinds, key=[WARM_UP, LATENCY, PAIR, *CONCURRENT].index) == kinds
     flows = {step.kind: step.flows for step in steps}
     assert flows[RING] == ((0, 1), (1, 2), (2, 0))
     assert len(flows[ALL_TO_ALL]) == 6
     assert set(flows[BOTH_WAYS]) == {(1, 0), (2, 0), (0, 1), (0, 2)}
 
 
-def test_large_blocks_go_at_once_once_and_alone_in_part() -> None:
-    large = steps_of(Probe(), 3)
+def test_concurrent_flows_of_large_blocks_are_measured_once_and_pairs_with_smaller_blocks() -> None:
+    large = steps_of(NetworkTest(), 3)
     assert [step.kind for step in large].count(RING) == 1
     assert [step.kind for step in large].count(PAIR) == 18
     assert {step.elements for step in large if step.kind == PAIR} == {PAIR_ELEMENTS_MAX}
-    assert {step.elements for step in large if step.kind in AT_ONCE} == {100_000_000}
+    assert {step.elements for step in large if step.kind in CONCURRENT} == {100_000_000}
 
 
 @pytest.mark.parametrize(
@@ -143,24 +150,19 @@ def test_large_blocks_go_at_once_once_and_alone_in_part() -> None:
         ({"elements": 1 << 31}, "--elements must be from 3 to"),
         ({"repeats": 0}, "--repeats must be 1 or more"),
         ({"message_bytes": 0}, "--message-bytes must be 1 or more"),
+        ({"wait_seconds": -1.0}, "--wait must be 0 or more"),
     ],
 )
-def test_a_probe_that_cannot_be(wrong: dict[str, Any], sentence: str) -> None:
+def test_wrong_settings_are_refused(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        Probe(**wrong)
+        NetworkTest(**wrong)
 
 
-@pytest.mark.parametrize("pair", ["3:0", "1:1", "1", "a:b", "1:-1", "0:1:2"])
-def test_a_pair_that_is_not_there_cannot_be_corrupted(pair: str) -> None:
-    with pytest.raises(ConfigurationError, match="--corrupt"):
-        Probe(corrupt=pair).corrupt_flow(3)
-
-
-# A whole probe, with a thread for each rank
+# A whole test, with a thread for each rank
 
 
 class Damaging(Transport):
-    """A transport that damages what it carries, when `damage` says so."""
+    """A transport that passes messages through `damage`, which may change, drop or refuse them."""
 
     def __init__(self, inner: Transport, damage: Callable[[int, Message], Message | None]) -> None:
         self._inner, self._damage = inner, damage
@@ -181,20 +183,20 @@ class Damaging(Transport):
 
 
 class Run:
-    """A probe among threads; `wrap` may put something around the transport of a rank."""
+    """A network test among threads; `wrap` may wrap the transport of a rank."""
 
     def __init__(
-        self, ranks: int, probe: Probe = SMALL, wrap: Callable[[int, Transport], Transport] | None = None
+        self, ranks: int, test: NetworkTest = SMALL, wrap: Callable[[int, Transport], Transport] | None = None
     ) -> None:
-        self.ranks, self.probe = ranks, probe
+        self.ranks, self.test = ranks, test
         loopback = Loopback({rank: [peer for peer in range(ranks) if peer != rank] for rank in range(ranks)})
         bare = {rank: loopback.transport(rank) for rank in range(ranks)}
         self.transports = {rank: wrap(rank, bare[rank]) if wrap else bare[rank] for rank in bare}
-        self.outcome: dict[int, Network | OffbeatError | None] = {}
-        self.told: list[tuple[float, str]] = []
+        self.outcome: dict[int, NetworkResult | OffbeatError | None] = {}
+        self.shares: list[float] = []
 
     def __call__(self) -> Run:
-        threads = [threading.Thread(target=self._be, args=(rank,), daemon=True) for rank in range(self.ranks)]
+        threads = [threading.Thread(target=self._run_rank, args=(rank,), daemon=True) for rank in range(self.ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -202,16 +204,16 @@ class Run:
         assert not any(thread.is_alive() for thread in threads)
         return self
 
-    def _be(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         transport = self.transports[rank]
         try:
-            mail = Mail(transport, rank, self.ranks)
-            mail.connect(JOIN_SECONDS)
+            connections = Connections(transport, rank, self.ranks)
+            connections.connect(JOIN_SECONDS)
             if rank == 0:
-                tell = lambda share, what: self.told.append((share, what))  # noqa: E731
-                self.outcome[rank] = Coordinator(mail, self.probe, tell).run("loopback")
+                on_step = lambda kind, share: self.shares.append(share)  # noqa: E731
+                self.outcome[rank] = Controller(connections, self.test, on_step).run("loopback")
             else:
-                Member(mail).serve()
+                Agent(connections).serve()
                 self.outcome[rank] = None
         except OffbeatError as error:
             self.outcome[rank] = error
@@ -219,62 +221,61 @@ class Run:
             transport.close()
 
     @property
-    def network(self) -> Network:
-        found = self.outcome[0]
-        assert isinstance(found, Network), found
-        return found
+    def result(self) -> NetworkResult:
+        outcome = self.outcome[0]
+        assert isinstance(outcome, NetworkResult), outcome
+        return outcome
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_pair_is_measured_and_every_block_verified(ranks: int) -> None:
     run = Run(ranks)()
-    network = run.network
+    result = run.result
     flows = [flow for step in steps_of(SMALL, ranks) if step.kind != LATENCY for flow in step.flows]
-    assert (network.blocks, network.corrupted, network.flaws) == (len(flows), 0, [])
-    for pair in network.pairs:
+    assert (result.blocks, result.corrupted, result.flaws) == (len(flows), 0, [])
+    for pair in result.pairs:
         assert pair.blocks == flows.count((pair.source, pair.destination))
         assert pair.bytes_per_second > 0
         assert pair.latency_seconds > 0
-    assert len(network.pairs) == ranks * (ranks - 1)
-    assert network.all_to_all.bytes == ranks * (ranks - 1) * 1001 * 4
-    assert (network.ring.flows, network.star.into.flows, network.star.both.flows) == (ranks, ranks - 1, 2 * ranks - 2)
-    star = network.star
+    assert len(result.pairs) == ranks * (ranks - 1)
+    assert result.all_to_all.bytes == ranks * (ranks - 1) * 1001 * 4
+    assert (result.ring.flows, result.star.into.flows, result.star.both.flows) == (ranks, ranks - 1, 2 * ranks - 2)
+    star = result.star
     assert star.updates_per_second == pytest.approx((ranks - 1) * 4004 / star.both.seconds / star.message_bytes)
     assert [run.outcome[rank] for rank in range(1, ranks)] == [None] * (ranks - 1)
-    shares = [share for share, _ in run.told]
-    assert shares == sorted(shares)
-    assert shares[-1] < 1
+    assert run.shares == sorted(run.shares)
+    assert run.shares[-1] < 1
 
 
-def test_one_corrupted_block_is_found_counted_and_named() -> None:
-    network = Run(3, replace(SMALL, corrupt="2:1"))().network
-    assert network.corrupted == 1
-    assert [(pair.source, pair.destination) for pair in network.pairs if pair.corrupted] == [(2, 1)]
-    (sentence,) = network.flaws
+def test_one_corrupted_block_is_detected_counted_and_named() -> None:
+    result = Run(3, replace(SMALL, corrupt=(2, 1)))().result
+    assert result.corrupted == 1
+    assert [(pair.source, pair.destination) for pair in result.pairs if pair.corrupted] == [(2, 1)]
+    (sentence,) = result.flaws
     assert "from rank 2 to rank 1 came corrupted" in sentence
 
 
-def test_a_network_that_damages_blocks_is_found_out() -> None:
-    """Not the switch, but what the switch stands for: values that change places between the two ends."""
+def test_a_transport_that_damages_blocks_is_detected() -> None:
+    """Without --corrupt: two values change places on the way."""
 
     def damage(to: int, message: Message) -> Message | None:
-        if isinstance(message, ProbeBlock) and to == 0:
+        if isinstance(message, DataBlock) and to == 0:
             data = message.block.clone()
             swap(data, 3, 30)
             return replace(message, block=data)
         return message
 
-    network = Run(3, SMALL, lambda rank, inner: Damaging(inner, damage) if rank == 1 else inner)().network
-    bad = {(pair.source, pair.destination): pair for pair in network.pairs if pair.corrupted}
+    result = Run(3, SMALL, lambda rank, inner: Damaging(inner, damage) if rank == 1 else inner)().result
+    bad = {(pair.source, pair.destination): pair for pair in result.pairs if pair.corrupted}
     assert list(bad) == [(1, 0)]
-    assert network.corrupted == bad[1, 0].blocks == bad[1, 0].corrupted
+    assert result.corrupted == bad[1, 0].blocks == bad[1, 0].corrupted
 
 
 def dying(step: int) -> Callable[[int, Message], Message | None]:
-    """What a rank does that dies in a step."""
+    """A rank that fails when it sends a block in this step or later."""
 
     def die(to: int, message: Message) -> Message | None:
-        if isinstance(message, ProbeBlock) and message.step >= step:
+        if isinstance(message, DataBlock) and message.step >= step:
             raise RunFailed("it died")
         return message
 
@@ -282,7 +283,7 @@ def dying(step: int) -> Callable[[int, Message], Message | None]:
 
 
 @pytest.mark.parametrize("step", [0, 9, 20])
-def test_a_rank_that_dies_on_the_way_ends_the_probe_with_its_name(step: int) -> None:
+def test_a_rank_that_dies_ends_the_test_with_an_error_that_names_it(step: int) -> None:
     run = Run(3, SMALL, lambda rank, inner: Damaging(inner, dying(step)) if rank == 2 else inner)()
     assert isinstance(run.outcome[0], RunFailed)
     assert isinstance(run.outcome[1], RunFailed)
@@ -294,42 +295,41 @@ def test_the_others_end_when_rank_0_dies() -> None:
     assert [str(run.outcome[rank]) for rank in range(3)] == ["it died"] * 3
 
 
-def test_an_answer_that_never_comes_ends_the_patience_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "PATIENCE_SECONDS", 0.1)
+def test_rank_0_fails_after_a_time_limit_when_a_reply_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "TIMEOUT_SECONDS", 0.1)
 
     def swallow(to: int, message: Message) -> Message | None:
-        return None if isinstance(message, ProbeBlock) and message.step > 8 else message
+        return None if isinstance(message, DataBlock) and message.step > 8 else message
 
     run = Run(2, SMALL, lambda rank, inner: Damaging(inner, swallow) if rank == 1 else inner)()
     assert str(run.outcome[0]) == str(run.outcome[1])
-    assert "has not heard from anybody for" in str(run.outcome[0])
+    assert "rank 0 received no message for" in str(run.outcome[0])
 
 
-def test_nobody_comes() -> None:
+def test_a_missing_rank_is_named_when_the_wait_is_over() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     with pytest.raises(RunFailed, match=r"rank 0 waited 0\.05 s for a link to rank 1; .*--wait"):
-        Mail(loopback.transport(0), 0, 2).connect(0.05)
+        Connections(loopback.transport(0), 0, 2).connect(0.05)
 
 
-def test_what_comes_before_everybody_is_connected_is_not_lost() -> None:
-    """A rank that is quick says that it is there while rank 0 still waits for another."""
+def test_messages_that_arrive_before_all_ranks_are_connected_are_kept() -> None:
+    """A quick rank reports that it is ready while rank 0 still waits for another."""
     loopback = Loopback({0: [1, 2], 1: [0, 2], 2: [0, 1]})
     first, quick = loopback.transport(0), loopback.transport(1)
-    early = Mail(quick, 1, 2)  # it takes nobody but rank 0 for a rank, and so need not wait for rank 2
+    early = Connections(quick, 1, 2)  # of two ranks, so that it does not wait for rank 2
     early.connect(JOIN_SECONDS)
-    early.send(0, ProbePresent("early", 1))
-    mail = Mail(first, 0, 3)
+    early.send(0, RankReady("early", 1))
+    connections = Connections(first, 0, 3)
     with pytest.raises(RunFailed, match="a link to rank 2"):
-        mail.connect(0.1)
+        connections.connect(0.1)
     loopback.transport(2)
-    mail.connect(JOIN_SECONDS)
-    assert mail.next(JOIN_SECONDS) == (1, ProbePresent("early", 1))
+    connections.connect(JOIN_SECONDS)
+    assert connections.receive(JOIN_SECONDS) == (1, RankReady("early", 1))
 
 
 def test_blocks_that_do_not_fit_into_a_machine_are_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ProbePresent("a-machine", memory_bytes=300_000)
-    for module in ("coordinator", "member"):
-        monkeypatch.setattr(f"offbeat.lab.network_test.{module}.present", lambda: here)
+    for module in (controller, agent):
+        monkeypatch.setattr(module, "describe_machine", lambda: RankReady("a-machine", memory_bytes=300_000))
     fits = elements_that_fit(300_000, 3, 3)
     assert fits == 5000
     sentence = f"do not fit into the memory of a-machine, where 3 of 3 ranks are; type --elements {fits} or less"
@@ -337,31 +337,31 @@ def test_blocks_that_do_not_fit_into_a_machine_are_refused_with_what_would(monke
     assert isinstance(run.outcome[0], ConfigurationError)
     assert sentence in str(run.outcome[0])
     assert sentence in str(run.outcome[1])
-    assert Run(3, replace(SMALL, elements=fits))().network.corrupted == 0
+    assert Run(3, replace(SMALL, elements=fits))().result.corrupted == 0
 
 
-# Who may come
+# Ranks that join by hand
 
 
-def test_the_desk_hands_out_the_ranks_that_are_not_started_here() -> None:
-    rank_allocator = RankAllocator(4, [0, 2])
+def test_ranks_that_are_not_started_here_are_assigned_to_processes_that_join() -> None:
+    free_ranks = FreeRanks(4, [0, 2])
 
-    def come(member: str, rank: int | None = None) -> int | str:
-        answer = rank_allocator(CallRequest("assignment", rank, member))
+    def assign(member: str, rank: int | None = None) -> int | str:
+        answer = free_ranks(CallRequest("assignment", rank, member))
         return answer.rank if isinstance(answer, Assignment) else answer
 
-    assert [come(f"{GUEST}a"), come(f"{GUEST}b"), come(f"{GUEST}a")] == [1, 3, 1]
-    assert "all 4 ranks are taken" in str(come(f"{GUEST}c"))
-    assert come("", rank=2) == 2
-    assert "trains nothing" in str(come("a worker"))
+    assert [assign(f"{JOINED_BY_HAND}a"), assign(f"{JOINED_BY_HAND}b"), assign(f"{JOINED_BY_HAND}a")] == [1, 3, 1]
+    assert "all 4 ranks are taken" in str(assign(f"{JOINED_BY_HAND}c"))
+    assert assign("", rank=2) == 2
+    assert "trains nothing" in str(assign("a worker"))
 
 
 # Files
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    network = Run(2)().network
-    assert read_result(write_result(network, tmp_path / "new" / "network.json")) == network
+def test_a_result_that_is_written_is_read_unchanged(tmp_path: Path) -> None:
+    result = Run(2)().result
+    assert read_result(write_result(result, tmp_path / "new" / "network.json")) == result
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="--out"):
-        write_result(network, tmp_path / "file" / "network.json")
+        write_result(result, tmp_path / "file" / "network.json")

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from offbeat.cli import main, network_command
-from offbeat.cli.network_view import Lines, heat_map, sentences, view
+from offbeat.cli.network_view import heat_map, sentences, view
+from offbeat.cli.progress import Progress
 from offbeat.errors import RunFailed
-from offbeat.lab.network_test.plan import Probe, pairs_of
-from offbeat.lab.network_test.result import Network, Pair, Star, Together, read_result
+from offbeat.lab.network_test.plan import NetworkTest, pairs_of
+from offbeat.lab.network_test.result import ConcurrentResult, HubResult, NetworkResult, PairResult, read_result
 from offbeat.lab.plots.rank_pairs import Panel, heat_maps
 from offbeat.launch.rank_info import RankInfo
 from offbeat.transports.rendezvous import Address
@@ -31,20 +32,20 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def together(flows: int, seconds: float) -> Together:
+def concurrent(flows: int, seconds: float) -> ConcurrentResult:
     nbytes = flows * 4_000_000
-    return Together(flows, nbytes, seconds, nbytes / seconds, 4_000_000 / seconds)
+    return ConcurrentResult(flows, nbytes, seconds, nbytes / seconds, 4_000_000 / seconds)
 
 
-def made(ranks: int = 3, corrupted: bool = False) -> Network:
+def made(ranks: int = 3, corrupted: bool = False) -> NetworkResult:
     """A gigabit network; the pair from rank 1 to rank 0 is ten times slower."""
     pairs = [
-        Pair(
+        PairResult(
             source, to, 12.5e6 if (source, to) == (1, 0) else 125e6, 50e-6, 7, int(corrupted and (source, to) == (1, 0))
         )
         for source, to in pairs_of(ranks)
     ]
-    return Network(
+    return NetworkResult(
         transport="gloo",
         ranks=ranks,
         hosts=["a", "b", *["c"] * (ranks - 2)],
@@ -54,12 +55,12 @@ def made(ranks: int = 3, corrupted: bool = False) -> Network:
         blocks=7 * len(pairs),
         corrupted=int(corrupted),
         pairs=pairs,
-        ring=together(ranks, 0.032),
-        all_to_all=together(len(pairs), 0.064),
-        star=Star(
-            into=together(ranks - 1, 0.064),
-            out=together(ranks - 1, 0.064),
-            both=together(2 * ranks - 2, 0.064),
+        ring=concurrent(ranks, 0.032),
+        all_to_all=concurrent(len(pairs), 0.064),
+        star=HubResult(
+            into=concurrent(ranks - 1, 0.064),
+            out=concurrent(ranks - 1, 0.064),
+            both=concurrent(2 * ranks - 2, 0.064),
             message_bytes=44_000_000,
             updates_per_second=(ranks - 1) * 4_000_000 / 0.064 / 44e6,
             alone_bytes_per_second=125e6,
@@ -68,32 +69,32 @@ def made(ranks: int = 3, corrupted: bool = False) -> Network:
     )
 
 
-class Probes:
-    """Stands in for the processes: keeps what they would have been told."""
+class Processes:
+    """A fake for the processes: records the arguments of calls and returns a result."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-        self.gives: Network | Exception = made()
+        self.calls: list[tuple[Any, ...]] = []
+        self.outcome: NetworkResult | Exception = made()
 
     def __call__(self, *arguments: Any, **more: Any) -> Any:
-        self.asked.append((*arguments, more))
-        if isinstance(self.gives, Exception):
-            raise self.gives
-        return self.gives
+        self.calls.append((*arguments, more))
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
 
 @pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> Probes:
-    stand_in = Probes()
-    for name in ("probe_here", "probe_under_mpirun", "take_part", "join_there"):
-        monkeypatch.setattr(network_command, name, stand_in)
-    return stand_in
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    fake = Processes()
+    for name in ("run_local", "run_mpirun", "run_test_rank", "join_by_hand"):
+        monkeypatch.setattr(network_command, name, fake)
+    return fake
 
 
 # What is shown
 
 
-def shown(network: Network, width: int = 100, colour: bool = False) -> str:
+def shown(network: NetworkResult, width: int = 100, colour: bool = False) -> str:
     console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None, highlight=False)
     with console.capture() as captured:
         console.print(view(network, width))
@@ -159,28 +160,31 @@ def test_the_star_in_words() -> None:
 
 
 def test_progress_as_lines_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
-    lines(0.071, "ring")
-    lines(0.2, "ring")
-    lines(1.0, "all-to-all")
-    said = capsys.readouterr().err.splitlines()
-    assert [Lines.read(line) for line in said] == [(0.07, "ring"), (1.0, "all-to-all")]
-    assert Lines.read("offbeat: something") is None
+    progress = Progress(step_line=network_command._step_line)
+    progress.step("ring", 0.071)
+    progress.step("ring", 0.2)
+    progress.step("all-to-all", 1.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["[  7%] ring", "[100%] all-to-all"]
+    again = Progress(step_line=network_command._step_line)
+    for line in [*lines, "offbeat: something"]:
+        network_command._show_step(again, line)
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 # What is written
 
 
-def test_json_is_one_object_and_nothing_else(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_and_nothing_else(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["network", "-n", "3", "--json", "--quiet", "--out", "there"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert msgspec.convert(json.loads(said.out), Network) == made() == read_result(Path("there/network.json"))
+    assert msgspec.convert(json.loads(said.out), NetworkResult) == made() == read_result(Path("there/network.json"))
     assert Path("there/network.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_there_is_no_figure_and_the_line_that_installs_it(
-    probes: Probes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    processes: Processes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["network", "-n", "3", "--quiet", "--out", "there"]) == 0
@@ -190,15 +194,15 @@ def test_without_matplotlib_there_is_no_figure_and_the_line_that_installs_it(
     assert "written: there/network.json" in said.out
 
 
-def test_a_corrupted_block_makes_the_exit_code_1(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
-    probes.gives = made(corrupted=True)
+def test_a_corrupted_block_makes_the_exit_code_1(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.outcome = made(corrupted=True)
     assert main(["network", "-n", "3", "--quiet"]) == 1
     said = capsys.readouterr().err
     assert said == "offbeat: 1 of 7 blocks from rank 1 to rank 0 came corrupted: its checksum is wrong\n"
 
 
-def test_a_lost_rank_makes_the_exit_code_1(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
-    probes.gives = RunFailed("rank 2 was lost (silent for 10 seconds)")
+def test_a_lost_rank_makes_the_exit_code_1(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.outcome = RunFailed("rank 2 was lost (silent for 10 seconds)")
     assert main(["network", "-n", "3", "--quiet"]) == 1
     assert capsys.readouterr().err == "offbeat: rank 2 was lost (silent for 10 seconds)\n"
 
@@ -218,34 +222,35 @@ def test_a_figure_of_nothing_known_can_be_drawn() -> None:
 # What reaches the processes
 
 
-def test_flags_reach_the_probe(probes: Probes) -> None:
+def test_flags_reach_the_network_test(processes: Processes) -> None:
     argv = ["--elements", "1000", "--repeats", "2", "--message-bytes", "5", "--wait", "7", "--no-shared-memory"]
     assert main(["network", "-n", "4", "--quiet", *argv, "--corrupt", "2:0"]) == 0
-    (probe, ranks, manner, _, _, more) = probes.asked[0]
-    assert (probe, ranks) == (Probe(elements=1000, repeats=2, message_bytes=5, corrupt="2:0"), 4)
-    assert (manner.wait_seconds, manner.shared_memory) == (7.0, False)
-    assert (more["local"], more["listen"], more["token"]) == (4, None, None)
+    (test, ranks, _, options) = processes.calls[0]
+    sizes = {"elements": 1000, "repeats": 2, "message_bytes": 5}
+    assert test == NetworkTest(**sizes, corrupt=(2, 0), wait_seconds=7.0, shared_memory=False)
+    assert ranks == 4
+    assert (options["local"], options["listen"], options["token"]) == (4, None, None)
 
 
-def test_corrupt_alone_means_the_last_pair(probes: Probes) -> None:
+def test_corrupt_alone_means_the_last_pair(processes: Processes) -> None:
     assert main(["network", "-n", "4", "--quiet", "--corrupt"]) == 0
-    assert probes.asked[0][0].corrupt == "3:2"
+    assert processes.calls[0][0].corrupt == (3, 2)
 
 
-def test_an_address_means_to_join(probes: Probes) -> None:
+def test_an_address_means_to_join(processes: Processes) -> None:
     Path("token").write_text("a secret")
     Path("token").chmod(0o600)
     assert main(["network", "there:7700", "--token-file", "token"]) == 0
-    assert probes.asked[0][:2] == (Address("there", 7700), b"a secret")
+    assert processes.calls[0][:2] == (Address("there", 7700), b"a secret")
 
 
-def test_under_a_launcher_the_process_takes_its_seat(
-    probes: Probes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_under_a_launcher_the_process_runs_the_rank_that_it_was_given(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = RankInfo(0, 3, Address("127.0.0.1", 1), launcher="slurm")
-    monkeypatch.setattr(network_command, "read_rank_info_for", lambda transport: place)
+    info = RankInfo(0, 3, Address("127.0.0.1", 1), launcher="slurm")
+    monkeypatch.setattr(network_command, "read_rank_info_for", lambda transport: info)
     assert main(["network", "--quiet"]) == 0
-    assert probes.asked[0][0] == place
+    assert processes.calls[0][0] == info
     assert main(["network", "-n", "4", "--quiet"]) == 2
     assert "slurm started 3 processes" in capsys.readouterr().err
 
@@ -261,6 +266,9 @@ MISTAKES = {
     "network -n 3 --transport tcp": "unknown transport 'tcp'",
     "network -n 3 --corrupt 3:0": "--corrupt 3:0 is no pair of these 3 ranks",
     "network -n 3 --corrupt here": "--corrupt names a pair of ranks",
+    "network -n 3 --corrupt 1:1": "--corrupt 1:1 is no pair of these 3 ranks",
+    "network -n 3 --corrupt 1": "--corrupt names a pair of ranks",
+    "network -n 3 --corrupt 0:1:2": "--corrupt names a pair of ranks",
     "network -n 3 --corrupt 1:0 2:0": "is too much",
     "network -n 3 --wait -1": "--wait must be 0 or more",
     "network -n 3 --local 1": "add --listen HOST:PORT",
@@ -299,4 +307,4 @@ def test_the_page_lists_every_option_and_every_key() -> None:
     parameters = inspect.signature(network_command.network).parameters
     options = ["--" + name.replace("_", "-") for name in parameters if name not in ("words", "n")]
     assert sorted(cell.split()[0] for cell in cells("option | meaning")) == sorted(options)
-    assert sorted(cells("key | value")) == sorted(Network.__struct_fields__)
+    assert sorted(cells("key | value")) == sorted(NetworkResult.__struct_fields__)

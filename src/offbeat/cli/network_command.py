@@ -1,205 +1,206 @@
-"""`offbeat network`: what the network between some processes can do, and whether it keeps what it carries."""
+"""`offbeat network`: measure the network between some processes, and verify that it carries blocks without damage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from cyclopts import Parameter
 
 from offbeat.cli.mpirun import read_rank_info_for
-from offbeat.cli.network_view import Lines, Progress, progress, sentences, view
-from offbeat.cli.output import console, print_json, print_status
+from offbeat.cli.network_view import scaled, sentences, view
+from offbeat.cli.options import JsonFlag, QuietFlag, option
+from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable
+from offbeat.cli.progress import Progress, show_progress
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency, unknown
-from offbeat.lab.network_test.plan import Probe
-from offbeat.lab.network_test.processes import TestOptions, join_there, probe_here, probe_under_mpirun, take_part
-from offbeat.lab.network_test.result import Network, write_result
+from offbeat.lab.network_test.plan import NetworkTest
+from offbeat.lab.network_test.processes import join_by_hand, run_local, run_mpirun, run_test_rank
+from offbeat.lab.network_test.result import NetworkResult, write_result
 from offbeat.lab.plots.rank_pairs import Panel, heat_maps
 from offbeat.lab.plots.style import save
 from offbeat.launch.listeners import advertised_address
-from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_token
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_rank_info, read_token
 from offbeat.transports.rendezvous import Address
 
-EXAMPLE = "type, for example: offbeat network -n 3"
+Default = TypeVar("Default", int, None)
+
 RESULT, FIGURE = "network.json", "network.png"
 
 
-def _option(text: str, metavar: str | None = None, name: str | tuple[str, ...] | None = None) -> Parameter:
-    return Parameter(name=name, help=text, metavar=metavar, negative=(), show_default=False)
-
-
 def network(
-    *words: Annotated[str, Parameter(name="HOST:PORT", help="join the probe that listens there, which says the rest")],
-    n: Annotated[str | None, _option("how many ranks, 2 or more", "N", ("-n", "--processes"))] = None,
-    elements: Annotated[str | None, _option("32-bit integers in a block [100000000]", "N")] = None,
+    *words: Annotated[str, Parameter(name="HOST:PORT", help="join the network test that listens there")],
+    n: Annotated[str | None, option("how many ranks, 2 or more", "N", ("-n", "--processes"))] = None,
+    elements: Annotated[str | None, option("32-bit integers in a block [100000000]", "N")] = None,
     repeats: Annotated[
-        str | None, _option("times that each figure is measured [3; large blocks at once 1]", "N")
+        str | None, option("times that each figure is measured [3; large blocks at once 1]", "N")
     ] = None,
-    message_bytes: Annotated[str | None, _option("bytes of a message, for updates per second [44000000]", "N")] = None,
-    transport: Annotated[str, _option("auto, gloo or mpi [auto: mpi under mpirun, else gloo]", "NAME")] = "auto",
-    no_shared_memory: Annotated[bool, _option("use sockets also between ranks of one machine")] = False,
-    listen: Annotated[str | None, _option("for ranks on other machines [this machine alone]", "HOST:PORT")] = None,
-    token_file: Annotated[str | None, _option("file with the secret to show; needed with --listen", "FILE")] = None,
-    local: Annotated[str | None, _option("ranks on this machine, this one among them [all]", "N")] = None,
-    wait: Annotated[str | None, _option("how long to wait until everybody is there [60]", "SECONDS")] = None,
-    corrupt: Annotated[bool, _option("a test: damage a block of the last pair, or of A:B with --corrupt A:B")] = False,
-    out: Annotated[str | None, _option("directory for network.json and network.png [none]", "DIR")] = None,
-    json: Annotated[bool, _option("print one JSON object and nothing else")] = False,
-    quiet: Annotated[bool, _option("show no progress")] = False,
+    message_bytes: Annotated[str | None, option("bytes of a message, for updates per second [44000000]", "N")] = None,
+    transport: Annotated[str, option("auto, gloo or mpi [auto: mpi under mpirun, else gloo]", "NAME")] = "auto",
+    no_shared_memory: Annotated[bool, option("use sockets also between ranks of one machine")] = False,
+    listen: Annotated[str | None, option("for ranks on other machines [this machine alone]", "HOST:PORT")] = None,
+    token_file: Annotated[str | None, option("file with the secret to show; needed with --listen", "FILE")] = None,
+    local: Annotated[str | None, option("ranks on this machine, this one among them [all]", "N")] = None,
+    wait: Annotated[str | None, option("how long to wait for links to all ranks [60]", "SECONDS")] = None,
+    corrupt: Annotated[bool, option("a test: damage a block of the last pair, or of A:B with --corrupt A:B")] = False,
+    out: Annotated[str | None, option("directory for network.json and network.png [none]", "DIR")] = None,
+    json: JsonFlag = False,
+    quiet: QuietFlag = False,
 ) -> int:
-    """Measure, print, and say what was corrupted."""
+    """Measure the network, print the result, and report corrupted blocks."""
     require(transport in TRANSPORTS, str(unknown("transport", transport, TRANSPORTS)))
-    seconds = from_plain(float, wait or "60", "--wait")
-    require(seconds >= 0, f"--wait must be 0 or more, but is {seconds:g}")
-    options = TestOptions(wait_seconds=seconds, shared_memory=not no_shared_memory)
+    test = NetworkTest(
+        elements=_number("--elements", elements, NetworkTest.elements),
+        repeats=_number("--repeats", repeats, None),
+        message_bytes=_number("--message-bytes", message_bytes, NetworkTest.message_bytes),
+        wait_seconds=from_plain(float, wait or "60", "--wait"),
+        shared_memory=not no_shared_memory,
+    )
     token = None if token_file is None else read_token(token_file)
-    ranks = None if n is None else from_plain(int, n, "-n")
+    ranks = _number("-n", n, None)
     require(ranks is None or ranks >= 2, f"-n must be 2 or more, but is {ranks}")
     if words and not corrupt:
         require(ranks is None and listen is None, f"{words[0]} says who takes part; leave out -n and --listen")
-        return _join(words, token, transport, options)
-    probe = _probe(elements, repeats, message_bytes)
-    place = read_rank_info_for(transport)
-    damage = words if corrupt else None
-    with progress(quiet or place.rank > 0) as told:
-        if not place.alone:
-            result = _under_launcher(place, _damaged(probe, damage, place.processes), ranks, transport, options, told)
+        return _join(words, token, transport, test)
+    info = read_rank_info_for(transport)
+    if not info.alone:
+        _check_launcher(info, ranks, transport)
+        ranks = info.processes
+    require(ranks is not None, "-n says how many ranks there are; type, for example: offbeat network -n 3")
+    assert ranks is not None
+    if corrupt and ranks >= 2:
+        test = replace(test, corrupt=_corrupt_flow(words, ranks))
+    with show_progress(quiet or info.rank > 0, step_line=_step_line) as progress:
+        result: NetworkResult | None
+        if info.alone:
+            local_ranks = _number("--local", local, ranks)
+            result = _start(test, ranks, transport, progress, local=local_ranks, listen=listen, token=token)
         else:
-            require(ranks is not None, f"-n says how many ranks there are; {EXAMPLE}")
-            assert ranks is not None
-            crew = _crew(ranks, local, listen, token)
-            result = _from_here(crew, _damaged(probe, damage, ranks), transport, options, told)
+            result = run_test_rank(info, test, progress.step)
     return 0 if result is None else _present(result, None if out is None else Path(out), json)
 
 
-def _probe(elements: str | None, repeats: str | None, message_bytes: str | None) -> Probe:
-    probe = Probe()
-    if elements is not None:
-        probe = replace(probe, elements=from_plain(int, elements, "--elements"))
-    if repeats is not None:
-        probe = replace(probe, repeats=from_plain(int, repeats, "--repeats"))
-    if message_bytes is not None:
-        probe = replace(probe, message_bytes=from_plain(int, message_bytes, "--message-bytes"))
-    return probe
+def _number(flag: str, text: str | None, default: Default) -> int | Default:
+    return default if text is None else from_plain(int, text, flag)
 
 
-def _damaged(probe: Probe, words: tuple[str, ...] | None, ranks: int) -> Probe:
-    """The probe with the pair whose block is damaged, if that is asked for; it must be one of these ranks."""
-    if words is None or ranks < 2:
-        return probe
+def _corrupt_flow(words: Sequence[str], ranks: int) -> tuple[int, int]:
+    """The pair whose block is damaged: the one named by --corrupt, or the last."""
     require(len(words) <= 1, f"--corrupt takes one pair, such as 1:0, so {' '.join(words[1:])} is too much")
-    probe = replace(probe, corrupt=words[0] if words else f"{ranks - 1}:{ranks - 2}")
-    probe.corrupt_flow(ranks)
-    return probe
+    if not words:
+        return ranks - 1, ranks - 2
+    pair = re.fullmatch(r"(\d+):(\d+)", words[0], re.ASCII)
+    if pair is None:
+        raise ConfigurationError(f"--corrupt names a pair of ranks, such as 1:0, but is {words[0]!r}")
+    flow = int(pair[1]), int(pair[2])
+    require(
+        flow[0] != flow[1] and max(flow) < ranks,
+        f"--corrupt {words[0]} is no pair of these {ranks} ranks; name two different ones from 0 to "
+        f"{ranks - 1}, such as {ranks - 1}:0",
+    )
+    return flow
 
 
-# The ways in which processes come together
+# Ranks: joined by hand, started by a launcher, or started here
 
 
-def _join(words: tuple[str, ...], token: bytes | None, transport: str, options: TestOptions) -> int:
+def _join(words: Sequence[str], token: bytes | None, transport: str, test: NetworkTest) -> int:
     require(len(words) == 1, f"{words[-1]!r} is one word too many; type, for example: offbeat network {words[0]}")
     require(transport != "mpi", "ranks of MPI are started by mpirun, and none can join; leave out --transport mpi")
-    join_there(Address.parse(words[0]), token, options)
+    join_by_hand(Address.parse(words[0]), token, test)
     return 0
 
 
-@dataclass(frozen=True)
-class _Crew:
-    """Who takes part in a probe that is started here."""
-
-    ranks: int
-    here: int
-    listen: str | None
-    token: bytes | None
-
-
-def _crew(ranks: int, local: str | None, listen: str | None, token: bytes | None) -> _Crew:
-    here = ranks if local is None else from_plain(int, local, "--local")
-    require(1 <= here <= ranks, f"--local must be from 1 to {ranks}, but is {here}")
-    require(here == ranks or listen is not None, "--local leaves ranks to other machines; add --listen HOST:PORT")
-    return _Crew(ranks, here, listen, token)
+def _check_launcher(info: RankInfo, ranks: int | None, transport: str) -> None:
+    require(
+        ranks is None or ranks == info.processes,
+        f"{info.launcher} started {info.processes} processes, so -n {ranks} cannot be; leave out -n",
+    )
+    require(
+        transport in ("auto", info.transport),
+        f"{info.launcher} connects processes over {info.transport}; leave out --transport {transport}",
+    )
 
 
-def _from_here(crew: _Crew, probe: Probe, transport: str, options: TestOptions, told: Progress) -> Network:
+def _start(
+    test: NetworkTest,
+    ranks: int,
+    transport: str,
+    progress: Progress,
+    *,
+    local: int,
+    listen: str | None,
+    token: bytes | None,
+) -> NetworkResult:
+    require(1 <= local <= ranks, f"--local must be from 1 to {ranks}, but is {local}")
+    require(local == ranks or listen is not None, "--local leaves ranks to other machines; add --listen HOST:PORT")
     if transport == "mpi":
-        require(crew.listen is None, "ranks of MPI are started by mpirun, and none can join; leave out --listen")
-        return probe_under_mpirun(probe, crew.ranks, options, _reading(told))
+        require(listen is None, "ranks of MPI are started by mpirun, and none can join; leave out --listen")
+        return run_mpirun(test, ranks, lambda rank, line: _show_step(progress, line))
 
-    def invite(opened: Address) -> None:
-        assert crew.listen is not None
-        print_status(f"others join with: offbeat network {advertised_address(crew.listen, opened)} --token-file FILE")
+    def announce(address: Address) -> None:
+        there = advertised_address(str(listen), address)
+        print_status(f"others join with: offbeat network {there} --token-file FILE")
 
-    return probe_here(
-        probe,
-        crew.ranks,
-        options,
-        told,
-        lambda rank, line: None,  # what a rank says on its way out is told with why it ended
-        local=crew.here,
-        listen=crew.listen,
-        token=crew.token,
-        invite=invite,
-    )
+    return run_local(test, ranks, progress.step, local=local, listen=listen, token=token, on_listen=announce)
 
 
-def _under_launcher(
-    place: RankInfo, probe: Probe, ranks: int | None, transport: str, options: TestOptions, told: Progress
-) -> Network | None:
-    require(
-        ranks is None or ranks == place.processes,
-        f"{place.launcher} started {place.processes} processes, so -n {ranks} cannot be; leave out -n",
-    )
-    require(
-        transport in ("auto", place.transport),
-        f"{place.launcher} brings processes together over {place.transport}; leave out --transport {transport}",
-    )
-    return take_part(place, probe, options, told)
+def _step_line(kind: str, done: float, total: float | None) -> str:
+    return f"[{done:4.0%}] {kind}"
 
 
-def _reading(told: Progress) -> Callable[[int, str], None]:
-    """Progress of a process that writes lines about it."""
+def _show_step(progress: Progress, line: str) -> None:
+    """Show the progress that another process printed by `_step_line`."""
+    if match := re.fullmatch(r"\[ *(\d+)%\] (.*)", line):
+        progress.step(match[2], int(match[1]) / 100)
 
-    def line(rank: int, text: str) -> None:
-        read = Lines.read(text)
-        if read is not None:
-            told(*read)
 
-    return line
+def run_mpi_rank(path: Path, settings: str) -> int:
+    """Run the rank of this process, as `run_mpirun` starts it. Rank 0 prints progress and writes the result."""
+    test = msgspec.json.decode(settings, type=NetworkTest)
+    result = run_test_rank(read_rank_info(), test, Progress(step_line=_step_line).step)
+    if result is not None:
+        write_result(result, path)
+    return 0
 
 
 # The result
 
 
-def _present(network: Network, out: Path | None, json: bool) -> int:
+def _present(result: NetworkResult, out: Path | None, json: bool) -> int:
     if json:
-        print_json(msgspec.to_builtins(network))
+        print_json(msgspec.to_builtins(result))
     else:
         screen = console()
-        screen.print(view(network, screen.width))
-        for sentence in sentences(network):
-            screen.print(sentence, markup=False, soft_wrap=not screen.is_terminal)
+        screen.print(view(result, screen.width))
+        print_lines(*sentences(result))
     if out is not None:
-        for path in [write_result(network, out / RESULT), _figure(network, out / FIGURE)]:
+        for path in [write_result(result, out / RESULT), _figure(result, out / FIGURE)]:
             if path is not None and not json:
                 print(f"written: {path}")
-    for sentence in network.flaws:
+    for sentence in result.flaws:
         print_status(sentence)
-    return 1 if network.corrupted else 0
+    return 1 if result.corrupted else 0
 
 
-def _figure(network: Network, path: Path) -> Path | None:
-    bandwidth = [[None if value is None else value / 1e6 for value in row] for row in network.bandwidth()]
-    latency = [[None if value is None else value * 1e6 for value in row] for row in network.latency()]
+def _figure(result: NetworkResult, path: Path) -> Path | None:
+    bandwidth, latency = scaled(result.bandwidth(), 1e-6), scaled(result.latency(), 1e6)
     panels = [Panel("bandwidth, MB/s", bandwidth, True), Panel("latency, µs", latency, False)]
     try:
-        return save(heat_maps(panels), path)
+        with refuse_unwritable(path):
+            return save(heat_maps(panels), path)
     except MissingDependency as missing:
         print_status(f"no figure was drawn: {missing}")
         return None
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path} ({error.strerror}); name another place with --out") from None
+
+
+if __name__ == "__main__":
+    from offbeat.cli import exit_code_of
+
+    sys.exit(exit_code_of(lambda: run_mpi_rank(Path(sys.argv[1]), sys.argv[2])))

@@ -1,6 +1,6 @@
-"""The processes of a probe: this one, those that it starts, those that a launcher started, and those that join by hand.
+"""The processes of a network test: started here, by a launcher, or by hand on other machines.
 
-Rank 0 is the process at which the command was typed, except under MPI, where mpirun starts all of them.
+Rank 0 is the process of the command itself, except under MPI, where mpirun starts all ranks.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.lab.network_test.coordinator import Coordinator, Progress, check_memory
-from offbeat.lab.network_test.mail import LinkLost, Mail
-from offbeat.lab.network_test.member import Member, present
-from offbeat.lab.network_test.messages import ProbeTrouble
-from offbeat.lab.network_test.plan import Probe
-from offbeat.lab.network_test.probe_ranks import GUEST, RankAllocator
-from offbeat.lab.network_test.result import Network, read_result
+from offbeat.lab.network_test.agent import LOST_RANK_0, Agent, CheckProcesses, Connections, describe_machine
+from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
+from offbeat.lab.network_test.plan import NetworkTest
+from offbeat.lab.network_test.protocol import LinkFailed
+from offbeat.lab.network_test.result import NetworkResult, read_result
 from offbeat.launch.children import Child, OnLine, start_command, start_forked
 from offbeat.launch.listeners import open_listener
 from offbeat.launch.mpirun import mpirun_command
@@ -38,44 +37,74 @@ from offbeat.launch.supervisor import COMMAND_WAS_WRONG
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
-from offbeat.transports.transport import Transport
+from offbeat.transports.transport import Lost, Transport
 
-FINGERPRINT = "offbeat network 1"
-"""Ranks that speak another kind of probe are refused."""
-
+FINGERPRINT = "offbeat network 2"
+"""Ranks with another version of the protocol are refused."""
+JOINED_BY_HAND = "network "
+"""The member names of processes that join a network test begin with this; those of workers do not."""
 POLL_SECONDS = 0.01
 DEATH_SECONDS = 1.0
+"""How long a process whose link is lost may take to end, before its link counts as the cause."""
 END_SECONDS = 5.0
-"""How long a rank may take to end once it knows that everything is over."""
+"""How long a process may take to end after the test."""
+
+Assign = Callable[[CallRequest], Assignment | str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TestOptions:
-    """How the processes of a probe reach each other."""
+class FreeRanks:
+    """Assigns the ranks that are not started on this machine to processes that join. Any thread may call it.
 
-    wait_seconds: float = 60.0
-    shared_memory: bool = True
+    A process that asks again gets the same rank; a reason to refuse it is returned as a string.
+    """
+
+    def __init__(self, ranks: int, started_here: Iterable[int]) -> None:
+        self._ranks = ranks
+        self._free = sorted(set(range(ranks)) - set(started_here))
+        self._assigned: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, request: CallRequest) -> Assignment | str:
+        if request.rank is not None:
+            return Assignment(request.rank, self._ranks, 0.0, None)
+        if not request.member.startswith(JOINED_BY_HAND):
+            return (
+                "what listens there is 'offbeat network', and trains nothing; join it with: offbeat network HOST:PORT"
+            )
+        with self._lock:
+            if request.member not in self._assigned:
+                if not self._free:
+                    return f"all {self._ranks} ranks are taken; start 'offbeat network' with a larger -n"
+                self._assigned[request.member] = self._free.pop(0)
+            return Assignment(self._assigned[request.member], self._ranks, 0.0, None)
 
 
-def take_part(
-    place: RankInfo,
-    probe: Probe,
-    options: TestOptions,
-    progress: Progress,
+def run_test_rank(
+    info: RankInfo,
+    test: NetworkTest,
+    on_step: OnStep = lambda kind, share: None,
     *,
-    look: Callable[[], None] = lambda: None,
-    assignment: Callable[[CallRequest], Assignment | str] | None = None,
-) -> Network | None:
-    """Be one rank; rank 0 returns the result. The others do what it says, whatever `probe` is here."""
+    check_processes: CheckProcesses = lambda lost: None,
+    assign: Assign | None = None,
+) -> NetworkResult | None:
+    """Run one rank in this process; rank 0 returns the result.
+
+    Args:
+        info: rank, number of ranks, and how they are connected.
+        test: the settings; those of rank 0 hold.
+        on_step: called at rank 0 before each step.
+        check_processes: called while waiting; it may raise `RunFailed`.
+        assign: at rank 0, which rank a process that joins gets; none admits only the ranks of the launcher.
+    """
     torch.set_num_threads(1)
-    transport = _transport(place, options, assignment)
+    transport = _transport(info, test, assign)
     linger_seconds = END_SECONDS
     try:
-        mail = Mail(transport, place.rank, place.processes, look)
-        _connect(mail, options.wait_seconds)
-        if place.rank == 0:
-            return Coordinator(mail, probe, progress).run(place.transport)
-        Member(mail).serve()
+        connections = Connections(transport, info.rank, info.processes, check_processes)
+        _connect(connections, test.wait_seconds)
+        if info.rank == 0:
+            return Controller(connections, test, on_step).run(info.transport)
+        Agent(connections).serve()
         return None
     except KeyboardInterrupt:
         linger_seconds = 0.0
@@ -84,93 +113,90 @@ def take_part(
         transport.close(linger_seconds)
 
 
-def _connect(mail: Mail, wait_seconds: float) -> None:
+def _connect(connections: Connections, wait_seconds: float) -> None:
     try:
-        mail.connect(wait_seconds)
+        connections.connect(wait_seconds)
     except RunFailed as failed:
-        if mail.rank and 0 not in mail.missing:
-            peer = next(iter(mail.missing), 0)
-            mail.send(0, ProbeTrouble(peer, str(failed)))
+        if connections.rank and 0 not in connections.missing:
+            connections.send(0, LinkFailed(next(iter(connections.missing), 0), str(failed)))
         raise
 
 
-def _transport(
-    place: RankInfo, options: TestOptions, assignment: Callable[[CallRequest], Assignment | str] | None
-) -> Transport:
-    """The one place where the ways of moving messages differ."""
-    peers = [rank for rank in range(place.processes) if rank != place.rank]
-    if place.transport == "mpi":
-        return MpiTransport(rank=place.rank, processes=place.processes, peers=peers, fingerprint=FINGERPRINT)
-    assert place.address is not None
+def _transport(info: RankInfo, test: NetworkTest, assign: Assign | None) -> Transport:
+    peers = [rank for rank in range(info.processes) if rank != info.rank]
+    if info.transport == "mpi":
+        return MpiTransport(rank=info.rank, processes=info.processes, peers=peers, fingerprint=FINGERPRINT)
+    assert info.address is not None
     gloo = functools.partial(
         GlooTransport,
-        rank=place.rank,
-        processes=place.processes,
+        rank=info.rank,
+        processes=info.processes,
         peers=peers,
-        token=place.token,
+        token=info.token,
         fingerprint=FINGERPRINT,
-        shared_memory=options.shared_memory,
+        shared_memory=test.shared_memory,
     )
-    if place.rank == 0:
-        return gloo(rendezvous=Listener(place.address, place.token, place.listener), assign=assignment)
-    return gloo(rendezvous=place.address, member=place.member or uuid.uuid4().hex)
+    if info.rank == 0:
+        return gloo(rendezvous=Listener(info.address, info.token, info.listener), assign=assign)
+    return gloo(rendezvous=info.address, member=info.member or uuid.uuid4().hex)
 
 
-def probe_here(
-    probe: Probe,
+def run_local(
+    test: NetworkTest,
     ranks: int,
-    options: TestOptions,
-    progress: Progress,
-    on_line: OnLine,
+    on_step: OnStep,
     *,
-    local: int | None = None,
+    local: int,
     listen: str | None = None,
     token: bytes | None = None,
-    invite: Callable[[Address], None] = lambda address: None,
-) -> Network:
-    """Be rank 0, with `local` ranks on this machine, itself among them, and the others from wherever they come."""
-    here = range(1, ranks if local is None else local)
-    check_memory(probe, [present()] * (1 + len(here)), ranks)
+    on_listen: Callable[[Address], None] = lambda address: None,
+) -> NetworkResult:
+    """Run rank 0 in this process, and start more ranks on this machine.
+
+    Args:
+        test: the settings.
+        ranks: how many ranks there are in all.
+        on_step: called before each step.
+        local: how many ranks run on this machine, rank 0 included; the others join by hand.
+        listen: the address to listen at, HOST:PORT; none for this machine alone.
+        token: the secret that ranks authenticate with; none makes one, where only this machine can connect.
+        on_listen: called with the address once it is open, where `listen` is given.
+    """
+    children = range(1, local)
+    check_memory(test, [describe_machine()] * local, ranks)
     listener, address, token = open_listener(listen, token)
     with listener:
-        place = RankInfo(0, ranks, address, token, launcher="offbeat")
+        info = RankInfo(0, ranks, address, token, launcher="offbeat")
         if listen is not None:
-            invite(address)
-        with _started(place, options, here, on_line) as look:
-            rank_info = replace(place, listener=listener.detach())
-            try:
-                network = take_part(
-                    rank_info, probe, options, progress, look=look, assignment=RankAllocator(ranks, [0, *here])
-                )
-            except LinkLost as lost:
-                with lost.told_also():
-                    look(lost.peer)
-                raise
-    assert network is not None
-    return network
+            on_listen(address)
+        with _started(info, test, children) as check_processes:
+            info = replace(info, listener=listener.detach())
+            assign = FreeRanks(ranks, [0, *children])
+            result = run_test_rank(info, test, on_step, check_processes=check_processes, assign=assign)
+    assert result is not None
+    return result
 
 
 @contextmanager
-def _started(place: RankInfo, options: TestOptions, ranks: range, on_line: OnLine) -> Iterator[Callable[..., None]]:
-    """The other ranks of this machine, and a function that raises RunFailed once one of them has died.
-
-    The one that it is told of has lost its connection, and is given a moment to be dead.
-    """
+def _started(info: RankInfo, test: NetworkTest, ranks: range) -> Iterator[CheckProcesses]:
+    """Start the other ranks of this machine; the value raises `RunFailed` once one of them has failed."""
     children: list[Child] = []
 
-    def look(lost: int | None = None) -> None:
-        for child in children:
-            if child.rank == lost:
+    def check_processes(lost: Lost | None) -> None:
+        for child in sorted(children, key=lambda child: lost is None or child.rank != lost.peer):
+            if lost is not None and child.rank == lost.peer:
                 _wait(child, DEATH_SECONDS)
-            code = child.poll()
-            if code is not None and code != 0:
-                raise RunFailed(_why(child, code))
+            if child.poll():
+                reason = _reason(child)
+                if lost is not None and LOST_RANK_0 in reason:  # the cause is what this end knows
+                    reason += f"; at rank 0: {lost.why}"
+                raise RunFailed(reason)
 
     try:
         for rank in ranks:
-            children.append(_start(replace(place, rank=rank), options, on_line))
-        yield look
-        for child in children:  # they have been told that it is over
+            children.append(_start(replace(info, rank=rank), test))
+        yield check_processes
+        for child in children:
             _wait(child, END_SECONDS)
     finally:
         for child in children:
@@ -179,59 +205,66 @@ def _started(place: RankInfo, options: TestOptions, ranks: range, on_line: OnLin
             child.wait()
 
 
-def _start(place: RankInfo, options: TestOptions, on_line: OnLine) -> Child:
-    environment = environment_of(place)
+def _start(info: RankInfo, test: NetworkTest) -> Child:
+    environment = environment_of(info)
     if sys.platform == "linux":
-        be = functools.partial(_be, place, options)
-        return start_forked(be, rank=place.rank, incarnation=0, environment=environment, on_line=on_line)
-    argv = [sys.executable, "-P", "-m", "offbeat", "network", "--wait", str(options.wait_seconds)]
-    if not options.shared_memory:
+        main = functools.partial(_forked_main, info, test)
+        return start_forked(main, rank=info.rank, incarnation=0, environment=environment, on_line=_ignore_line)
+    argv = [sys.executable, "-P", "-m", "offbeat", "network", "--wait", str(test.wait_seconds)]
+    if not test.shared_memory:
         argv.append("--no-shared-memory")
-    return start_command(argv, rank=place.rank, incarnation=0, environment=environment, on_line=on_line)
+    return start_command(argv, rank=info.rank, incarnation=0, environment=environment, on_line=_ignore_line)
 
 
-def _be(place: RankInfo, options: TestOptions) -> int:
-    name_process(f"offbeat {place.rank}")
-    take_part(place, Probe(), options, lambda share, what: None)
+def _ignore_line(rank: int, line: str) -> None:
+    """What a rank prints is part of the reason where it fails."""
+
+
+def _forked_main(info: RankInfo, test: NetworkTest) -> int:
+    name_process(f"offbeat {info.rank}")
+    run_test_rank(info, test)
     return 0
 
 
 def _wait(child: Child, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while child.poll() is None and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while child.poll() is None and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
-def _why(child: Child, code: int) -> str:
+def _reason(child: Child) -> str:
+    code = child.wait()
     if code < 0:
         return f"rank {child.rank} was killed by {signal.Signals(-code).name}"
-    return f"rank {child.rank}: {child.last_words() or f'it ended with exit code {code} and said nothing'}"
+    return f"rank {child.rank}: {child.last_words() or f'it ended with exit code {code} and printed nothing'}"
 
 
-def join_there(address: Address, token: bytes | None, options: TestOptions) -> None:
-    """Be one more rank of the probe that listens at an address."""
-    member = f"{GUEST}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-    told = request_assignment(address, token, member=member, rank=None, wait_seconds=options.wait_seconds)
-    place = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
-    take_part(place, Probe(), options, lambda share, what: None)
+def join_by_hand(address: Address, token: bytes | None, test: NetworkTest) -> None:
+    """Join the network test that listens at an address, as one of its free ranks."""
+    member = f"{JOINED_BY_HAND}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+    assigned = request_assignment(address, token, member=member, rank=None, wait_seconds=test.wait_seconds)
+    run_test_rank(RankInfo(assigned.rank, assigned.processes, address, token, launcher="offbeat", member=member), test)
 
 
-def probe_under_mpirun(probe: Probe, ranks: int, options: TestOptions, on_line: OnLine) -> Network:
-    """Have mpirun start all ranks on this machine, and take over what its rank 0 has found."""
-    check_memory(probe, [present()] * ranks, ranks)
+def run_mpirun(test: NetworkTest, ranks: int, on_line: OnLine) -> NetworkResult:
+    """Start all ranks on this machine with mpirun, and read the result that its rank 0 writes.
+
+    `on_line` is called with each line that they print.
+    """
+    check_memory(test, [describe_machine()] * ranks, ranks)
     with tempfile.TemporaryDirectory(prefix="offbeat-") as directory:
-        result = Path(directory) / "network.json"
-        told = [msgspec.json.encode(what).decode() for what in (probe, options)]
-        argv = [*mpirun_command(ranks), sys.executable, "-P", "-m", "offbeat.cli.network_member", str(result), *told]
+        path = Path(directory) / "network.json"
+        settings = msgspec.json.encode(test).decode()
+        argv = [*mpirun_command(ranks), sys.executable, "-P", "-m", "offbeat.cli.network_command", str(path), settings]
         mpirun = start_command(argv, rank=0, incarnation=0, environment={}, on_line=on_line)
         try:
             code = mpirun.wait()
         finally:
-            mpirun.kill(signal.SIGTERM)  # it ends its ranks, which a process that is killed cannot
+            mpirun.kill(signal.SIGTERM)  # after which mpirun ends its ranks, and after SIGKILL it cannot
             _wait(mpirun, END_SECONDS)
             mpirun.kill()
             mpirun.wait()
         if code != 0:
-            failure = mpirun.last_words() or f"mpirun ended with exit code {code} and said nothing"
+            failure = mpirun.last_words() or f"mpirun ended with exit code {code} and printed nothing"
             raise ConfigurationError(failure) if code == COMMAND_WAS_WRONG else RunFailed(failure)
-        return read_result(result)
+        return read_result(path)
