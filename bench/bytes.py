@@ -13,7 +13,7 @@ as many the one that is lowest then. They then run on seeds 3 to 7, and only tho
 over theirs, each the mean over seeds.
 
 Bytes are those of the messages that were sent by when the target was reached, in both directions and by all ranks:
-headers, and the parameters that everybody is welcomed with, included. FMB is evaluated every few
+headers and the parameters that each worker starts from included. FMB is evaluated every few
 updates, and what lies between is interpolated; the others count up to the end of the merge that gets there.
 
 `rows` has all settings that were tried, the bad ones too. One that misses the target on a seed cannot be chosen, and is
@@ -60,7 +60,7 @@ TUNING = (0, 1, 2)
 REPORTING = (3, 4, 5, 6, 7)
 """Seeds that are reported."""
 JOINING = ("Welcome", "Begin")
-"""Messages that somebody who joins begins with: all parameters, in full precision."""
+"""Messages that a rank gets when it joins: all parameters, in full precision."""
 PLAIN, USUAL, PUBLISHED = ob.SGD(lr=1.0), ob.SGD(lr=0.7, momentum=0.5, nesterov=True), ob.SGD(0.7, 0.9, True)
 """Outer optimizers: the mean itself; what suits few rounds; what was published, for many."""
 
@@ -249,7 +249,7 @@ class Point:
     nbytes: float
     """All that were sent."""
     joining: float
-    """Of these, what everybody was welcomed with."""
+    """Of these, what ranks got when they joined."""
     samples: float
     objective: float
 

@@ -1,8 +1,8 @@
 """What the live benchmarks train, and how they start a process of their own that is not ours.
 
 A CNN of 0.2 M parameters on made-up images of 3×32×32, from a fixed seed: each class has a colour and a smooth pattern,
-and each image is that under noise. Model and data are laid out as channels_last, which is faster here for
-everybody: the plain loop, DDP and us. Every contestant draws its data in the same order, by (seed, rank, draw).
+and each image is that under noise. Model and data are in channels_last format, which is faster for the plain loop, DDP
+and offbeat alike. All of them draw their data in the same order, by (seed, rank, draw).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a worker that stands still holds up the other one.
+"""Whether a stopped worker delays the other one.
 
     python bench/faults.py [--json] [--repeats N] [--seconds S]
 
@@ -9,8 +9,7 @@ the stopped worker in it. Half a second at each end of both stretches is left ou
 first update with samples of the other worker to its last.
 
 On fewer cores than processes a stopped worker leaves its share of the processor to the others, so the share can be well
-above 1. That nobody waits for it is what keeps the share from falling to almost 0, as with a synchronous strategy
-until the silent worker is given up. Median over repeats.
+above 1. A synchronous strategy falls to almost 0 until the silent worker is declared lost. Median over repeats.
 """
 
 from __future__ import annotations

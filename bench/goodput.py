@@ -4,10 +4,10 @@
 
 64 workers, each of which fails after 6,400 s on average and is back 120 s later; a step takes 1 s; in virtual time.
 
-restart            plain synchronous training with a checkpoint every 60 s: when a worker fails all wait until everybody
-                   is there again, and go on from the last checkpoint
-fmb                synchronous training that goes on with whoever is left
-decoupled-diloco   learners that never wait, a quorum of half of them and a grace window at the hub
+restart            plain synchronous training with a checkpoint every 60 s: when a worker fails, all wait until it is
+                   back and continue from the last checkpoint
+fmb                synchronous training that continues with the workers that are left
+decoupled-diloco   workers that never wait, a quorum of half of them and a grace window at the hub
 
 *goodput* is the number of samples that ended in the parameters over the number that all workers could have computed in
 that time. What was undone, what died with its worker, and what was on its way at the end does not count. The hub sees
@@ -66,15 +66,15 @@ SECONDS = 1500.0
 RESTART_SECONDS = 4000.0
 """How long restart does."""
 LONG_SECONDS = 200_000.0
-"""How long it would have to, so that it does not matter that nobody is away at the beginning."""
+"""How long it would have to train for the start, at which no worker is down, not to matter."""
 SEEDS = {"decoupled-diloco": (0, 1), "fmb": (0,)}
 """Of those whose goodput hardly varies."""
 DRAWN, STRATA = 100, 5
 """Seeds whose failures are drawn for restart, and how many of them are simulated."""
 SPREAD = 0.1
-"""How much slower and faster than a step a second the learners are, at the most."""
+"""How much slower and faster than a step a second the workers are, at the most."""
 PATIENCE_SECONDS = 3600.0
-"""Longer than anybody is away."""
+"""Longer than any worker is down."""
 
 RESTART, FMB, DECOUPLED = "restart", "fmb", "decoupled-diloco"
 STRATEGIES: dict[str, ob.Strategy] = {

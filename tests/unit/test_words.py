@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -63,6 +64,33 @@ def test_a_retired_word_would_be_found(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "old.py"
     path.write_text('class Desk:\n    """Whoever comes is told where to sit."""\n')
     assert offences(path) == ["old.py:1 Desk", "old.py:2 Whoever"]
+
+
+@pytest.mark.parametrize("folder", ["bench", "docs", "examples", "."])
+def test_processes_are_not_persons_in_documents_and_scripts(folder: str) -> None:
+    lines = []
+    for path in sorted([*(ROOT / folder).glob("*.md"), *(ROOT / folder).glob("*.py")]):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            lines += [f"{path.relative_to(ROOT)}:{number} {word}" for word in PERSONS.findall(line)]
+    assert lines == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """The public namespaces in `api` bear the names of what they collect."""
+    homes: dict[str, list[str]] = {}
+    for path in python_files():
+        if path.stem not in ("__init__", "__main__") and path.parent.name != "api":
+            homes.setdefault(path.stem, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 def test_no_module_has_a_retired_name() -> None:
