@@ -20,7 +20,7 @@ import torch
 
 from offbeat.core.examples import Order
 from offbeat.core.flat import FlatModule
-from offbeat.lab.workloads import Cifar10
+from offbeat.lab.workloads.images import Cifar10
 from offbeat.lab.workloads.models import AllCNN, CifarCNN, LeNet5, Model
 
 HEADLINE = (CifarCNN(0.25), 64)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offbeat.core.examples import Order
 from offbeat.core.splits import ByLabel, Sharded, Shared
 from offbeat.errors import ConfigurationError
-from offbeat.lab.workloads import Digits
+from offbeat.lab.workloads.digits import Digits
 
 SEEDS = st.integers(0, 2**32 - 1)
 RANKS = st.integers(0, 1000)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.lab.data import CATALOGUE, arrays, cache
+from offbeat.lab.data import arrays, cache
+from offbeat.lab.data.catalogue import CATALOGUE
 
 TRAIN, TEST = 240, 60
 

@@ -30,7 +30,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment, Plan, share_done
-from offbeat.lab.workloads import Quadratic
+from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Update
 from offbeat.strategies.hub.hub_strategies import FixedMinibatch
@@ -429,7 +429,7 @@ def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsy
         "from dataclasses import dataclass\n"
         "from offbeat.core.configuration import option\n"
         "from offbeat.strategies.hub.hub_strategies import FixedMinibatch\n"
-        "from offbeat.lab.workloads import Quadratic\n"
+        "from offbeat.lab.workloads.synthetic import Quadratic\n"
         "@dataclass(frozen=True)\n"
         "class Mine(FixedMinibatch):\n"
         "    extra: int = option(1, 'nothing in particular')\n"

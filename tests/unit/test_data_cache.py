@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from made_data import Made, folder, idx_files, made
 
-import offbeat.lab.data
 from offbeat.errors import ConfigurationError
-from offbeat.lab.data import CATALOGUE, load
 from offbeat.lab.data.acquisition import get
-from offbeat.lab.data.arrays import FILES
+from offbeat.lab.data.arrays import FILES, load
 from offbeat.lab.data.cache import cache_directory, verified
+from offbeat.lab.data.catalogue import CATALOGUE
 
 
 class Listener:
@@ -65,11 +64,6 @@ def test_the_catalogue_says_what_can_be_known_beforehand() -> None:
         assert all(entry.shape_of(file)[0] in (entry.train, entry.test) for file in FILES)
     assert CATALOGUE["cifar10"].means == (0.4914, 0.4822, 0.4465)
     assert [len(CATALOGUE[name].sha256) for name in CATALOGUE] == [4, 4, 4, 0, 0]
-
-
-def test_a_name_that_is_not_offered_is_said_so() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'lode'"):
-        _ = offbeat.lab.data.lode  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

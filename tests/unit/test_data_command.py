@@ -12,7 +12,7 @@ from made_data import Made, folder, idx_files, made
 
 from offbeat.cli import main
 from offbeat.cli.progress import show_progress
-from offbeat.lab.data import CATALOGUE
+from offbeat.lab.data.catalogue import CATALOGUE
 
 
 @pytest.fixture

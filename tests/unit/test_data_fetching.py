@@ -22,10 +22,10 @@ import pytest
 from made_data import FORMS, Made, cifar_pickles, folder, idx_files, made, tar
 
 from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
-from offbeat.lab.data import CATALOGUE, DatasetEntry, load
 from offbeat.lab.data.acquisition import get
+from offbeat.lab.data.arrays import load
 from offbeat.lab.data.cache import cache_directory
-from offbeat.lab.data.catalogue import DebianPackage, OfficialFile
+from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry, DebianPackage, OfficialFile
 
 LIMIT_SECONDS = 500.0
 
@@ -480,7 +480,7 @@ def test_a_look_at_what_is_here_needs_neither_torch_nor_numpy(tmp_path: Path, mo
     get(one.entry, Listener(), path=folder(tmp_path / "raw", idx_files(one, False)))
     program = (
         "import sys\nfrom dataclasses import replace\n"
-        "from offbeat.cli import main\nfrom offbeat.lab.data import CATALOGUE\n"
+        "from offbeat.cli import main\nfrom offbeat.lab.data.catalogue import CATALOGUE\n"
         "CATALOGUE['mnist'] = replace(CATALOGUE['mnist'], sha256={})\n"
         "assert main(['data', 'get', 'mnist']) == main(['data', 'list']) == main(['data', 'path', 'mnist']) == 0\n"
         "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)\n"

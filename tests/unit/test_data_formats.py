@@ -35,8 +35,8 @@ from made_data import (
 )
 
 from offbeat.errors import ConfigurationError, MissingDependency, OffbeatError
-from offbeat.lab.data import load
 from offbeat.lab.data.acquisition import get
+from offbeat.lab.data.arrays import load
 from offbeat.lab.data.cache import Manifest, cache_directory
 from offbeat.lab.data.pickles import read_pickle
 

@@ -16,8 +16,7 @@ from offbeat.core.examples import Order
 from offbeat.core.splits import Shared
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError
-from offbeat.lab.workloads import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
-from offbeat.lab.workloads.images import ImageWorkload, balanced
+from offbeat.lab.workloads.images import Cifar10, Cinic10, FashionMnist, ImageNet32, ImageWorkload, Mnist, balanced
 from offbeat.lab.workloads.models import CifarCNN, LeNet5, MnistCNN, Model
 from offbeat.live.batch_sources import batch_source_for
 

@@ -22,7 +22,7 @@ from offbeat.cli.live_view import (
     worker_line,
 )
 from offbeat.lab.experiment import Experiment
-from offbeat.lab.workloads import Quadratic
+from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.process_settings import hub_or_worker_name, rank_names
 from offbeat.records.schema import Evaluation, Membership, Notice
 from offbeat.strategies.hub.hub_strategies import FixedMinibatch

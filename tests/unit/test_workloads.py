@@ -18,18 +18,10 @@ from offbeat.core.examples import Examples, Order
 from offbeat.core.splits import ByLabel, Sharded
 from offbeat.core.workload import NamedWorkload, Target, Workload
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.lab.workloads import (
-    Digits,
-    DigitsCNN,
-    DigitsLogistic,
-    LinearRegression,
-    Quadratic,
-    ToyConvolutional,
-    ToyDeep,
-    TwoGaussians,
-    digits,
-)
+from offbeat.lab.workloads import digits
+from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
 from offbeat.lab.workloads.images import ImageWorkload
+from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, ToyConvolutional, ToyDeep, TwoGaussians
 
 CROSS_ENTROPY = functools.partial(F.cross_entropy, reduction="none")
 

@@ -3,21 +3,9 @@
 from offbeat.core.examples import Examples
 from offbeat.core.splits import ByLabel, Dirichlet, Sharded, Shared, Split
 from offbeat.core.workload import NamedWorkload
-from offbeat.lab.workloads import (
-    Cifar10,
-    Cinic10,
-    Digits,
-    DigitsCNN,
-    DigitsLogistic,
-    FashionMnist,
-    ImageNet32,
-    LinearRegression,
-    Mnist,
-    Quadratic,
-    ToyConvolutional,
-    ToyDeep,
-    TwoGaussians,
-)
+from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
+from offbeat.lab.workloads.images import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
+from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, ToyConvolutional, ToyDeep, TwoGaussians
 
 __all__ = [
     "ByLabel",

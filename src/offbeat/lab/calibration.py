@@ -43,7 +43,7 @@ from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_experiment
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.worker_main import LiveOptions
-from offbeat.lab.workloads import Quadratic
+from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.supervisor import RunObserver
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy

@@ -21,7 +21,7 @@ from offbeat.core.random_settings import maybe, shared_settings
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import Workload
-from offbeat.lab.workloads import Quadratic
+from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.simulation.state import Scenario
 
 

@@ -1,36 +1,9 @@
-"""Model, training data, loss, evaluation."""
+"""Named workloads: scikit-learn's digits, data sets of images, and synthetic problems; and models for images.
 
-from offbeat.core.examples import Examples, Order
-from offbeat.core.splits import ByLabel, Dirichlet, Sharded, Shared, Split
-from offbeat.core.workload import Measured, NamedWorkload, Size, Target, Workload
-from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
-from offbeat.lab.workloads.images import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
-from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, ToyConvolutional, ToyDeep, TwoGaussians
+This is the registry: importing a module enters its workloads in `NamedWorkload.members`, in this order. It imports
+`core` and `lab.data`.
+"""
 
-__all__ = [
-    "ByLabel",
-    "Cifar10",
-    "Cinic10",
-    "Digits",
-    "DigitsCNN",
-    "DigitsLogistic",
-    "Dirichlet",
-    "Examples",
-    "FashionMnist",
-    "ImageNet32",
-    "LinearRegression",
-    "Measured",
-    "Mnist",
-    "NamedWorkload",
-    "Order",
-    "Quadratic",
-    "Sharded",
-    "Shared",
-    "Size",
-    "Split",
-    "Target",
-    "ToyConvolutional",
-    "ToyDeep",
-    "TwoGaussians",
-    "Workload",
-]
+from offbeat.lab.workloads import digits as digits
+from offbeat.lab.workloads import images as images
+from offbeat.lab.workloads import synthetic as synthetic

@@ -23,7 +23,8 @@ from offbeat.core.optimizers import Adam, Optimizer
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require, require_positive
 from offbeat.core.workload import NamedWorkload, Size, Target, Workload
-from offbeat.lab.data import CATALOGUE, LabeledImages, load
+from offbeat.lab.data.arrays import LabeledImages, load
+from offbeat.lab.data.catalogue import CATALOGUE
 from offbeat.lab.workloads.models import CifarCNN, ImageShape, MnistCNN, Model, ResNet18, WideResNet28x5
 
 PADDING = 4
