@@ -1,10 +1,10 @@
-"""What can go wrong, split by who can mend it.
+"""The exceptions of this library, by who can correct the cause.
 
     OffbeatError
-    ├── ConfigurationError   you: a value, a name, a file; exit code 2
-    │   └── MissingDependency    you: names the extra and the line that installs it
-    ├── RunFailed            the run: it started and could not go on; exit code 1
-    └── ContractViolation    the author of a strategy: a node broke the contract of `strategies/strategy.py`
+    ├── ConfigurationError       the user: a value, a name or a file; exit code 2
+    │   └── MissingDependency    the user: an optional package; the message has the command that installs it
+    ├── RunFailed                the environment: the run started and could not continue; exit code 1
+    └── ContractViolation        the author of a strategy: a node broke the contract of `core/strategy.py`
 
 Every message says what happened, what was expected and what to type.
 """
@@ -16,30 +16,41 @@ from collections.abc import Iterable
 
 
 class OffbeatError(Exception):
-    """The root of everything this library raises on purpose."""
+    """The base class of all exceptions of this library."""
 
 
 class ConfigurationError(OffbeatError):
-    """A value, name or file that you gave cannot be used."""
+    """A value, name or file of the user cannot be used."""
 
 
 class MissingDependency(ConfigurationError):
-    """An optional package is needed; the message holds the line that installs it."""
+    """An optional package is not installed; the message has the command that installs it.
+
+    what: the feature that needs it
+    package: the name of the package
+    extra: the extra of offbeat that contains it
+    """
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed; type: pip install 'offbeat[{extra}]'")
 
 
 class RunFailed(OffbeatError):
-    """A run started and could not go on."""
+    """A run started and could not continue."""
 
 
 class ContractViolation(OffbeatError):
-    """A node did what the contract between strategies and engines forbids."""
+    """A node broke the contract between strategies and engines (`core/strategy.py`)."""
 
 
 def unknown(what: str, given: str, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """The answer to a name that does not exist: the nearest one that does, or all of them."""
+    """The error for a name that does not exist, with the closest known name, or all of them.
+
+    what: what the name stands for, such as "graph"
+    given: the name
+    known: the names that exist
+    hint: appended to the sentence
+    """
     names = sorted(known)
     close = difflib.get_close_matches(given, names, n=1, cutoff=0.55)
     if close:

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.core.compression import decode, is_coded
+from offbeat.core.compression import decode, is_encoded
 from offbeat.core.memory_pool import Pool
 
 COMPRESSIONS = st.one_of(
@@ -32,7 +32,7 @@ VECTORS = st.one_of(of(np.float32, 32), of(np.float64, 64))
 
 def back(compression: ob.compression.Compression, values: Tensor) -> Tensor:
     blob = compression.encode(values, Pool())
-    return decode(blob, Pool()) if is_coded(blob) else blob
+    return decode(blob, Pool()) if is_encoded(blob) else blob
 
 
 @given(COMPRESSIONS, VECTORS)
@@ -69,7 +69,7 @@ def test_bf16_is_off_by_a_256th_of_each_element(values: Tensor) -> None:
 def test_nothing_that_top_k_leaves_out_is_larger_than_what_it_sends(values: Tensor, share: float) -> None:
     once = back(ob.compression.TopK(share), values)
     sent = once != 0
-    if not is_coded(ob.compression.TopK(share).encode(values, Pool())):
+    if not is_encoded(ob.compression.TopK(share).encode(values, Pool())):
         return
     assert int(sent.sum()) <= max(1, round(share * len(values)))
     left = values[~sent].abs()
@@ -87,7 +87,7 @@ def test_with_feedback_everything_arrives_in_the_end(
     for increment in increments:
         values = torch.from_numpy(np.asarray(increment))
         blob = compression.encode(values, pool, residual if compression.keeps_residual else None)
-        sent += decode(blob, pool) if is_coded(blob) else blob
+        sent += decode(blob, pool) if is_encoded(blob) else blob
     total = torch.from_numpy(np.sum(increments, axis=0))
     if compression.keeps_residual:
         assert (sent + residual).tolist() == pytest.approx(total.tolist(), abs=1e-6)

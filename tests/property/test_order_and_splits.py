@@ -46,8 +46,8 @@ def test_a_thousand_orders_over_shared_data_are_small() -> None:
     assert all(order._indices is orders[0]._indices for order in orders)
     for order in orders[:20]:
         order.take(40_000, 160_000)
-    kept = [order._kept[1].nbytes for order in orders[:20] if order._kept is not None]
-    assert kept == [100_000] * 20
+    cached = [order._cached[1].nbytes for order in orders[:20] if order._cached is not None]
+    assert cached == [100_000] * 20
 
 
 @st.composite

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.errors import ConfigurationError
 from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Graph, Star
-from offbeat.topology.matchings import Matching, covering
+from offbeat.topology.matchings import Matching, edge_cover
 from offbeat.topology.topology import Topology
 
 rates = st.floats(0.01, 100.0)
@@ -157,8 +157,8 @@ def has_perfect_matching(ranks: frozenset[int], edges: set[tuple[int, int]]) -> 
 def test_matchings_of_an_edge_list_are_found_wherever_there_are_any(graph: Edges) -> None:
     topology = Topology(graph, graph.peers)
     edges = {edge[:2] for edge in topology.edges}
-    everybody = frozenset(topology.members)
-    if all(has_perfect_matching(everybody - set(edge), edges) for edge in edges) and len(everybody) % 2 == 0:
+    ranks = frozenset(topology.members)
+    if all(has_perfect_matching(ranks - set(edge), edges) for edge in edges) and len(ranks) % 2 == 0:
         assert are_perfect(topology.matchings(), topology)
     else:
         with pytest.raises(ConfigurationError, match="partner"):
@@ -184,9 +184,9 @@ def test_the_search_takes_blossoms_apart() -> None:
         peers, edges = graph_with_odd_cycles(seed)
         sides = [*edges, *((other, one) for one, other in edges)]
         neighbours = {rank: sorted(other for one, other in sides if one == rank) for rank in range(peers)}
-        everybody = frozenset(range(peers))
-        hopeless = {edge for edge in edges if not has_perfect_matching(everybody - set(edge), edges)}
-        found, left = covering(neighbours)
+        ranks = frozenset(range(peers))
+        hopeless = {edge for edge in edges if not has_perfect_matching(ranks - set(edge), edges)}
+        found, left = edge_cover(neighbours)
         assert (left in hopeless) if hopeless else (left is None), f"seed {seed}"
         for pairs in found:
             assert sorted(pairs) == list(range(peers))

@@ -46,7 +46,7 @@ def test_what_stays_in_the_middle_unmirrored_is_the_image_itself() -> None:
 
 def test_all_places_and_both_sides_come_up_about_equally_often() -> None:
     one = np.zeros((1, 1, 1, 1), dtype=np.uint8) + 9
-    chances = Order(np.arange(10), 0, 0).chances(0, 81_000)
+    chances = Order(np.arange(10), 0, 0).random_bits(0, 81_000)
     marked = np.repeat(np.pad(one, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0))), 81_000, axis=0)
     seen = (crop_and_flip(marked, chances)[..., 0] == 9).sum(0)
     # The mark is moved by −4 .. 4 each way, 1000 times to each of 81 places, up to chance.
@@ -60,16 +60,16 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @given(SEEDS, st.integers(0, 100), st.integers(0, 2**40), st.lists(st.integers(1, 20), min_size=1, max_size=5))
 def test_the_chances_of_a_draw_are_the_same_however_draws_are_cut(seed, rank, first, sizes) -> None:
-    whole = Order(np.arange(3), seed, rank).chances(first, first + sum(sizes))
+    whole = Order(np.arange(3), seed, rank).random_bits(first, first + sum(sizes))
     parts, order = [], Order(np.arange(7), seed, rank)
     for size in sizes:
-        parts.append(order.chances(first, first + size))
+        parts.append(order.random_bits(first, first + size))
         first += size
     assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_draws_ranks_and_seeds_have_chances_of_their_own() -> None:
-    every = [Order(np.arange(3), seed, rank).chances(0, 1000) for seed in range(3) for rank in range(3)]
+    every = [Order(np.arange(3), seed, rank).random_bits(0, 1000) for seed in range(3) for rank in range(3)]
     assert len(np.unique(np.concatenate(every))) == 9000
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import offbeat as ob
 from offbeat.core.actions import Action, ClearTimer, Send
-from offbeat.core.compression import decode, is_coded
+from offbeat.core.compression import decode, is_encoded
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started, TimerFired
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message, Stop
@@ -104,9 +104,9 @@ def test_what_is_declared_is_coded_and_everything_else_travels_as_it_is(
 ) -> None:
     message = everything()
     [coded] = said(wrapped(compression), Send(1, message))
-    assert is_coded(coded.change)
-    assert is_coded(coded.settled)
-    assert is_coded(coded.point) == (compression != TOP_K)
+    assert is_encoded(coded.change)
+    assert is_encoded(coded.settled)
+    assert is_encoded(coded.point) == (compression != TOP_K)
     assert coded.exact is message.exact
     assert coded.buffers is message.buffers
     [stop] = said(wrapped(compression), Send(1, Stop(noise(0), (), 3)))
@@ -258,5 +258,5 @@ def test_both_ends_of_an_exchange_of_peers_take_the_same_difference(compression:
 def test_a_tensor_that_claims_to_be_longer_than_the_parameters_is_refused_before_there_is_room_for_it() -> None:
     node = CompressedNode(Parrot(), ob.compression.TopK(0.01), torch.empty(100))
     blob = ob.compression.TopK(0.01).encode(torch.ones(1000), Pool())
-    with pytest.raises(ob.ContractViolation, match="claims 1000 elements, but 100 is the most"):
+    with pytest.raises(ob.ContractViolation, match="claims 1000 elements, but 100 is the maximum"):
         heard_by(node, everything(change=blob))

@@ -1,4 +1,4 @@
-"""Compressions by themselves: what comes back, what it weighs, what is refused."""
+"""Compressions on their own: decoded values, sizes, and refused input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import offbeat as ob
-from offbeat.core.compression import decode, is_coded, uncompressed_bytes
+from offbeat.core.compression import decode, is_encoded, saved_bytes
 from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES
 from offbeat.core.compression.top_k import SAMPLE
 from offbeat.core.configuration import from_plain, to_plain
@@ -42,7 +42,7 @@ def gradient(values: Tensor) -> Gradient:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [20, 511, 512, 513, 100_003])
-def test_int8_is_off_by_half_a_step_at_the_most(numel: int, dtype: torch.dtype) -> None:
+def test_int8_has_an_error_of_at_most_half_a_step(numel: int, dtype: torch.dtype) -> None:
     values, pool = vector(numel, dtype), Pool()
     blob = ob.compression.Int8(chunk=512).encode(values, pool)
     back = decode(blob, pool)
@@ -53,7 +53,7 @@ def test_int8_is_off_by_half_a_step_at_the_most(numel: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bf16_is_what_torch_rounds_to_at_half_the_weight(dtype: torch.dtype) -> None:
+def test_bf16_is_what_torch_rounds_to_at_half_the_bytes(dtype: torch.dtype) -> None:
     values, pool = vector(1001, dtype), Pool()
     blob = ob.compression.BFloat16().encode(values, pool)
     assert torch.equal(decode(blob, pool), values.bfloat16().to(dtype))
@@ -79,7 +79,7 @@ def test_of_equal_elements_top_k_sends_the_first() -> None:
     assert back.tolist() == [1.0, 1.0, *[0.0] * 18]
 
 
-def test_a_sample_that_misleads_is_noticed() -> None:
+def test_a_misleading_sample_is_noticed() -> None:
     """What a strided sample sees is large, and everything else small, or the other way round."""
     numel, pool = 5 * SAMPLE, Pool()
     for seen, unseen in ((100.0, 1.0), (1.0, 100.0)):
@@ -89,7 +89,7 @@ def test_a_sample_that_misleads_is_noticed() -> None:
         assert set(back.nonzero().flatten().tolist()) == set(values.abs().topk(round(0.01 * numel)).indices.tolist())
 
 
-def test_top_k_sends_all_there_is_where_that_is_less() -> None:
+def test_top_k_sends_all_nonzero_elements_if_these_are_fewer_than_k() -> None:
     numel, pool = 3 * SAMPLE, Pool()
     values = torch.zeros(numel)
     values[[5, 77, numel - 1]] = torch.tensor([1e-30, -2.0, 3.0])
@@ -100,7 +100,7 @@ def test_top_k_sends_all_there_is_where_that_is_less() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_what_is_lost_is_in_the_residual_and_comes_with_the_next(
+def test_the_error_is_in_the_residual_and_is_sent_with_the_next(
     compression: ob.compression.Compression, dtype: torch.dtype
 ) -> None:
     pool, residual = Pool(), torch.zeros(1234, dtype=dtype)
@@ -115,7 +115,7 @@ def test_what_is_lost_is_in_the_residual_and_comes_with_the_next(
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_the_same_vector_becomes_the_same_bytes_and_is_left_alone(compression: ob.compression.Compression) -> None:
+def test_encoding_is_deterministic_and_does_not_change_the_vector(compression: ob.compression.Compression) -> None:
     values = vector(3 * SAMPLE + 1)
     before = values.clone()
     first, again = compression.encode(values, Pool()), compression.encode(values.clone(), Pool())
@@ -125,7 +125,7 @@ def test_the_same_vector_becomes_the_same_bytes_and_is_left_alone(compression: o
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
 @pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_what_is_not_finite_or_too_large_travels_as_it_is(
+def test_elements_that_are_not_finite_or_too_large_are_not_encoded(
     compression: ob.compression.Compression, worst: float
 ) -> None:
     values, residual = vector(1000), torch.ones(1000)
@@ -138,7 +138,7 @@ def test_what_is_not_finite_or_too_large_travels_as_it_is(
 @pytest.mark.parametrize(
     "values", [torch.empty(0), torch.arange(500), torch.ones(400, dtype=torch.float16), torch.ones(6)], ids=str
 )
-def test_what_is_empty_or_of_another_type_or_would_not_shrink_travels_as_it_is(
+def test_vectors_that_are_empty_or_of_another_dtype_or_would_not_shrink_are_not_encoded(
     compression: ob.compression.Compression, values: Tensor
 ) -> None:
     assert compression.encode(values, Pool()) is values
@@ -151,7 +151,7 @@ def test_zeros_stay_zeros(compression: ob.compression.Compression) -> None:
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_a_blob_may_lie_anywhere(compression: ob.compression.Compression) -> None:
+def test_a_blob_may_have_any_alignment(compression: ob.compression.Compression) -> None:
     pool = Pool()
     blob = compression.encode(vector(1000), pool)
     shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), blob])[3:]
@@ -159,24 +159,24 @@ def test_a_blob_may_lie_anywhere(compression: ob.compression.Compression) -> Non
 
 
 @pytest.mark.parametrize("compression", ALL, ids=str)
-def test_a_blob_that_is_cut_off_is_refused(compression: ob.compression.Compression) -> None:
+def test_a_truncated_blob_is_refused(compression: ob.compression.Compression) -> None:
     blob = compression.encode(vector(1000), Pool())
     for damaged in (blob[:-1], blob[:10], torch.cat([blob, blob])):
-        with pytest.raises(ob.ContractViolation, match="came"):
+        with pytest.raises(ob.ContractViolation, match="arrived"):
             decode(damaged, Pool())
 
 
-def test_bytes_of_nobody_are_refused() -> None:
+def test_bytes_of_an_unknown_compression_are_refused() -> None:
     blob = ob.compression.Int8().encode(vector(100), Pool())
-    with pytest.raises(ob.ContractViolation, match="not known here"):
+    with pytest.raises(ob.ContractViolation, match="not known on this rank"):
         decode(torch.cat([torch.full((1,), 65, dtype=torch.uint8), blob[1:]]), Pool())
     blob = blob.clone()
     blob[8] = 3
-    with pytest.raises(ob.ContractViolation, match="4 and 8"):
+    with pytest.raises(ob.ContractViolation, match="4 or 8"):
         decode(blob, Pool())
 
 
-def test_places_that_are_out_of_range_or_order_are_refused() -> None:
+def test_indices_that_are_out_of_range_or_order_are_refused() -> None:
     for places in ([3, 1], [-1, 2], [0, 100], [4, 4]):
         blob = ob.compression.TopK(0.02).encode(vector(100), Pool()).clone()
         blob[ENCODED_HEADER_BYTES : ENCODED_HEADER_BYTES + 8] = torch.tensor(places, dtype=torch.int32).view(
@@ -186,7 +186,7 @@ def test_places_that_are_out_of_range_or_order_are_refused() -> None:
             decode(blob, Pool())
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     pool, values = Pool(), vector(400_000)
     for compression in (ob.compression.BFloat16(), ob.compression.Int8(), ob.compression.TopK(0.1)):
         for _ in range(3):
@@ -194,28 +194,28 @@ def test_memory_is_used_again() -> None:
     assert pool.allocated == 4  # a blob of each, and a vector
 
 
-def test_a_message_knows_what_it_would_weigh() -> None:
+def test_the_saved_bytes_of_a_message_are_counted() -> None:
     values = vector(1000)
     plain = gradient(values)
-    assert uncompressed_bytes(plain) == plain.nbytes
+    assert saved_bytes(plain) == 0
     blob = ob.compression.Int8().encode(values, Pool())
     coded = gradient(values).with_tensors(iter([blob, values[:2]]))
-    assert is_coded(blob)
+    assert is_encoded(blob)
     assert coded.nbytes == HEADER_BYTES + blob.nbytes + 8
-    assert uncompressed_bytes(coded) == plain.nbytes == HEADER_BYTES + 4000 + 8
+    assert coded.nbytes + saved_bytes(coded) == plain.nbytes == HEADER_BYTES + 4000 + 8
     stop = Stop(torch.zeros(30, dtype=torch.uint8), (), 0)
-    assert uncompressed_bytes(stop) == stop.nbytes
+    assert saved_bytes(stop) == 0
 
 
 @pytest.mark.parametrize("junk", [bytes_of(0), bytes_of(30), bytes_of(60)[::2], bytes_of(64).reshape(8, 8)])
-def test_bytes_that_are_no_blob_weigh_what_they_weigh_and_are_refused_when_read(junk: Tensor) -> None:
+def test_bytes_that_are_no_blob_save_nothing_and_are_refused_when_decoded(junk: Tensor) -> None:
     message = gradient(vector(10)).with_tensors(iter([junk, vector(2)]))
-    assert uncompressed_bytes(message) == message.nbytes
+    assert saved_bytes(message) == 0
     with pytest.raises(ContractViolation):
         decode(junk, Pool())
 
 
-def test_only_what_a_message_declares_may_be_compressed() -> None:
+def test_only_declared_fields_may_be_compressed() -> None:
     assert (Gradient.increments, Gradient.values) == (("gradient",), ())
     assert (Parameters.increments, Parameters.values) == ((), ("parameters",))
     assert Stop.compressible() == ()
@@ -242,7 +242,7 @@ def test_a_compression_can_be_a_word_or_a_table(text: Any, meant: ob.compression
     assert from_plain(ob.Strategy, to_plain(strategy), "strategy") == strategy
 
 
-def test_the_field_changes_no_other_and_is_not_taken_by_place() -> None:
+def test_the_field_is_keyword_only() -> None:
     assert ob.FixedMinibatch(8) == ob.FixedMinibatch(microbatch=8)
     assert ob.AsyncFixed(compression=ob.compression.Int8()).hub(workers=2).compression == ob.compression.Int8()
 

@@ -195,7 +195,7 @@ def test_tensors_on_several_devices_are_refused_with_a_remedy() -> None:
 def test_converting_the_module_afterwards_is_noticed() -> None:
     flat = FlatModule(nn.Linear(2, 2))
     flat.module.double()
-    with pytest.raises(ConfigurationError, match="moved, converted or made flat again"):
+    with pytest.raises(ConfigurationError, match="moved, converted or passed to offbeat again"):
         flat.zero_gradients()
 
 

@@ -83,7 +83,7 @@ def test_one_update_by_hand() -> None:
         (ob.SGD(0.1), {"epoch_samples": -1}, "epoch_samples must be 1 or more, but is -1"),
         (ob.SGD(0.1), {"warmup_epochs": 0}, "warmup_epochs must be greater than 0, but is 0"),
         (ob.SGD(0.1), {"until_samples": 400_000}, "the warm-up takes 250000 samples, more than there are before"),
-        (ob.SGD(0.1), {"milestones": (50, 75)}, "milestones are shares of the samples"),
+        (ob.SGD(0.1), {"milestones": (50, 75)}, "milestones are fractions of the samples"),
         (ob.SGD(0.1), {"milestones": (0.75, 0.5)}, "in rising order"),
         (ob.SGD(0.1), {"clip_norm": 0.0}, "clip_norm must be greater than 0"),
     ],

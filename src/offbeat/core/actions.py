@@ -1,7 +1,4 @@
-"""What a node asks for. An engine makes it happen.
-
-A node returns actions from `handle`; the engine carries them out in that order. None of them blocks.
-"""
+"""Actions: what a node returns from `handle`. The engine carries them out in order; none of them blocks."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ from offbeat.errors import ConfigurationError
 
 
 class Budget(Family):
-    """How much to compute before reporting; also how long to train (`until`). As a word: `60000`, or `90s`."""
+    """How much to compute in a round, or how long to train (`until`). Shorthand: `60000` samples, or `90s`."""
 
     @classmethod
     def shorthand(cls, text: str) -> Any:
-        number, is_time = (text[:-1], True) if text.endswith("s") else (text, False)
         try:
-            return Seconds(float(number)) if is_time else Samples(int(float(number)))
+            return Seconds(float(text[:-1])) if text.endswith("s") else Samples(int(float(text)))
         except (ValueError, OverflowError):
             raise ConfigurationError(
                 f"{text!r} is neither a number of samples, such as 60000, nor of seconds, such as 90s"
@@ -33,7 +29,7 @@ class Budget(Family):
 
 @dataclass(frozen=True)
 class Samples(Budget, name="samples"):
-    """Exactly so many samples."""
+    """An exact number of samples."""
 
     count: int = 256
     """samples"""
@@ -44,32 +40,32 @@ class Samples(Budget, name="samples"):
 
 @dataclass(frozen=True)
 class Seconds(Budget, name="seconds"):
-    """Micro-batches until so much time has passed since the round started, or `samples_max` are done.
+    """Micro-batches until this time has passed since the start of the round, or `samples_max` samples are done.
 
-    The limit is looked at between micro-batches, and at least one is computed.
+    The time is checked between micro-batches; at least one is computed.
     """
 
     seconds: float = 2.0
     """seconds"""
     samples_max: int | None = None
-    """samples at the most; none: no limit"""
+    """upper limit in samples; none: no limit"""
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds", "samples_max")
 
 
 class Record(msgspec.Struct, frozen=True, tag_field="record"):
-    """What can be reported. The kinds there are stand in `records/schema.py`."""
+    """The base class of records; the kinds are in `records/schema.py`. `at` is in seconds since the run began."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Differentiate the loss at `parameters`, over the node's own data from position `draw` on.
+    """Compute the gradient at `parameters` over the data of this rank, from position `draw` on.
 
-    The engine takes its snapshot of the values when it accepts the action, and there the anytime clock starts.
-    At most one is outstanding; it always ends in `GradientReady` (or `StepReady`).
+    The engine copies the values when it accepts the action, and a budget of seconds starts then. At most one `Compute`
+    is outstanding; it always ends in `GradientReady` (or `StepReady`).
     """
 
     parameters: Tensor
@@ -82,15 +78,15 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End the outstanding computation at the next micro-batch boundary. What was done is still reported."""
+    """End the outstanding computation after the current micro-batch; `GradientReady` reports what was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message; never blocks. Its tensors are immutable from now on.
+    """Send a message; its tensors must not change from now on.
 
-    `supersedes` is a key: a queued message to the same peer under the same key that has not begun to leave is
-    replaced by this one. Every message that has left is answered with `Sent(to, key)`.
+    `supersedes` is a key: this message replaces a queued one to the same peer with the same key whose transmission has
+    not begun. `Sent(to, key)` follows for every message that was transmitted.
     """
 
     to: int
@@ -100,7 +96,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Ask for `TimerFired(name)` in so many seconds; a timer of the same name is replaced."""
+    """Request `TimerFired(name)` after `seconds`; replaces a timer of the same name."""
 
     name: str
     seconds: float
@@ -108,14 +104,14 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class ClearTimer:
-    """Forget a timer, if it is still running."""
+    """Cancel a timer, if it is running."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Measure held-out loss and accuracy; answered with `Evaluated`, never in the way of an update."""
+    """Measure held-out loss and accuracy in the background; `Evaluated` follows."""
 
     parameters: Tensor
     buffers: Buffers
@@ -124,14 +120,14 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Write a record. A reported `Update` also tells the simulator that one update's time has been spent."""
+    """Write a record. For an `Update` record, the simulator also advances the node by the time of an update."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """This node is done; it will handle no further event. `failure` is the sentence that a user should read."""
+    """The node has ended and handles no further event. `failure` is the error sentence for the user, if any."""
 
     parameters: Tensor
     buffers: Buffers

@@ -1,9 +1,9 @@
 """Limited bandwidth: the rate limit of each direction of a link, and the network card of a rank.
 
-A rate limit is set by the user, unlike the capacity of a card. The simulator and live runs follow the same rule: a
-token bucket per link and direction starts empty, fills with so many bytes a second, and a message leaves when the
-bucket holds its size. So from the beginning up to any moment, no more has left than the limit allows. Nothing here
-looks at a clock: callers pass `now`, in seconds.
+A rate limit is set by the user; the capacity of a card belongs to the cluster. The simulator and live runs use the same
+rule: a token bucket per link and direction starts empty and fills at `bytes_per_second`, and a message is sent when the
+bucket holds its size. So the bytes sent since the start never exceed limit × time. Nothing here reads a clock: callers
+pass `now`, in seconds.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from offbeat.core.actions import Send
 from offbeat.core.messages import Message
 
 BURST_SECONDS = 1.0
-"""An unused bucket holds what flows in during this time; what flows in after that is lost."""
+"""The capacity of an idle bucket, in seconds of its rate."""
 
 
 class TokenBucket:
     """The rate limit of one direction of a link.
 
-    A message that is larger than the bucket lets it fill further while it waits: up to its size, and no more.
+    While a message larger than the capacity waits, the bucket fills up to the size of that message.
     """
 
     def __init__(self, bytes_per_second: float, now: float = 0.0) -> None:
         self._rate = bytes_per_second
         self._used_until = now
-        """All that has left is as much as flowed in until then; what has flowed in since is in the bucket."""
+        """The tokens of all earlier time are used; the bucket holds those from this time until now."""
         self._has_waiting = False
 
     def ready_at(self, nbytes: int, now: float) -> float:
-        """When a message of `nbytes` bytes may leave; it waits from now on, or does already."""
+        """When a message of `nbytes` bytes may be sent; it counts as waiting from the first call on."""
         if not self._has_waiting:
             self._used_until = max(self._used_until, now - BURST_SECONDS)
             self._has_waiting = True
         return self._used_until + nbytes / self._rate
 
     def consume(self, nbytes: int) -> None:
-        """The waiting message leaves; call it when it is ready, or later."""
+        """The waiting message is sent. Call it when the message is ready, or later."""
         self._used_until += nbytes / self._rate
         self._has_waiting = False
 
@@ -51,34 +51,34 @@ class TokenBucket:
 
 @dataclass
 class NetworkCard:
-    """What connects one rank to the others, where its bandwidth is limited. Both directions have all of it."""
+    """The network card of a rank with limited bandwidth: full duplex, one message at a time in each direction."""
 
     bytes_per_second: float
     sending: Send | None = None
     waiting: dict[int, None] = field(default_factory=dict)
-    """The peers with a message to send, in the order of their turns."""
+    """The peers with a message to send, in round-robin order."""
     free_at: float = 0.0
-    """When all that is under way to this rank will have been received."""
+    """When all messages in flight to this rank will have been received."""
 
     def receive(self, first: float, last: float, nbytes: int) -> float:
-        """When a message has been received, after all earlier ones.
+        """The time at which a message has been received, after all earlier ones.
 
-        first: when its first byte could be here
-        last: when its last byte could be here
+        first: the earliest arrival of its first byte
+        last: the earliest arrival of its last byte
         nbytes: its size
         """
         self.free_at = max(self.free_at, first) + nbytes / self.bytes_per_second
         return max(self.free_at, last)
 
     def next(self) -> int | None:
-        """Remove and return the peer whose turn it is; None where no message waits."""
+        """Remove and return the next peer with a message to send; None if there is none."""
         peer = next(iter(self.waiting), None)
         if peer is not None:
             del self.waiting[peer]
         return peer
 
     def reset(self) -> None:
-        """Drop everything: the rank has died, or starts again."""
+        """Drop everything: the rank was lost or restarts."""
         self.sending, self.free_at = None, 0.0
         self.waiting.clear()
 
@@ -94,11 +94,11 @@ Item = TypeVar("Item", bound=Queued)
 
 
 def enqueue(queue: deque[Item], item: Item) -> None:
-    """Put an item at the end of a queue, or in the place of the item that it supersedes."""
+    """Append an item to a queue, or replace the item that it supersedes."""
     if item.supersedes is not None:
-        for place, queued in enumerate(queue):
+        for position, queued in enumerate(queue):
             if queued.supersedes == item.supersedes:
-                queue[place] = item
+                queue[position] = item
                 return
     queue.append(item)
 
@@ -110,10 +110,10 @@ class _Sized(NamedTuple):
 
 
 class RateLimitedOutbox:
-    """The messages of one live rank in front of its transport: each waits here until the rate limit lets it leave.
+    """Holds the messages of a live rank back until the rate limit allows each to be passed to the transport.
 
-    A queue per peer, first in first out; a queued message is replaced by a newer one that supersedes it, and what
-    waits for a lost peer is dropped.
+    There is a FIFO queue per peer. A newer message replaces a queued one that it supersedes; messages to a lost peer
+    are dropped. Not thread-safe.
 
     bytes_per_second: the limit of each direction of each link
     size_of: the bytes of a message on the wire
@@ -122,7 +122,7 @@ class RateLimitedOutbox:
     def __init__(self, bytes_per_second: float, size_of: Callable[[Message], int]) -> None:
         self.bytes_per_second = bytes_per_second
         self.is_lifted = False
-        """Whether everything leaves at once from now on, because this rank is about to end."""
+        """Whether messages are no longer held back, because this rank is about to end."""
         self._size_of = size_of
         self._buckets: dict[int, TokenBucket] = {}
         self._queues: dict[int, deque[_Sized]] = {}
@@ -131,20 +131,21 @@ class RateLimitedOutbox:
         return sum(len(queue) for queue in self._queues.values())
 
     def open(self, peer: int, now: float) -> None:
-        """There is a link to this peer. A peer that comes back keeps the bucket it had."""
+        """The link to this peer is up. A peer that reconnects keeps its bucket."""
         self._buckets.setdefault(peer, TokenBucket(self.bytes_per_second, now))
         self._queues[peer] = deque()
 
     def lose(self, peer: int) -> None:
-        """The link to this peer is gone."""
+        """The link to this peer is down."""
         if self._queues.pop(peer, None):
             self._buckets[peer].cancel()
 
     def put(self, send: Send) -> None:
+        """Queue a message to a peer whose link is up."""
         enqueue(self._queues[send.to], _Sized(send, self._size_of(send.message), send.supersedes))
 
     def take(self, peer: int, now: float) -> Send | None:
-        """Remove and return the next message to this peer, if it may leave now."""
+        """Remove and return the next message to this peer, if it may be sent now."""
         ready = self.ready_at(peer, now)
         if ready is None or ready > now:
             return None
@@ -153,7 +154,7 @@ class RateLimitedOutbox:
         return first.send
 
     def ready_at(self, peer: int, now: float) -> float | None:
-        """When the next message to this peer may leave; None where none waits."""
+        """When the next message to this peer may be sent; None if there is none."""
         queue = self._queues.get(peer)
         if not queue:
             return None
@@ -161,7 +162,7 @@ class RateLimitedOutbox:
         return now if self.is_lifted else ready
 
     def empty_at(self, now: float) -> float:
-        """When all waiting messages will have left."""
+        """When all queued messages may have been sent."""
         ends = [now]
         for peer, queue in self._queues.items():
             if queue:

@@ -1,20 +1,19 @@
-"""Frozen dataclasses as configuration: to plain data and back, with sentences for mistakes.
+"""Frozen dataclasses as configuration: conversion to and from plain data, with error sentences for mistakes.
 
-A configuration is a frozen dataclass derived from `Configuration`. Below each field stands a string with its text: what
-it is, and its unit. Editors look for it there, and so do the command line and `help()`. A subclass that declares a
-field anew inherits the text.
+A configuration is a frozen dataclass derived from `Configuration`. The string below each field is its help text, with
+its unit; editors, the command line and `help()` show it. A subclass that redefines a field without text inherits it.
 
-A *family* is a set of such classes that stand for one another (optimizers, schedules, straggler models, strategies);
-its members carry the short name by which the command line and TOML select them. Inside the library variants are types;
-names exist only here, at the outer edge.
+A *family* is a set of such classes that are interchangeable (optimizers, schedules, straggler models, strategies). Each
+member has a short name, which selects it on the command line and in TOML. Inside the library, variants are types.
 
-Plain data is what TOML and JSON hold. A member of a family is written as `{name = "sgd", lr = 0.1}`, or as
-just `"sgd"` where its defaults will do.
+Plain data is what TOML and JSON can hold. A member of a family is written as `{name = "sgd", lr = 0.1}`, or just
+`"sgd"` with its defaults.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -38,39 +37,39 @@ T = TypeVar("T")
 
 
 def option(default: T, text: str) -> T:
-    """A field with its text, for a class whose source is not in a file, as one that is typed at a prompt.
+    """A field with its help text, for a class that is not defined in a file, such as one typed at a prompt.
 
     default: the default of the field, which must be immutable
-    text: what it is, with its unit
+    text: its help text, with its unit
     """
     if isinstance(default, list | dict):
         raise TypeError("give immutable defaults only")
     return field(default=default, metadata={"help": text})
 
 
-class _ListsFields(ABCMeta):
+class _FieldDocs(ABCMeta):
     @property
     def __doc__(cls) -> str | None:  # type: ignore[override]
-        """The docstring of a configuration class with its fields, made when it is read: no source is parsed before."""
+        """The docstring of a configuration class, with its fields; computed on access, since it parses the source."""
         text: str | None = vars(cls).get("__doc__")
         if not dataclasses.is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
             return text
         text = inspect.cleandoc(text or cls.__name__)
-        if "__match_args__" not in vars(cls):  # `dataclass` is still at work, and only asks whether there is one
+        if "__match_args__" not in vars(cls):  # still inside `dataclass`, which only checks for a docstring
             return text
         fields = [f"    {item.path}: {item.text}" for item in options(cls)]
         return "\n".join([text, "", "Fields:", *fields]) if fields else text
 
 
-class Configuration(metaclass=_ListsFields):
-    """The root of configurations: `help()` of a class lists its fields with their texts."""
+class Configuration(metaclass=_FieldDocs):
+    """The base class of configurations; `help()` of a subclass lists its fields with their texts."""
 
 
 @functools.cache
 def field_texts(module: str) -> dict[str, dict[str, str]]:
-    """The strings below the fields of the classes of a module, from its source: qualified name → field → text.
+    """The strings below fields in the source of a module: qualified class name → field → text.
 
-    Empty where there is no source file.
+    Empty if there is no source file.
     """
     path = getattr(sys.modules.get(module), "__file__", None)
     try:
@@ -89,12 +88,12 @@ def field_texts(module: str) -> dict[str, dict[str, str]]:
 
 
 class Family(Configuration):
-    """The root of a family. Its direct subclass opens the register; named subclasses enter it."""
+    """The base class of families. A direct subclass defines a family; its subclasses with a name are the members."""
 
     name: ClassVar[str] = ""
     members: ClassVar[dict[str, type[Any]]] = {}
     constants: ClassVar[dict[str, Any]] = {}
-    """Words that stand for a member with its fields set, such as `niagara`."""
+    """Names for members with certain values, such as `niagara`."""
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -106,10 +105,10 @@ class Family(Configuration):
 
     @classmethod
     def shorthand(cls, text: str) -> Any:
-        """A member written as one word: `adam`, `lognormal:0.5`, `crash:1:30`.
+        """Parse a member written as `adam`, `lognormal:0.5` or `crash:1:30`.
 
-        The name comes first; what follows each colon sets the fields in their order. A field that is a list takes
-        `+` between its items, as in `partition:1+2:30:10`.
+        The name is followed by values of the fields, in their order, each after a colon. The items of a list are
+        separated by `+`, as in `partition:1+2:30:10`.
         """
         if text in cls.constants:
             return cls.constants[text]
@@ -120,20 +119,21 @@ class Family(Configuration):
         if len(values) > len(fields):
             order = ":".join(item.path for item in fields) or "none"
             raise ConfigurationError(f"{noun(cls)} {text!r} gives {len(values)} values, but {name} takes {order}")
-        table: dict[str, Any] = {}
-        for item, value in zip(fields, values, strict=False):
-            table[item.path] = value.split("+") if typing.get_origin(item.kind) is tuple else value
+        table = {
+            item.path: value.split("+") if typing.get_origin(item.kind) is tuple else value
+            for item, value in zip(fields, values, strict=False)
+        }
         return build(cls.members[name], table, name)
 
 
 def noun(cls: type[Any]) -> str:
-    """What a sentence calls an object of this class: "straggler model" for StragglerModel."""
+    """The name of a class in an error sentence: "straggler model" for StragglerModel."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a configuration as the command line shows it."""
+    """A field of a configuration class, as the command line shows it."""
 
     path: str
     kind: Any
@@ -142,7 +142,7 @@ class Option:
 
     @property
     def text(self) -> str:
-        """What it is, with its unit; empty where that is written nowhere."""
+        """The help text; empty if there is none."""
         texts = (field_texts(cls.__module__).get(cls.__qualname__, {}) for cls in self.owner.__mro__)
         declared = next((text[self.path] for text in texts if self.path in text), "")
         return str(self.owner.__dataclass_fields__[self.path].metadata.get("help", declared))
@@ -158,7 +158,7 @@ def hints(cls: Any) -> dict[str, Any]:
 
 
 def options(cls: type[Any]) -> Iterator[Option]:
-    """The fields of a configuration class, in the order in which Python takes them: by keyword alone comes last."""
+    """The fields of a configuration class, in the order of its constructor: keyword-only fields are last."""
     for item in sorted(dataclasses.fields(cls), key=lambda item: bool(item.kw_only)):
         if item.init:
             yield Option(item.name, hints(cast(Any, cls))[item.name], item.default, cls)
@@ -167,7 +167,7 @@ def options(cls: type[Any]) -> Iterator[Option]:
 def to_plain(value: Any) -> Any:
     """A configuration as plain data: dictionaries, lists, numbers, strings.
 
-    A field that is None is left out where that is its default, and is "none" elsewhere, since TOML has no null.
+    A field that is None is omitted if that is its default, and "none" otherwise, since TOML has no null.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain: dict[str, Any] = {"name": value.name} if isinstance(value, Family) and value.name else {}
@@ -180,15 +180,22 @@ def to_plain(value: Any) -> Any:
         return [to_plain(inner) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, numbers.Real):  # NumPy's, for instance
+    if isinstance(value, numbers.Real):  # such as those of NumPy
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     raise ConfigurationError(
-        f"{value!r} cannot be written to a file; use a named configuration in its place, or keep it in Python"
+        f"{value!r} cannot be written to a file; use a named configuration instead, or keep it in Python"
     )
 
 
 def from_plain(kind: Any, plain: Any, where: str) -> Any:
-    """Plain data as a value of type `kind`; `where` is how the user knows the place, for the message."""
+    """Convert plain data to a value of type `kind`.
+
+    kind: a type annotation of a configuration field
+    plain: the data
+    where: the name of the value in error sentences
+
+    Raises ConfigurationError for data that does not fit.
+    """
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return _from_union(typing.get_args(kind), plain, where)
@@ -209,7 +216,7 @@ def from_plain(kind: Any, plain: Any, where: str) -> Any:
 
 
 def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
-    """An instance of a configuration class from a table of its fields."""
+    """An instance of a configuration class from plain data for its fields; `where` is its name in error sentences."""
     known = {item.path: item.kind for item in options(cls)}
     values = {}
     for key, plain in table.items():
@@ -221,7 +228,7 @@ def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
 
 
 def make(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """An instance of a configuration class from values that have their types already."""
+    """An instance of a configuration class from values that are converted already."""
     try:
         return cls(**values)
     except TypeError as error:
@@ -236,19 +243,12 @@ def _from_union(kinds: Sequence[Any], plain: Any, where: str) -> Any:
         kinds = [kind for kind in kinds if kind is not type(None)]
     if len(kinds) > 1:
         scalars = [kind for kind in kinds if kind in (int, float, bool)]
-        structured = [kind for kind in kinds if kind not in scalars]
-        if scalars and (isinstance(plain, int | float) or _is_number(plain)):
-            return _scalar(float if float in scalars else scalars[0], plain, where)
-        kinds = structured
+        if scalars:
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                float(plain)
+                return _scalar(float if float in scalars else scalars[0], plain, where)
+        kinds = [kind for kind in kinds if kind not in scalars]
     return from_plain(kinds[0], plain, where)
-
-
-def _is_number(plain: Any) -> bool:
-    try:
-        float(plain)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _tuple_from(kinds: Sequence[Any], plain: Any, where: str) -> tuple[Any, ...]:
@@ -257,7 +257,7 @@ def _tuple_from(kinds: Sequence[Any], plain: Any, where: str) -> tuple[Any, ...]
     if not isinstance(plain, list | tuple):
         plain = [plain]
     if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(from_plain(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(plain))
+        kinds = [kinds[0]] * len(plain)
     if len(plain) != len(kinds):
         raise ConfigurationError(f"{where} takes {len(kinds)} values, but {len(plain)} were given")
     return tuple(from_plain(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, plain, strict=True)))
@@ -284,40 +284,49 @@ def _table(plain: Any, where: str) -> Mapping[str, Any]:
 
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+"""Scalar types in error sentences."""
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def _scalar(kind: Any, plain: Any, where: str) -> Any:
-    complaint = ConfigurationError(f"{where} is {EXPECTED.get(kind, noun(kind))}, but {plain!r} was given")
-    if kind is bool:
-        truth = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if isinstance(plain, bool):
-            return plain
-        if isinstance(plain, str) and plain.lower() in truth:
-            return truth[plain.lower()]
-        raise complaint
-    if kind in (int, float):
-        if isinstance(plain, bool):
-            raise complaint
-        try:
-            number = float(plain)
-        except (TypeError, ValueError):
-            raise complaint from None
-        if math.isnan(number) or (kind is int and number != int(number) if math.isfinite(number) else kind is int):
-            raise complaint
-        return int(plain if isinstance(plain, int) else number) if kind is int else number
-    if kind is str and isinstance(plain, str):
+    # msgspec.convert takes neither "1e4" for an integer nor "yes", and its errors name types, not what to write.
+    if kind in (bool, str) and isinstance(plain, kind):
         return plain
-    raise complaint
+    if kind is bool and isinstance(plain, str) and plain.lower() in _BOOLEANS:
+        return _BOOLEANS[plain.lower()]
+    if kind in (int, float) and not isinstance(plain, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(plain)
+            if kind is float and not math.isnan(number):
+                return number
+            if kind is int and number == int(number):
+                return int(plain if isinstance(plain, int) else number)
+    raise ConfigurationError(f"{where} is {EXPECTED.get(kind, noun(kind))}, but {plain!r} was given")
+
+
+def read_text(path: str | Path, what: str, utf8_hint: str) -> str:
+    """The text of a file; raises ConfigurationError if it cannot be read.
+
+    path: the file
+    what: what it is, in the error sentence
+    utf8_hint: how the sentence continues after "is not UTF-8 text"
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise ConfigurationError(f"the {what} {path} cannot be read: {reason}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"the {what} {path} is not UTF-8 text{utf8_hint}") from None
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """The table in a TOML file, or a sentence that says why there is none; `what` is what the file should hold."""
+    """The table in a TOML file; `what` says in error sentences what kind of file it is.
+
+    Raises ConfigurationError if the file cannot be read or parsed.
+    """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = (error.strerror or "it cannot be read").lower()
-        raise ConfigurationError(f"the {what} file {path} cannot be read: {reason}") from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"the {what} file {path} is not UTF-8 text, which TOML must be") from None
+        return tomllib.loads(read_text(path, f"{what} file", ", which TOML must be"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"the {what} file {path} is not TOML: {error}") from None

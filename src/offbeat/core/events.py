@@ -1,7 +1,7 @@
-"""What happens to a node. Every event carries `at`, the time in seconds since the run began.
+"""Events: the input of `Node.handle`. Every event has `at`, its time in seconds since the run began.
 
-Tensors in events are *leases*: they are good inside `handle`. A node that wants to hold on to the payload of a
-message calls `keep()`; a gradient it wants to hold on to, it sends or copies.
+Tensors in events are *leases*: they are valid inside `handle` only. To keep the payload of a message, a node calls
+`keep()`; to keep a gradient, it sends or copies it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offbeat.core.messages import Buffers, Message
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The node's first event."""
+    """The first event of every node."""
 
     at: float
 
@@ -25,9 +25,9 @@ class Started:
 class GradientReady:
     """The outstanding computation has ended.
 
-    `gradient` is the SUM over samples, never a mean, and `loss` likewise; both were taken at `version`.
-    `draws` is the half-open range of data positions used. `seconds` counts from the start of the round,
-    `induced_seconds` of them were artificial delay. Where `finite` is false, `gradient` must not be used.
+    `gradient` and `loss` are SUMS over samples, not means, computed at the parameters of `version`. `draws` is the
+    half-open range of data positions. `seconds` is the duration of the round, of which `induced_seconds` were injected
+    delay. If `finite` is false, `gradient` must not be used.
     """
 
     at: float
@@ -44,9 +44,9 @@ class GradientReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReady:
-    """The variant for users who step an optimizer of their own: the change of the parameters, not a gradient.
+    """The counterpart of `GradientReady` for users with an optimizer of their own: the change of the parameters.
 
-    `loss` is None where the user has not told it. Where `finite` is false, `delta` must not be used.
+    `loss` is None if the user gave none. If `finite` is false, `delta` must not be used.
     """
 
     at: float
@@ -63,7 +63,7 @@ class StepReady:
 
 @dataclass(frozen=True, slots=True)
 class MessageArrived:
-    """A message from `source`. Its tensors are a lease; `keep()` returns a message that may be held on to."""
+    """A message from rank `source`. Its tensors are a lease; `keep()` returns a message that may be stored."""
 
     at: float
     source: int
@@ -73,7 +73,7 @@ class MessageArrived:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message to `to` has left this node, so its link is free again. `key` is the Send's `supersedes`."""
+    """A message to rank `to` was transmitted, and its link is free again. `key` is `Send.supersedes`."""
 
     at: float
     to: int
@@ -82,13 +82,15 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
+    """The timer `name` of `SetTimer` has expired."""
+
     at: float
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The answer to `Evaluate`; `accuracy` is None where the workload has none, the other where classes are few."""
+    """The result of `Evaluate`. `accuracy` is None without class labels, `accuracy_top5` with 5 classes or fewer."""
 
     at: float
     version: int
@@ -99,7 +101,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """There is a link to `peer` now. A peer that comes back has a higher incarnation."""
+    """The link to `peer` is up. After a restart of the peer its incarnation is higher."""
 
     at: float
     peer: int
@@ -108,7 +110,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to `peer` is gone; nothing of this incarnation will arrive any more."""
+    """The link to `peer` is down; no further message of this incarnation will arrive."""
 
     at: float
     peer: int
@@ -117,10 +119,10 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This participant should end in order: its user has left the loop, or pressed Ctrl-C. The others may go on.
+    """This rank should leave the run in order: its training loop was left, or interrupted. Other ranks continue.
 
-    With `stay` its user has come to the end of a loop without a goal that all share: it computes no more, and among
-    equals stays until the others have come to theirs, so that it has a part in the result, and gets it.
+    `stay`: the loop has ended, and the run has no common goal. The rank computes no more; in a decentralized strategy
+    it remains a member until the other ranks have ended too, so that the result includes its parameters.
     """
 
     at: float

@@ -1,4 +1,4 @@
-"""Data that is drawn by number, data as two tensors, and the order in which a rank draws."""
+"""Training data with random access, and the order in which a rank draws from it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Data(ABC):
-    """Examples that are drawn by number, each with a target."""
+    """Examples with random access, each with a target."""
 
     targets: Tensor
 
     @abstractmethod
     def take(self, indices: Tensor) -> Batch:
-        """A batch of these examples, as they are evaluated."""
+        """The examples with these indices as a batch for evaluation, without augmentation."""
 
     @abstractmethod
     def between(self, first: int, stop: int) -> Batch:
-        """The examples first .. stop − 1, or up to the last, as they are evaluated."""
+        """The examples [first, stop) as a batch for evaluation; `stop` may be beyond the end."""
 
     def drawn(self, order: Order, first: int, stop: int) -> Batch:
-        """The examples of draws first .. stop − 1, as they are trained on: a pure function of (seed, rank, draw)."""
+        """The examples of the draws [first, stop) as a batch for training: a pure function of (seed, rank, draw)."""
         return self.take(order.take(first, stop))
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Data(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Examples(Data):
-    """Inputs and targets, example i being row i of both."""
+    """Data in two tensors: example i is row i of both."""
 
     inputs: Tensor
     targets: Tensor
@@ -64,7 +64,10 @@ class Examples(Data):
 
     @classmethod
     def of(cls, data: Any) -> Examples:
-        """Examples as they are, or from a pair of tensors or arrays, or from a map-style dataset of such pairs."""
+        """Examples from a pair of tensors or arrays, or from a map-style dataset of such pairs.
+
+        Raises ConfigurationError for anything else.
+        """
         if isinstance(data, cls):
             return data
         if isinstance(data, TensorDataset):
@@ -93,13 +96,13 @@ class Examples(Data):
             raise ConfigurationError(f"data must be a pair of tensors or arrays (inputs, targets), but is {what}")
         inputs, targets = (_tensor(item) for item in pair)
         if isinstance(pair[1], np.ndarray) and is_whole(targets):
-            # torch's losses take class labels as int64 only; NumPy's come in every width.
+            # torch's losses accept class labels as int64 only.
             targets = targets.long()
         return cls(inputs, targets)
 
 
 def data_of(data: Any) -> Data:
-    """Data as it is, or whatever `Examples` are made of."""
+    """`data` itself if it is a `Data`, otherwise `Examples.of(data)`."""
     return data if isinstance(data, Data) else Examples.of(data)
 
 
@@ -108,12 +111,12 @@ def _is_array(item: Any) -> bool:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether it holds whole numbers, as class labels are."""
+    """Whether the dtype is an integer type, as for class labels."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _tensor(array: Any) -> Tensor:
-    """A tensor as it is; an array copied, float64 (NumPy's default) becoming the default dtype of models."""
+    """A tensor itself, or a copy of an array, with float64 (NumPy's default) converted to torch's default dtype."""
     if isinstance(array, Tensor):
         return array
     try:
@@ -133,22 +136,26 @@ _MIXES = (
 class Order:
     """The order in which a rank draws its examples: a pure function of (seed, rank, draw).
 
-    Draw d belongs to epoch d // n; each epoch is a permutation of its own, so any range can be taken again.
-    Between calls only the newest epoch is kept, in the narrowest integers, so that a thousand of these are small.
+    Draw d belongs to epoch d // n, and each epoch has its own permutation, so that any range can be repeated. Only the
+    permutation of the latest epoch is cached, in the narrowest integer type, since a simulation has one per worker.
+
+    indices: the examples of this rank
+    seed: the seed of the run
+    rank: the rank
     """
 
     def __init__(self, indices: Indices, seed: int, rank: int) -> None:
         self._indices = indices
         self._seed = seed
         self._rank = rank
-        self._kept: tuple[int, npt.NDArray[Any]] | None = None
+        self._cached: tuple[int, npt.NDArray[Any]] | None = None
         self._key: np.uint64 | None = None
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def take(self, first: int, stop: int) -> Tensor:
-        """The examples of draws first .. stop − 1."""
+        """The indices of the examples of the draws [first, stop)."""
         size = len(self._indices)
         parts = []
         while first < stop:
@@ -158,8 +165,8 @@ class Order:
             first += end - position
         return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
 
-    def chances(self, first: int, stop: int) -> npt.NDArray[np.uint64]:
-        """64 random bits for each of these draws, whatever was asked for before: splitmix64 of the draw's number."""
+    def random_bits(self, first: int, stop: int) -> npt.NDArray[np.uint64]:
+        """64 random bits for each of the draws [first, stop), independent of earlier calls: splitmix64 of the draw."""
         if self._key is None:
             self._key = stream(self._seed, "chances", self._rank).integers(2**64, dtype=np.uint64)
         bits = np.arange(first, stop, dtype=np.uint64) * _GOLDEN + self._key
@@ -168,8 +175,8 @@ class Order:
         return bits ^ (bits >> np.uint64(31))
 
     def _permutation(self, epoch: int) -> npt.NDArray[Any]:
-        if self._kept is None or self._kept[0] != epoch:
+        if self._cached is None or self._cached[0] != epoch:
             size = len(self._indices)
             permutation = stream(self._seed, "order", self._rank, epoch).permutation(size)
-            self._kept = epoch, permutation.astype(np.min_scalar_type(size - 1))
-        return self._kept[1]
+            self._cached = epoch, permutation.astype(np.min_scalar_type(size - 1))
+        return self._cached[1]

@@ -1,11 +1,11 @@
-"""A module's state as contiguous vectors: one for parameters, one for gradients, one per dtype for buffers.
+"""The state of a module as contiguous vectors: one for parameters, one for gradients, one per dtype for buffers.
 
-Everything that travels, is averaged or is stepped is one flat tensor. `FlatModule` rebinds a module so that its
-own tensors are views into those vectors; nothing is gathered or scattered per step. `Layout` says which piece of a
-vector is which tensor, and needs no module: a hub that never computes has only the layout.
+Messages, averages and optimizer steps use these flat vectors. `FlatModule` makes the tensors of a module views of them,
+so that nothing is gathered or scattered per step. `Layout` maps slices of a vector to tensors without a module: a hub
+that does not compute has only the layout.
 
-Frozen parameters (`requires_grad=False`) stay in the module and do not travel; every rank must start with the same
-ones, so their values are part of the fingerprint.
+Frozen parameters (`requires_grad=False`) are not part of the vectors and are never sent; every rank must start with the
+same ones, so their values are part of the fingerprint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from offbeat.errors import ConfigurationError, ContractViolation
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where one named tensor lies in a flat vector: elements `start` to `stop`, in this shape and order."""
+    """A named tensor as elements [start, stop) of a flat vector, with its shape and stride."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,19 +37,19 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """The persistent buffers of one dtype."""
+    """The persistent buffers of one dtype, which share a flat vector."""
 
     dtype: torch.dtype
-    slots: tuple[TensorSlice, ...]
+    slices: tuple[TensorSlice, ...]
 
     @property
     def numel(self) -> int:
-        return self.slots[-1].stop if self.slots else 0
+        return self.slices[-1].stop if self.slices else 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which piece of which flat vector is which tensor. Equal on all ranks, or they do not train one model."""
+    """Which slice of which flat vector is which tensor. It must be equal on all ranks of a run."""
 
     dtype: torch.dtype
     parameters: tuple[TensorSlice, ...]
@@ -58,32 +59,31 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """How many elements are trained."""
+        """The number of trainable elements."""
         return self.parameters[-1].stop if self.parameters else 0
 
     def fingerprint(self) -> str:
-        """Equal exactly where two ranks can exchange flat vectors."""
+        """A digest that is equal if and only if two ranks can exchange flat vectors."""
         return hashlib.sha256(repr((self.dtype, self.parameters, self.buffers, self.frozen)).encode()).hexdigest()
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat vector of parameters (or gradients), in the order of the slots."""
+        """Views of a flat vector of parameters or gradients, one per parameter."""
         return _views(flat, self.parameters, self.numel)
 
     def shaped_buffers(self, buffers: Buffers) -> list[Tensor]:
-        """Views of flat buffers, group after group."""
+        """Views of flat buffers, one per buffer, group by group."""
         pairs = zip(buffers, self.buffers, strict=True)
-        return [view for flat, group in pairs for view in _views(flat, group.slots, group.numel)]
+        return [view for flat, group in pairs for view in _views(flat, group.slices, group.numel)]
 
 
 class FlatModule:
     """A module whose trainable parameters, their gradients and its persistent buffers are views of flat tensors.
 
-    The module stays an ordinary one: `backward` accumulates into `gradients`, batch norm writes into `buffers`,
-    `load_state_dict` writes into both. Move or convert it *before* it is made flat.
+    The module remains usable as before: `backward` accumulates into `gradients`, batch norm writes into `buffers`, and
+    `load_state_dict` into both. Move or convert it to another device or dtype *before* this.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        homes = list(_persistent_buffers(module))
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.module = module
         self.layout = layout = layout_of(module)
@@ -93,33 +93,33 @@ class FlatModule:
         self._buffers = tuple(torch.empty(group.numel, dtype=group.dtype, device=device) for group in layout.buffers)
         _rebind(trained, layout.shaped(self.parameters))
         self._trained = list(zip(trained, layout.shaped(self.gradients), layout.shaped(self.parameters), strict=True))
-        in_groups = [home for group in layout.buffers for home in homes if home.tensor.dtype == group.dtype]
-        _rebind([home.tensor for home in in_groups], layout.shaped_buffers(self._buffers))
-        self._homes = in_groups
+        refs = list(_persistent_buffers(module))
+        self._buffer_refs = [ref for group in layout.buffers for ref in refs if ref.tensor.dtype == group.dtype]
+        _rebind([ref.tensor for ref in self._buffer_refs], layout.shaped_buffers(self._buffers))
         self.bind_gradients()
 
     @property
     def buffers(self) -> Buffers:
         """The flat buffers, one per dtype."""
-        # A module may assign a new tensor to a buffer where batch norm writes in place; take it back in.
-        for home in self._homes:
-            current = home.owner._buffers.get(home.key)
-            if current is not None and current is not home.tensor:
-                home.tensor.copy_(current)
-                home.owner._buffers[home.key] = home.tensor
+        # A module may assign a new tensor to a buffer instead of writing in place: copy it, and restore the view.
+        for ref in self._buffer_refs:
+            current = ref.owner._buffers.get(ref.key)
+            if current is not None and current is not ref.tensor:
+                ref.tensor.copy_(current)
+                ref.owner._buffers[ref.key] = ref.tensor
         return self._buffers
 
     def check_in_place(self) -> None:
-        """Refuse a module whose parameters have become other tensors than the views that they were made."""
+        """Raise ConfigurationError if the parameters of the module are no longer views of the flat vector."""
         for parameter, _, view in self._trained:
             if parameter.data_ptr() != view.data_ptr():
                 raise ConfigurationError(
-                    "the module was moved, converted or made flat again after offbeat had taken it over, so its "
-                    "parameters are no longer the ones that are trained; call module.to(...) before, not after"
+                    "the module was moved, converted or passed to offbeat again after offbeat had started to train it, "
+                    "so its parameters are no longer the ones that are trained; call module.to(...) before, not after"
                 )
 
     def bind_gradients(self) -> None:
-        """Make every `.grad` a view of `gradients` again, after something such as `module.zero_grad()` dropped it."""
+        """Make every `.grad` a view of `gradients` again, for example after `module.zero_grad()` has set it to None."""
         self.check_in_place()
         for parameter, gradient, _ in self._trained:
             if parameter.grad is not gradient:
@@ -131,7 +131,7 @@ class FlatModule:
         self.bind_gradients()
 
     def load(self, parameters: Tensor, buffers: Buffers) -> None:
-        """Copy values in; the tensors stay the same."""
+        """Copy values into the module, in place."""
         _check_flat(parameters, self.layout.numel)
         self.parameters.copy_(parameters)
         for mine, theirs in zip(self.buffers, buffers, strict=True):
@@ -140,7 +140,10 @@ class FlatModule:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """The layout of a module, which is left as it is. Refuses what cannot be one flat vector."""
+    """The layout of a module, which is not changed.
+
+    Raises ConfigurationError if its parameters cannot be one flat vector.
+    """
     named = list(module.named_parameters())
     for name, parameter in named:
         if isinstance(parameter, nn.UninitializedParameter):
@@ -149,33 +152,33 @@ def layout_of(module: nn.Module) -> Layout:
                 "run one batch through the module first: module(batch)"
             )
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    homes = list(_persistent_buffers(module))
-    _check_trainable(module, trained, [home.tensor for home in homes])
+    refs = list(_persistent_buffers(module))
+    _check_trainable(module, trained, [ref.tensor for ref in refs])
     groups: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-    for home in homes:
-        groups.setdefault(home.tensor.dtype, []).append((home.name, home.tensor))
+    for ref in refs:
+        groups.setdefault(ref.tensor.dtype, []).append((ref.name, ref.tensor))
     return Layout(
         dtype=trained[0][1].dtype,
-        parameters=_slots(trained),
-        buffers=tuple(BufferGroup(dtype, _slots(members)) for dtype, members in groups.items()),
+        parameters=_slices(trained),
+        buffers=tuple(BufferGroup(dtype, _slices(members)) for dtype, members in groups.items()),
         frozen=_digest((name, parameter) for name, parameter in named if not parameter.requires_grad),
     )
 
 
 def is_averaged(buffer: Tensor) -> bool:
-    """Whether several of this buffer become one by their mean; of integers and booleans it is the maximum."""
+    """Whether this buffer is merged by its mean; integers and booleans are merged by their maximum."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 
 def is_finite(vector: Tensor) -> bool:
-    """Whether every element is finite. A finite sum proves it, at a fraction of the cost of looking at each."""
+    """Whether every element is finite. A finite sum implies it, at a fraction of the cost."""
     return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())
 
 
 def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
-    """Buffers of several workers as one: floats averaged by samples, integers and booleans by their maximum.
+    """Merge (buffers, samples) of several workers into new tensors: means weighted by samples, maxima for integers.
 
-    A part of no samples has no say, whatever it holds. The result is made of new tensors.
+    Parts without samples are ignored. Raises ContractViolation if there are no others.
     """
     counted = [(buffers, samples) for buffers, samples in parts if samples > 0]
     if not counted:
@@ -194,7 +197,7 @@ def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
 
 
 def renewed_buffers(before: Buffers, parts: Sequence[tuple[Buffers, int]]) -> Buffers:
-    """Those of a hub, after these parts. Counters never fall: what is stale has counted less than it knows already."""
+    """The buffers of a hub after merging these parts. Integer counters never decrease, even if the parts are stale."""
     counted = [(buffers, samples) for buffers, samples in parts if buffers and samples > 0]
     if not counted:
         return before
@@ -202,22 +205,23 @@ def renewed_buffers(before: Buffers, parts: Sequence[tuple[Buffers, int]]) -> Bu
     return tuple(new if is_averaged(new) else torch.maximum(new, old) for new, old in pairs)
 
 
-@dataclass(frozen=True)
-class _Home:
+class _BufferRef(NamedTuple):
+    """A buffer, and the module that it is registered in."""
+
     name: str
     owner: nn.Module
     key: str
     tensor: Tensor
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[_Home]:
+def _persistent_buffers(module: nn.Module) -> Iterator[_BufferRef]:
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for key, tensor in owner._buffers.items():
             if tensor is None or key in owner._non_persistent_buffers_set or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            yield _Home(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
+            yield _BufferRef(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
 
 
 def _check_trainable(module: nn.Module, trained: Sequence[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> None:
@@ -229,9 +233,9 @@ def _check_trainable(module: nn.Module, trained: Sequence[tuple[str, Tensor]], b
         )
     first = {parameter.dtype: name for name, parameter in reversed(trained)}
     if len(first) > 1:
-        found = ", ".join(f"{_short(dtype)} ({name})" for dtype, name in reversed(first.items()))
+        listed = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in reversed(first.items()))
         raise ConfigurationError(
-            f"the trainable parameters of {kind} have several dtypes: {found}, but one is expected; "
+            f"the trainable parameters of {kind} have several dtypes: {listed}, but one is expected; "
             f"type module.to({trained[0][1].dtype}), or freeze the others with requires_grad_(False)"
         )
     devices = {str(tensor.device) for tensor in itertools.chain((p for _, p in trained), buffers)}
@@ -242,16 +246,16 @@ def _check_trainable(module: nn.Module, trained: Sequence[tuple[str, Tensor]], b
         )
 
 
-def _slots(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorSlice, ...]:
-    slots: list[TensorSlice] = []
+def _slices(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorSlice, ...]:
+    slices: list[TensorSlice] = []
     start = 0
     for name, tensor in named:
         shape, stop = tuple(tensor.shape), start + tensor.numel()
-        # Kept as it lies in memory where that has no holes, so that channels_last weights stay channels_last.
+        # Keep the memory format of a dense tensor, so that channels_last weights stay channels_last.
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
-        slots.append(TensorSlice(name, shape, tuple(stride), start, stop))
+        slices.append(TensorSlice(name, shape, tuple(stride), start, stop))
         start = stop
-    return tuple(slots)
+    return tuple(slices)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -263,10 +267,10 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _views(flat: Tensor, slots: Sequence[TensorSlice], numel: int) -> list[Tensor]:
+def _views(flat: Tensor, slices: Sequence[TensorSlice], numel: int) -> list[Tensor]:
     _check_flat(flat, numel)
     offset = flat.storage_offset()
-    return [flat.as_strided(slot.shape, slot.stride, offset + slot.start) for slot in slots]
+    return [flat.as_strided(part.shape, part.stride, offset + part.start) for part in slices]
 
 
 def _check_flat(flat: Tensor, numel: int) -> None:
@@ -281,7 +285,7 @@ def _check_flat(flat: Tensor, numel: int) -> None:
 def _rebind(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     for tensor, view in zip(tensors, views, strict=True):
         view.copy_(tensor)
-        # Through .data the object stays the same, and with it tied weights and every reference others hold.
+        # Assigning .data keeps the tensor object, and with it tied weights and other references to it.
         tensor.data = view
 
 
@@ -291,7 +295,3 @@ def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,9 +1,9 @@
-"""Memory for messages and copies, reused as soon as no tensor refers to it any more.
+"""Memory for messages and copies, reused as soon as no tensor refers to it.
 
-Fresh memory costs many times what filling it again does, and a run receives messages of the same few sizes over and
-over. Nothing has to be returned explicitly: a loan is a numpy view of a slab, wrapped as a tensor. The tensor's storage
-refers to the view for as long as any tensor shares the storage, and when the view is freed, the callback of a weak
-reference to it puts the slab back.
+Page faults on new memory cost many times what writing to it again does, and a run receives messages of the same few
+sizes repeatedly. Memory need not be returned explicitly: a loan is a numpy view of a slab, wrapped as a tensor. The
+storage of the tensor refers to the view as long as any tensor shares it; when the view is freed, the callback of a weak
+reference returns the slab.
 
 Any thread may call any method, without a lock. Each step on shared state is a single operation of a built-in container
 that Python makes atomic (`dict.get`, `setdefault`, `pop`, item assignment, `list(dict)`, `deque.append`, `deque.pop`;

@@ -1,10 +1,10 @@
-"""What nodes say to each other: a small typed header and flat tensors.
+"""Messages between nodes: a small typed header and flat tensors.
 
-A message is a frozen dataclass. Fields declared as `Tensor` or `Buffers` are its payload; all others are its
-header, plain data that msgspec can encode. A strategy defines its own messages in its own file by subclassing
-`Message`; the two that end a run are here because every family ends the same way.
+A message is a frozen dataclass. Fields declared as `Tensor` or `Buffers` are its payload; all others are its header,
+plain data that msgspec can encode. A strategy defines its messages in its own file by subclassing `Message`; the two
+that end a run are here, since all strategies end in the same way.
 
-A tensor in a message is immutable from the moment it is handed to `Send`.
+A tensor in a message must not change after it was passed to `Send`.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from torch import Tensor
 from offbeat.errors import ContractViolation
 
 Buffers = tuple[Tensor, ...]
-"""The module's buffers (batch-norm statistics and the like), flat, one tensor per dtype."""
+"""The buffers of a module (such as batch-norm statistics): one flat tensor per dtype."""
 
 HEADER_BYTES = 64
-"""What a header is taken to weigh where no wire is there to weigh it."""
+"""Assumed size of a header where messages are not encoded, as in the simulator."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """The root of all messages. `kinds` finds a class by its key, module and qualified name, on the receiving side.
+    """The base class of messages. The receiver finds the class in `kinds` by its module and qualified name.
 
-    A module that defines two messages of one name is refused. A tensor that is declared in none of `increments`,
-    `values` and `roundtrip` always travels exactly as it is.
+    Two messages of the same name in one module raise ContractViolation. A tensor whose field is in none of
+    `increments`, `values` and `roundtrip` is never compressed.
     """
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
     key: ClassVar[str] = ""
-    """Under which `kinds` has this class; it travels with every message."""
+    """The key of this class in `kinds`, sent with every message."""
     increments: ClassVar[tuple[str, ...]] = ()
-    """Tensors that may be compressed and are added to something: what is lost of one is added to the next."""
+    """Fields that may be compressed and are added up by the receiver: the error of one is added to the next."""
     values: ClassVar[tuple[str, ...]] = ()
-    """Tensors that may be compressed and take the place of something."""
+    """Fields that may be compressed and replace a value at the receiver."""
     roundtrip: ClassVar[tuple[str, ...]] = ()
-    """Tensors that went through `Compression.roundtrip`, so that both ends use the same values: coded without loss."""
+    """Fields that hold results of `Compression.roundtrip`: both ends use the same values, encoded without loss."""
     residual_key_fields: ClassVar[tuple[str, ...]] = ()
-    """Header fields that tell increments apart that are about different entries, such as the number of a fragment."""
+    """Header fields that identify which residual an increment belongs to, such as the number of a fragment."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.key = f"{cls.__module__}.{cls.__qualname__}"
         earlier = Message.kinds.get(cls.key)
-        # A class that its module no longer holds was loaded before and is replaced; `__main__` may be a notebook.
-        still_there = earlier is not None and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is earlier
-        if still_there and cls.__module__ != "__main__":
+        # A class that is no longer in its module is from before a reload; `__main__` may be a notebook, run repeatedly.
+        is_current = earlier is not None and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is earlier
+        if is_current and cls.__module__ != "__main__":
             raise ContractViolation(
                 f"the module {cls.__module__} defines the message {cls.__qualname__} twice; ranks find a message by "
                 "its module and name, so give one of the two another name"
@@ -62,28 +62,25 @@ class Message:
 
     @classmethod
     def compressible(cls) -> tuple[str, ...]:
-        """The names of the tensors that may be compressed."""
+        """The names of the fields that may be compressed."""
         return (*cls.increments, *cls.values, *cls.roundtrip)
 
     def tensors(self) -> list[Tensor]:
         """The payload, in the order of the fields."""
-        found: list[Tensor] = []
-        for name, single in _payload(type(self)):
-            if single:
-                found.append(getattr(self, name))
-            else:
-                found.extend(getattr(self, name))
-        return found
+        tensors: list[Tensor] = []
+        for name, is_single in _payload(type(self)):
+            tensors += [getattr(self, name)] if is_single else getattr(self, name)
+        return tensors
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Message:
-        """The same header over other tensors, taken in the order of `tensors()`."""
+        """A message with this header and other tensors, in the order of `tensors()`."""
         changes: dict[str, Any] = {}
-        for name, single in _payload(type(self)):
-            changes[name] = next(tensors) if single else tuple(next(tensors) for _ in getattr(self, name))
+        for name, is_single in _payload(type(self)):
+            changes[name] = next(tensors) if is_single else tuple(next(tensors) for _ in getattr(self, name))
         return dataclasses.replace(self, **changes)
 
     def copy(self) -> Message:
-        """The same message over tensors of its own."""
+        """A deep copy."""
         return self.with_tensors(tensor.clone() for tensor in self.tensors())
 
     @property
@@ -93,30 +90,31 @@ class Message:
 
 Kind = TypeVar("Kind", bound=Message)
 
+
 _PAYLOADS: dict[type[Message], list[tuple[str, bool]]] = {}
 
 
 def _payload(kind: type[Message]) -> list[tuple[str, bool]]:
-    """The fields of a message that hold tensors, and whether they hold just one."""
+    """The names of the fields that hold tensors, and whether each holds a single one."""
     if kind not in _PAYLOADS:
         hints = typing.get_type_hints(kind)
-        kinds = [(item.name, hints[item.name]) for item in dataclasses.fields(kind)]
-        _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in kinds if hint in (Tensor, Buffers)]
+        fields = [(item.name, hints[item.name]) for item in dataclasses.fields(kind)]
+        _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in fields if hint in (Tensor, Buffers)]
     return _PAYLOADS[kind]
 
 
 def packed(message: Message) -> dict[str, Any]:
-    """A message as tensors and plain data, for a node's state."""
+    """A message as tensors and plain data, for the state of a node."""
     values = {item.name: getattr(message, item.name) for item in dataclasses.fields(message)}
     tensors = {}
-    for name, single in _payload(type(message)):
-        held = values.pop(name)
-        tensors[name] = held.clone() if single else [tensor.clone() for tensor in held]
+    for name, is_single in _payload(type(message)):
+        payload = values.pop(name)
+        tensors[name] = payload.clone() if is_single else [tensor.clone() for tensor in payload]
     return {"header": values, "tensors": tensors}
 
 
 def unpacked(kind: type[Kind], state: dict[str, Any]) -> Kind:
-    """The message that was packed, also where its tuples have become lists meanwhile."""
+    """The inverse of `packed`; tuples may have become lists in between."""
     return kind(**{name: _tuples(value) for part in ("header", "tensors") for name, value in state[part].items()})
 
 
@@ -126,7 +124,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Training is over; here is the result. Answered with `Stopped`."""
+    """Training has ended, with these parameters. The receiver answers with `Stopped`."""
 
     parameters: Tensor
     buffers: Buffers
@@ -135,7 +133,7 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class Stopped(Message):
-    """The sender computes no more; `draws_stop` is where its data position ended."""
+    """The sender has stopped computing. `draws_stop` is the end of its data position."""
 
     draws_stop: int
     samples: int

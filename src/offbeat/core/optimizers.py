@@ -1,10 +1,10 @@
-"""Optimizers as frozen configurations that step a flat vector in place.
+"""Optimizers as frozen configurations that update a flat vector in place.
 
-`optimizer.build(parameters, layout)` lays shaped views over the flat parameters and gives them to `torch.optim`,
-fused where torch can; so every torch optimizer works, and so do parameter groups. What comes back is a `Stepper`:
-one mean gradient in, one update made.
+`optimizer.build(parameters, layout)` passes shaped views of the flat parameters to `torch.optim`, fused where torch
+supports it, so that every torch optimizer and parameter groups work. It returns a `Stepper`, which makes one update per
+mean gradient.
 
-Weight decay belongs to the update and is applied once in each, at the current parameters.
+Weight decay is part of the update: it is applied once per update, at the current parameters.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from offbeat.core.validation import require, require_not_negative, require_posit
 from offbeat.errors import ConfigurationError
 
 Groups = list[dict[str, Any]]
-"""Parameter groups, as `torch.optim` takes them."""
+"""Parameter groups of `torch.optim`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Family):
-    """How a mean gradient becomes an update. A member says which torch optimizer to make."""
+    """How a mean gradient becomes an update. A member creates a torch optimizer."""
 
     lr: float | Schedule | None = None
     """learning rate, or a schedule of it; none: torch's"""
     clip_norm: float | None = None
-    """longest mean gradient let through, 2-norm over all parameters; none: any"""
+    """largest 2-norm of the mean gradient over all parameters, to which it is clipped; none: no clipping"""
     decay_1d: bool = True
     """weight decay on parameters of fewer than 2 dimensions (biases, norms) too"""
 
@@ -44,20 +44,20 @@ class Optimizer(Family):
         require_positive(self, "clip_norm")
 
     def build(self, parameters: Tensor, layout: Layout) -> Stepper:
-        """A stepper that updates `parameters`, a flat vector of that layout, in place."""
+        """A stepper that updates `parameters`, a flat vector of this layout, in place."""
         return Stepper(self, parameters, layout)
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
-        """The torch optimizer over these groups. `fused` is True where torch has fused kernels, otherwise None."""
+        """The torch optimizer of these groups. `fused` is True if torch has fused kernels, otherwise None."""
         raise NotImplementedError
 
     def before_step(self, groups: Groups, update: int) -> None:
-        """Called before every update, which are counted from 1."""
+        """Called before each update; `update` counts from 1."""
 
 
 @dataclass(frozen=True)
 class BuiltIn(Optimizer):
-    """What the optimizers with a name have in common."""
+    """The base class of the named optimizers."""
 
     lr: float | Schedule = 1e-3
     """learning rate, or a schedule of it"""
@@ -73,14 +73,14 @@ class BuiltIn(Optimizer):
 
 @dataclass(frozen=True)
 class SGD(BuiltIn, name="sgd"):
-    """Stochastic gradient descent, with momentum if wanted."""
+    """Stochastic gradient descent, with optional momentum."""
 
     lr: float | Schedule = 0.05
     """learning rate, or a schedule of it"""
     momentum: float = 0.0
-    """how much of the last step is kept, 0 up to 1"""
+    """momentum factor, from 0 to below 1"""
     nesterov: bool = False
-    """look ahead along the momentum"""
+    """use Nesterov momentum"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,11 +98,11 @@ class RMSprop(BuiltIn, name="rmsprop"):
     """Gradients divided by a running root mean square of themselves."""
 
     alpha: float = 0.99
-    """how much of the running mean square is kept, 0 up to 1"""
+    """smoothing factor of the running mean square, from 0 to below 1"""
     eps: float = 1e-8
     """added to the divisor"""
     momentum: float = 0.0
-    """how much of the last step is kept, 0 up to 1"""
+    """momentum factor, from 0 to below 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +110,7 @@ class RMSprop(BuiltIn, name="rmsprop"):
         require_positive(self, "eps")
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
-        # torch has no fused RMSprop, and chooses well itself: foreach on a GPU; on a CPU that takes 1.35 times as long.
+        # torch has no fused RMSprop; its default is foreach on a GPU only, which on a CPU takes 1.35 times as long.
         return torch.optim.RMSprop(
             groups, alpha=self.alpha, momentum=self.momentum, eps=self.eps, weight_decay=self.weight_decay
         )
@@ -118,10 +118,10 @@ class RMSprop(BuiltIn, name="rmsprop"):
 
 @dataclass(frozen=True)
 class Adam(BuiltIn, name="adam"):
-    """Adam, as torch has it: weight decay, if any, is added to the gradient."""
+    """Adam as in torch: weight decay is added to the gradient."""
 
     betas: tuple[float, float] = (0.9, 0.999)
-    """how much of the running means of gradients and of their squares is kept, 0 up to 1 each"""
+    """smoothing factors of the running means of gradients and of their squares, from 0 to below 1"""
     eps: float = 1e-8
     """added to the divisor"""
 
@@ -139,7 +139,7 @@ class Adam(BuiltIn, name="adam"):
 
 @dataclass(frozen=True)
 class AdamW(Adam, name="adamw"):
-    """Adam with decoupled weight decay: it shrinks the parameters directly."""
+    """Adam with decoupled weight decay, applied to the parameters directly."""
 
     weight_decay: float = 0.01
     """weight decay per update, times the learning rate"""
@@ -154,7 +154,7 @@ class AMSGrad(Adam, name="amsgrad"):
 
         m = β1 m + (1−β1) g;  v = β2 v + (1−β2) g²;  v̂ = max(v̂, v);  x −= lr·√(1−β2^k)/(1−β1^k) · m/(√v̂ + ε)
 
-    Not `torch.optim.Adam(amsgrad=True)`, which has ε·√(1−β2^k) in place of ε: for tiny gradients they differ.
+    It differs from `torch.optim.Adam(amsgrad=True)`, which has ε·√(1−β2^k) in place of ε, for tiny gradients.
     """
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
@@ -166,7 +166,7 @@ class AMSGrad(Adam, name="amsgrad"):
 
     @classmethod
     def like(cls, optimizer: Optimizer) -> AMSGrad:
-        """AMSGrad with whatever it has in common with another optimizer: rate, weight decay, clipping."""
+        """AMSGrad with the fields that it shares with another optimizer: rate, weight decay, clipping."""
         shared = {item.name for item in fields(cls)} & {item.name for item in fields(optimizer)}
         return cls(**{name: value for name in shared if (value := getattr(optimizer, name)) is not None})
 
@@ -177,19 +177,19 @@ class TorchOptimizer(Optimizer):
 
         TorchOptimizer(lambda groups: torch.optim.NAdam(groups, lr=2e-3))
 
-    It has no name, so it cannot be written to a file or chosen on the command line; otherwise it is a full member.
-    `lr`, where given, takes the place of the rate that `make` sets.
+    It has no name, so it cannot be written to a file or selected on the command line. `lr`, if given, overrides the
+    rate that `make` sets.
     """
 
     make: Callable[[Groups], torch.optim.Optimizer]
-    """makes the torch optimizer from parameter groups"""
+    """creates the torch optimizer from parameter groups"""
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         return self.make(groups)
 
 
 CIFAR_MILESTONES = (0.5, 0.75)
-"""Shares of the samples after which the learning rate drops, as is usual for CIFAR."""
+"""Fractions of the samples after which the learning rate drops, as is usual for CIFAR."""
 IMAGENET_MILESTONES = (0.3, 0.6, 0.8)
 """The same for ImageNet."""
 
@@ -209,11 +209,19 @@ def large_batch(
     factor: float = 0.1,
     clip_norm: float | None = None,
 ) -> AnyOptimizer:
-    """The same optimizer, set for updates of `batch` samples from each of `workers` workers.
+    """An optimizer for updates of `batch` samples from each of `workers` workers: linear scaling with warm-up.
 
-    Its learning rate, quoted for 256 samples, rises over the first epochs to rate · batch · workers / 256 and is
-    multiplied by `factor` at each milestone, a share of `until_samples`. Weight decay spares parameters of fewer than
-    two dimensions. `clip_norm`, where given, takes the place of the optimizer's own.
+    optimizer: the optimizer, whose `lr` is a number, the rate for 256 samples
+    epoch_samples: samples in an epoch
+    until_samples: samples in the whole run
+    batch: samples of each worker in an update
+    workers: number of workers
+    warmup_epochs: epochs over which the rate rises to lr · batch · workers / 256
+    milestones: fractions of `until_samples` at which the rate is multiplied by `factor`
+    factor: see `milestones`
+    clip_norm: clipping of the gradient; None: that of `optimizer`
+
+    Parameters of fewer than two dimensions have no weight decay in it. Raises ConfigurationError for invalid arguments.
     """
     counts = {"epoch_samples": epoch_samples, "until_samples": until_samples, "batch": batch, "workers": workers}
     for name, count in counts.items():
@@ -239,19 +247,19 @@ def _drops(base: float | Schedule | None, until: int, shares: tuple[float, ...],
         )
     require(
         all(0 < share < 1 for share in shares),
-        f"milestones are shares of the samples, above 0 and below 1, but are {shares!r}",
+        f"milestones are fractions of the samples, above 0 and below 1, but are {shares!r}",
     )
     return Milestones(base, tuple(round(share * until) for share in shares), factor)
 
 
 class Stepper:
-    """One optimizer at work on one flat vector of parameters."""
+    """Applies an optimizer to one flat vector of parameters."""
 
     def __init__(self, config: Optimizer, parameters: Tensor, layout: Layout) -> None:
         self._config = config
         self._layout = layout
         self.rate_factor = 1.0
-        """On the learning rate of the configuration; not part of the state."""
+        """Multiplier of the learning rate of the configuration; not part of the state."""
         self._updates = 0
         self._clipped: Tensor | None = None
         self._views = [nn.Parameter(view) for view in layout.shaped(parameters)]
@@ -259,9 +267,9 @@ class Stepper:
         self._torch = config.torch_optimizer(self._groups(), fused)
 
     def step(self, gradient: Tensor, samples: int) -> float:
-        """Make one update with a flat mean gradient, which is left as it is, and return the learning rate.
+        """Make one update with a flat mean gradient, which is not changed, and return the learning rate.
 
-        `samples` is how many were applied before this update in the whole run: the schedule's clock.
+        `samples` is the number of samples applied in the run before this update: the argument of the schedule.
         """
         groups: Groups = self._torch.param_groups
         if self._config.lr is not None:
@@ -269,45 +277,44 @@ class Stepper:
             for group in groups:
                 group["lr"] = rate
         self._config.before_step(groups, self._updates + 1)
-        # New views are cheaper than one copy into a vector of our own: 0.6 against 3.5 ms for 12 M parameters.
+        # New views are cheaper than a copy of the gradient: 0.6 against 3.5 ms for 12 M parameters.
         for parameter, view in zip(self._views, self._layout.shaped(self._clip(gradient)), strict=True):
             parameter.grad = view
         self._torch.step()
         for parameter in self._views:
-            parameter.grad = None  # the gradient may be a lease, and its memory is about to be used again
+            parameter.grad = None  # the gradient may be a lease, whose memory is reused
         self._updates += 1
         return float(groups[0]["lr"])
 
     def state(self) -> dict[str, Any]:
-        """A copy of everything that the next update depends on, but for the parameters themselves."""
+        """A copy of everything that the next update depends on, except the parameters."""
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self._torch.param_groups]
         return {
             "updates": self._updates,
             "groups": _copy(groups),
             "slots": {
-                slot.name: {key: _copy(value) for key, value in self._torch.state.get(parameter, {}).items()}
-                for slot, parameter in zip(self._layout.parameters, self._views, strict=True)
+                part.name: {key: _copy(value) for key, value in self._torch.state.get(parameter, {}).items()}
+                for part, parameter in zip(self._layout.parameters, self._views, strict=True)
             },
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state, bit for bit."""
+        """Continue from a `state()`, bit for bit."""
         self._updates = state["updates"]
         for group, saved in zip(self._torch.param_groups, state["groups"], strict=True):
             group.update(_copy(saved))
         # Not through load_state_dict, which casts state to the dtype of the parameters.
         self._torch.state.clear()
-        for slot, parameter in zip(self._layout.parameters, self._views, strict=True):
-            values = state["slots"][slot.name]
-            if values:
+        for part, parameter in zip(self._layout.parameters, self._views, strict=True):
+            if values := state["slots"][part.name]:
                 self._torch.state[parameter] = {key: _copy(value) for key, value in values.items()}
 
     def _groups(self) -> Groups:
         if self._config.decay_1d:
             return [{"params": list(self._views)}]
         decayed = [view for view in self._views if view.ndim >= 2]
-        spared = [view for view in self._views if view.ndim < 2]
-        groups: Groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+        undecayed = [view for view in self._views if view.ndim < 2]
+        groups: Groups = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
     def _clip(self, gradient: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""One random stream per rank and purpose, all derived from the seed.
+"""Independent random streams per rank and purpose, derived from the seed.
 
-So a change in how often one part draws never shifts what another part sees.
+The number of values that one component draws does not affect the streams of others.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """A generator for one purpose ("order", "speed", ...), rank and whatever else tells it apart."""
+    """The generator of a purpose ("order", "speed", …) and of `keys`, such as a rank."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *keys])))
 
 
 def state_of(random: np.random.Generator) -> dict[str, Any]:
-    """Where a generator is, as plain data; its numbers are too long for a file's integers, so they are text."""
+    """The state of a generator as plain data; its 128-bit integers are written as text."""
     state = random.bit_generator.state
     return {
         "state": str(state["state"]["state"]),
@@ -28,7 +28,7 @@ def state_of(random: np.random.Generator) -> dict[str, Any]:
 
 
 def restore(random: np.random.Generator, state: dict[str, Any]) -> None:
-    """Put a generator back to where it was."""
+    """Set the state of a generator."""
     random.bit_generator.state = {
         "bit_generator": "PCG64",
         "state": {"state": int(state["state"]), "inc": int(state["inc"])},

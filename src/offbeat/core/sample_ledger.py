@@ -1,7 +1,7 @@
-"""Data positions. A sample is (rank, draw); these are the draws of one rank that are accounted for.
+"""The draws of one rank that are accounted for. A sample is identified by (rank, draw).
 
-Kept as disjoint, sorted, half-open ranges. Almost always there is a single range [0, n): gaps appear only while
-messages overtake each other, or when a worker died with one on the way.
+They are stored as disjoint, sorted, half-open ranges. Almost always there is a single range [0, n): gaps exist only
+while messages are out of order, or after a worker was lost with a message in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 
 class SampleLedger:
-    """A set of draws that refuses to hold one twice."""
+    """A set of draws; adding one twice raises ContractViolation."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._ranges: list[Range] = []
@@ -23,7 +23,7 @@ class SampleLedger:
             self.add(first, stop)
 
     def add(self, first: int, stop: int) -> None:
-        """Account for the draws in [first, stop)."""
+        """Enter the draws [first, stop)."""
         if first == stop:
             return
         at = bisect_right(self._ranges, (first, stop))
@@ -35,21 +35,22 @@ class SampleLedger:
         self._join(at)
 
     def _join(self, at: int) -> None:
+        """Merge the range at index `at` with adjacent ones."""
         for left in (at, at - 1):
             if left >= 0 and left + 1 < len(self._ranges) and self._ranges[left][1] == self._ranges[left + 1][0]:
                 self._ranges[left : left + 2] = [(self._ranges[left][0], self._ranges[left + 1][1])]
 
     def remove(self, first: int, stop: int) -> None:
-        """Take back that the draws in [first, stop) are accounted for."""
-        at = bisect_right(self._ranges, first, key=lambda found: found[0]) - 1
+        """Remove the draws [first, stop)."""
+        at = bisect_right(self._ranges, first, key=lambda entry: entry[0]) - 1
         if at < 0 or self._ranges[at][1] < stop:
             raise ContractViolation(f"draws {first} to {stop} were not accounted for: {self._ranges}")
         before, after = (self._ranges[at][0], first), (stop, self._ranges[at][1])
-        self._ranges[at : at + 1] = [found for found in (before, after) if found[0] < found[1]]
+        self._ranges[at : at + 1] = [rest for rest in (before, after) if rest[0] < rest[1]]
 
     @property
     def first_missing(self) -> int:
-        """Where a worker that lost its position goes on: nothing below is missing."""
+        """The lowest draw that is missing: where a restarted worker continues."""
         return self._ranges[0][1] if self._ranges and self._ranges[0][0] == 0 else 0
 
     def missing_below(self, stop: int) -> Iterator[Range]:
@@ -63,7 +64,7 @@ class SampleLedger:
             yield position, stop
 
     def room_from(self, draw: int) -> tuple[int, int | None]:
-        """The next draw at or after `draw` that is missing, and how many follow it until one that is not."""
+        """The first missing draw from `draw` on, and the length of its gap; None: unlimited."""
         for first, stop in self._ranges:
             if first <= draw < stop:
                 draw = stop

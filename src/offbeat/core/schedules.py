@@ -1,7 +1,7 @@
-"""Learning rates as functions of the samples applied so far in the whole run.
+"""Learning rates as functions of the number of samples applied in the whole run.
 
-Never of a local step count: so runs with different batch sizes, speeds and strategies stay comparable.
-A plain number is a schedule too, wherever one is asked for.
+They do not depend on local step counts, so that runs with different batch sizes, speeds and strategies are comparable.
+Wherever a schedule is expected, a number is accepted too.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from offbeat.core.configuration import Family
 from offbeat.core.validation import require, require_not_negative, require_positive
 
 REFERENCE_BATCH_SAMPLES = 256
-"""The batch that a base learning rate is quoted for, by the usual linear scaling rule."""
+"""The batch size of a base learning rate, by the usual linear scaling rule."""
 
 
 class Schedule(Family):
-    """A learning rate for every number of samples."""
+    """A learning rate as a function of samples."""
 
     def __call__(self, samples: int) -> float:
         raise NotImplementedError
 
 
 def rate_at(rate: float | Schedule, samples: int) -> float:
-    """The learning rate after so many samples, whether a schedule or a number was given."""
+    """The learning rate of a schedule, or of a number, after `samples` samples."""
     return rate(samples) if isinstance(rate, Schedule) else float(rate)
 
 
 @dataclass(frozen=True)
 class Constant(Schedule, name="constant"):
-    """The same rate throughout; what a plain number means."""
+    """A constant rate; equivalent to a number."""
 
     value: float
     """learning rate"""
@@ -45,7 +45,7 @@ class Constant(Schedule, name="constant"):
 
 @dataclass(frozen=True)
 class Linear(Schedule, name="linear"):
-    """A straight line from `start` to `end`, and `end` from then on."""
+    """Linear from `start` to `end`, then constant."""
 
     start: float
     """learning rate at the start"""
@@ -65,16 +65,16 @@ class Linear(Schedule, name="linear"):
 
 @dataclass(frozen=True)
 class Exponential(Schedule, name="exponential"):
-    """Multiplied by `factor` over every `samples` samples, smoothly or in steps."""
+    """Exponential decay by `factor` per `samples` samples, continuous or in steps."""
 
     start: float
     """learning rate at the start"""
     factor: float
-    """what the rate is multiplied by, above 0 and up to 1"""
+    """multiplier of the rate, above 0 and at most 1"""
     samples: int
     """samples per factor"""
     staircase: bool = False
-    """multiply at once after every `samples` samples, in place of smoothly"""
+    """in steps after every `samples` samples, instead of continuously"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "start")
@@ -88,14 +88,14 @@ class Exponential(Schedule, name="exponential"):
 
 @dataclass(frozen=True)
 class Milestones(Schedule, name="milestones"):
-    """Multiplied by `factor` at each milestone."""
+    """Step decay: multiplied by `factor` at each milestone."""
 
     start: float
     """learning rate at the start"""
     at: tuple[int, ...]
     """samples at which the rate changes, in rising order"""
     factor: float = 0.1
-    """what the rate is multiplied by at each milestone"""
+    """multiplier of the rate at each milestone"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "start")
@@ -109,14 +109,14 @@ class Milestones(Schedule, name="milestones"):
 
 @dataclass(frozen=True)
 class WarmUp(Schedule, name="warmup"):
-    """Another schedule times a scale that rises on a straight line over the first `samples` samples.
+    """Another schedule times a scale that changes linearly over the first `samples` samples.
 
-    For large batches: quote the base rate for 256 samples and let it rise to base · batch · workers / 256, as in
+    For large batches: give the base rate for 256 samples, and let it rise to base · batch · workers / 256, as in
 
         WarmUp.for_batch(Milestones(0.1, at=(half, three_quarters)), samples=5 * epoch, batch=128, workers=16)
 
-    For a warm-up from nothing to the base rate: `WarmUp(1e-3, samples=10_000, start_scale=0.0)`.
-    The inner schedule counts from the start of the run, not from the end of the warm-up.
+    For a warm-up from 0 to the base rate: `WarmUp(1e-3, samples=10_000, start_scale=0.0)`. The inner schedule counts
+    samples from the start of the run, not from the end of the warm-up.
     """
 
     after: Schedule | float
@@ -124,9 +124,9 @@ class WarmUp(Schedule, name="warmup"):
     samples: int
     """samples over which the scale rises"""
     scale: float = 1.0
-    """what the base rate is multiplied by after the warm-up, such as batch·workers/256"""
+    """multiplier of the base rate after the warm-up, such as batch·workers/256"""
     start_scale: float = 1.0
-    """what the base rate is multiplied by at the start"""
+    """multiplier of the base rate at the start"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.after, Schedule):

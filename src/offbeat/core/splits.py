@@ -17,24 +17,30 @@ from offbeat.core.validation import require, require_positive
 
 
 class Split(Family, ABC):
-    """How the training examples are shared out among the workers."""
+    """How the training examples are divided among the workers."""
 
     @abstractmethod
     def indices(self, targets: Tensor, worker: int, workers: int, seed: int) -> Indices:
-        """The examples of this worker; one that joins beyond `workers` shares those of worker modulo workers."""
+        """The indices of the examples of a worker.
+
+        targets: the targets of all examples
+        worker: the worker; one beyond `workers`, which joined later, has the examples of worker modulo workers
+        workers: the number of workers at the start
+        seed: the seed of the run
+        """
 
 
 @dataclass(frozen=True)
 class Shared(Split, name="shared"):
-    """Everyone draws from everything, each in an order of its own."""
+    """Every worker draws from all examples, each in its own order."""
 
     def indices(self, targets: Tensor, worker: int, workers: int, seed: int) -> Indices:
-        return _everything(len(targets))
+        return _all_indices(len(targets))
 
 
 @dataclass(frozen=True)
 class Sharded(Split, name="sharded"):
-    """Everyone has a random part of its own; parts differ in size by one at the most."""
+    """Every worker has its own random part; sizes differ by at most one."""
 
     def indices(self, targets: Tensor, worker: int, workers: int, seed: int) -> Indices:
         _require_enough(len(targets), workers)
@@ -44,15 +50,14 @@ class Sharded(Split, name="sharded"):
 
 @dataclass(frozen=True)
 class ByLabel(Split, name="by-label"):
-    """Everyone has a part of its own with few labels in it: the shards of federated averaging.
+    """Every worker has its own part with few labels: the shards of federated averaging.
 
-    The examples are sorted by label and cut into `labels` pieces per worker, which are dealt out at random. A
-    piece may straddle two labels, and where workers × labels is less than the number of classes, pieces hold
-    several: every example belongs to someone.
+    The examples are sorted by label and cut into `labels` shards per worker, which are assigned at random. A shard may
+    contain two labels, or more if workers × labels is less than the number of classes: every example is assigned.
     """
 
     labels: int = 2
-    """about how many labels each worker sees"""
+    """approximate number of labels per worker"""
 
     def __post_init__(self) -> None:
         require_positive(self, "labels")
@@ -63,24 +68,24 @@ class ByLabel(Split, name="by-label"):
         rng = stream(seed, "split")
         shuffled = rng.permutation(len(targets))
         by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
-        pieces_each = min(self.labels, len(targets) // workers)
-        pieces = np.array_split(by_label, workers * pieces_each)
-        dealt = rng.permutation(len(pieces))
-        first = worker % workers * pieces_each
-        return np.sort(np.concatenate([pieces[i] for i in dealt[first : first + pieces_each]]))
+        shards_each = min(self.labels, len(targets) // workers)
+        shards = np.array_split(by_label, workers * shards_each)
+        assigned = rng.permutation(len(shards))
+        first = worker % workers * shards_each
+        return np.sort(np.concatenate([shards[i] for i in assigned[first : first + shards_each]]))
 
 
 @dataclass(frozen=True)
 class Dirichlet(Split, name="dirichlet"):
-    """Everyone has a part of its own, and of each label a share of its own, drawn at random.
+    """Every worker has its own part, with a random share of each label.
 
-    The shares of one label follow a Dirichlet distribution: with a small `alpha` most of a label belongs to few, and
-    parts differ in size; with a large one parts are nearly alike. Every example belongs to someone, and nobody has
-    none: who would, gets one of whoever has the most.
+    The shares of a label follow a Dirichlet distribution: with a small `alpha`, few workers have most of a label, and
+    parts differ in size; with a large one, parts are nearly alike. Every example is assigned, and every worker has at
+    least one: a worker without any gets one from the worker with the most.
     """
 
     alpha: float = 0.3
-    """how alike the workers' labels are: below 1 little, above 10 much"""
+    """how alike the labels of workers are: below 1 little, above 10 much"""
 
     def __post_init__(self) -> None:
         require_positive(self, "alpha")
@@ -97,17 +102,17 @@ class Dirichlet(Split, name="dirichlet"):
             shares = np.cumsum(rng.dirichlet(np.full(workers, self.alpha)))
             cuts = np.round(shares[:-1] * len(members))
             owner[rng.permutation(members)] = np.searchsorted(cuts, np.arange(len(members)), side="right")
-        _give_everyone_one(owner, workers)
+        _fill_empty_parts(owner, workers)
         return np.flatnonzero(owner == worker % workers)
 
 
-def _give_everyone_one(owner: Indices, workers: int) -> None:
-    """Let whoever has nothing have the first example of whoever has the most."""
+def _fill_empty_parts(owner: Indices, workers: int) -> None:
+    """Assign to each worker without examples the first example of the worker with the most."""
     held = np.bincount(owner, minlength=workers)
     for empty in np.flatnonzero(held == 0):
-        richest = int(np.argmax(held))
-        owner[np.flatnonzero(owner == richest)[0]] = empty
-        held[richest] -= 1
+        largest = int(np.argmax(held))
+        owner[np.flatnonzero(owner == largest)[0]] = empty
+        held[largest] -= 1
         held[empty] = 1
 
 
@@ -120,8 +125,8 @@ def _labels(targets: Tensor, name: str) -> Indices:
 
 
 @functools.lru_cache(maxsize=8)
-def _everything(count: int) -> Indices:
-    """One read-only array for all workers: a thousand copies of it would be most of a simulation's memory."""
+def _all_indices(count: int) -> Indices:
+    """One read-only array for all workers, since copies for a thousand would be most of the memory of a simulation."""
     indices = np.arange(count, dtype=np.int64)
     indices.flags.writeable = False
     return indices

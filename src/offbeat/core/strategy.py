@@ -1,25 +1,25 @@
 """The contract between strategies and engines.
 
-A *strategy* is a frozen dataclass: the configuration of an algorithm. It makes one *node* per rank. A node is
-logic and nothing else: `handle(event)` returns actions. It has no clock (events carry the time), no thread, no
-socket and no randomness but the generator it was born with, so the same node runs in virtual time and on real
-processes, and a run can be repeated from its seed.
+A *strategy* is a frozen dataclass: the configuration of an algorithm. It creates one *node* per rank. A node is logic
+without input or output: `handle(event)` returns actions. It has no clock (events have the time), no thread, no socket,
+and no randomness but the generator of its context. So the same node runs in virtual time and on real processes, and a
+run can be repeated from its seed.
 
-What an engine promises
-- `Started` comes first. `PeerJoined` comes before the first message of a peer; after `PeerLost` none of that
-  incarnation arrives any more. A peer that comes back has a higher incarnation.
-- A message goes to the incarnation of the peer that the node has been told of. If that is gone, it vanishes.
-- Messages of one link arrive in order unless the cluster induces delay; each arrives at most once.
-- One `GradientReady` (or `StepReady`) for each `Compute`, one `Sent` for each `Send` that left, one `Evaluated`
-  for each `Evaluate`. Nothing after `Finish`.
+Guarantees of an engine
+- `Started` is the first event. `PeerJoined` precedes the first message of a peer; after `PeerLost`, no message of that
+  incarnation arrives. A restarted peer has a higher incarnation.
+- A message is sent to the incarnation of the peer in the last `PeerJoined`. If that is lost, the message is dropped.
+- Messages of one link arrive at most once, and in order unless the cluster adds random delay.
+- One `GradientReady` (or `StepReady`) per `Compute`, one `Sent` per transmitted `Send`, one `Evaluated` per `Evaluate`.
+  No event after `Finish`.
 
-What a node promises
-- At most one `Compute` outstanding. It tolerates messages that overtake one another.
-- It does not change a tensor that it has sent, and does not hold on to the tensors of an event without `keep()`.
-- `state()` holds everything that matters: a new node after `restore(state)` behaves exactly the same.
-- It ends by Stop → Stopped → Finish, and a gradient that is not finite never touches its parameters.
+Obligations of a node
+- At most one `Compute` is outstanding. Messages may arrive out of order.
+- It does not change a tensor that it has sent, and does not store tensors of an event without `keep()`.
+- `state()` is complete: a new node after `restore(state)` behaves identically.
+- It ends by Stop → Stopped → Finish, and never applies a gradient that is not finite.
 
-`offbeat.testing.check_strategy` tests all of this.
+`offbeat.testing.check_strategy` tests all of these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from offbeat.core.randomness import stream
 from offbeat.core.validation import require_positive
 
 State = dict[str, Any]
-"""Tensors and plain data (dictionaries with string keys, lists, numbers, strings, None), nested as needed."""
+"""Tensors and plain data (dictionaries with string keys, lists, numbers, strings, None), nested."""
 
 
 class Cadence(Family):
@@ -54,7 +54,7 @@ class Cadence(Family):
 
 @dataclass(frozen=True)
 class EveryUpdates(Cadence, name="updates"):
-    """After every so many updates."""
+    """Evaluate after a number of updates."""
 
     updates: int = 1
     """updates between evaluations"""
@@ -65,7 +65,7 @@ class EveryUpdates(Cadence, name="updates"):
 
 @dataclass(frozen=True)
 class EverySeconds(Cadence, name="seconds"):
-    """After the first update that follows so many seconds without one."""
+    """Evaluate at the first update after this many seconds without an evaluation."""
 
     seconds: float = 1.0
     """seconds between evaluations"""
@@ -76,7 +76,7 @@ class EverySeconds(Cadence, name="seconds"):
 
 @dataclass(frozen=True, eq=False)
 class NodeContext:
-    """What a node is born with. `members` are the ranks expected at the start, this one among them."""
+    """The arguments of a node. `members` are the ranks expected at the start, including this one."""
 
     rank: int
     members: tuple[int, ...]
@@ -89,22 +89,22 @@ class NodeContext:
 
 
 class Node(ABC):
-    """The logic of one participant."""
+    """The logic of one rank. The engine calls its methods from one thread at a time."""
 
     @abstractmethod
     def handle(self, event: Event) -> Iterable[Action]:
-        """What to do about an event. The engine carries out the actions in order, before the next event."""
+        """Process an event. The engine carries out the returned actions in order, before the next event."""
 
     @abstractmethod
     def state(self) -> State:
-        """Everything that matters about this node, in tensors of its own."""
+        """The complete state of this node; its tensors are copies."""
 
     @abstractmethod
     def restore(self, state: State) -> None:
-        """Become the node whose `state()` this was. Called once, on a new node, before any event."""
+        """Continue from a `state()`. Called at most once, on a new node, before any event."""
 
     def replica(self) -> Tensor | None:
-        """The parameters that this node trains as its own, to look at; None where it has none, as by a hub."""
+        """The parameters that this node trains as its own, read-only; None if it has none, as a hub."""
         return None
 
 
@@ -113,11 +113,11 @@ class Strategy(Family, ABC):
     """The configuration of an algorithm."""
 
     summary: ClassVar[str] = ""
-    """One line for `offbeat strategies`."""
+    """Description in one line, for `offbeat strategies`."""
     paper: ClassVar[str] = ""
-    """Where it was published."""
+    """The publication."""
     figure_style: ClassVar[int | None] = None
-    """Number of its colour, dashes and marker in figures; not inherited. None: the next that is free."""
+    """Number of its colour, dashes and marker in figures; not inherited. None: the next unused one."""
 
     _: KW_ONLY
     compression: Compression | None = None
@@ -125,7 +125,7 @@ class Strategy(Family, ABC):
 
     @abstractmethod
     def processes(self, workers: int) -> int:
-        """How many ranks it takes so that `workers` of them compute."""
+        """The number of ranks of a run with `workers` workers."""
 
     @abstractmethod
     def computes(self, rank: int) -> bool:
@@ -133,7 +133,7 @@ class Strategy(Family, ABC):
 
     @abstractmethod
     def peers(self, rank: int, processes: int) -> Iterable[int]:
-        """The ranks with which this one exchanges messages; the relation is symmetric."""
+        """The ranks that `rank` exchanges messages with, in a run of `processes` ranks; a symmetric relation."""
 
     @abstractmethod
     def node(self, context: NodeContext) -> Node:
@@ -143,44 +143,45 @@ class Strategy(Family, ABC):
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
         """Fields for a random case of `offbeat.testing.check_strategy`; a pure function of its arguments.
 
-        Override it where settings only work together, or need a range. Fields with a usual name (batch, optimizer, …:
-        see `core/random_settings.py`) are drawn for every strategy. The default draws booleans and members of families.
+        Override it for settings that depend on each other, or need a range. Fields with a common name (batch,
+        optimizer, …: see `core/random_settings.py`) are drawn for every strategy. The default draws booleans and
+        members of families.
 
-        seed: seed of the case; draw from `stream(seed, "fuzz <strategy>")`.
-        workers: ranks that compute.
+        seed: seed of the case; draw from `stream(seed, "fuzz <strategy>")`
+        workers: number of ranks that compute
         """
         return settings_by_type(cls, stream(seed, "fuzz settings"))
 
     def is_required(self, rank: int) -> bool:
-        """Whether a run is over when this rank is lost: rank 0's, unless ranks are equals, of whom any may go."""
+        """Whether a run fails when this rank is lost: rank 0, unless the strategy is decentralized."""
         return rank == 0 and not self.is_decentralized
 
     @property
     def is_decentralized(self) -> bool:
-        """Whether every rank trains parameters of its own, so that they differ until the end, and none is essential."""
+        """Whether every rank trains its own replica of the parameters, and any rank may be lost."""
         return False
 
     @property
     def is_elastic(self) -> bool:
-        """Whether more ranks may join than a run began with."""
+        """Whether more ranks may join than a run started with."""
         return True
 
     @property
     def staleness_bound(self) -> int | None:
-        """The staleness that no applied gradient exceeds; None: no promise."""
+        """Upper bound of the staleness of applied gradients; None: no bound."""
         return None
 
     @property
     def allows_stale_compute(self) -> bool:
-        """Whether a rank may compute at an older version than it has computed at before, on purpose."""
+        """Whether a rank may compute at an older version than before."""
         return False
 
     def with_default_timing(self, seconds_per_sample: float) -> Self:
-        """This strategy with the times that it leaves open filled in, for workers that are about so fast."""
+        """This strategy with its unset durations filled in, for workers of about this speed."""
         return self
 
     def with_default_optimizer(self, optimizer: Optimizer) -> Self:
-        """This strategy with what it leaves open filled in: the optimizer that suits the workload."""
+        """This strategy with the optimizer of the workload, if it has none of its own."""
         if getattr(self, "optimizer", optimizer) is None:
             return dataclasses.replace(self, optimizer=optimizer)  # type: ignore[call-arg]
         return self

@@ -1,4 +1,4 @@
-"""Refuse what cannot work, in one sentence, where it is written: for `__post_init__` of configurations."""
+"""Checks of configurations for `__post_init__`. Each raises ConfigurationError with one sentence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from offbeat.errors import ConfigurationError
 
 
 def check_types(config: Any) -> None:
-    """Refuse a configuration made in Python with a field that holds something else than it is declared to hold."""
+    """Check that every field has a value of its declared type, recursively."""
     for item in options(type(config)):
         value = getattr(config, item.path)
         if not _fits(item.kind, value):
             raise ConfigurationError(
                 f"{type(config).__name__}.{item.path} must be {_described(item.kind)}, but is {_shown(value)}"
-                f"{_meant(item.kind, value)}"
+                f"{_suggestion(item.kind, value)}"
             )
         for inner in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
@@ -27,7 +27,13 @@ def check_types(config: Any) -> None:
 
 
 def check_instance(value: Any, kinds: tuple[type[Any], ...], what: str, example: str) -> None:
-    """Refuse a value that is not of these kinds, such as a class where an object is meant."""
+    """Check that a value is an instance of one of `kinds`.
+
+    value: the value
+    kinds: the classes
+    what: the name of the value in the sentence
+    example: an expression for a valid value, for the sentence
+    """
     require(isinstance(value, kinds), f"{what} must be an object such as {example}, but is {_shown(value)}")
 
 
@@ -60,8 +66,8 @@ def _described(kind: Any) -> str:
     return EXPECTED.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def _meant(kind: Any, value: Any) -> str:
-    """What to type for a word that names a member of a family, which only files and the command line take."""
+def _suggestion(kind: Any, value: Any) -> str:
+    """What to type instead of the name of a member, which only files and the command line accept."""
     for choice in typing.get_args(kind) or (kind,):
         if isinstance(choice, type) and issubclass(choice, Family) and value in choice.members:
             return f"; type {choice.members[value].__name__}()"
@@ -75,23 +81,21 @@ def _shown(value: Any) -> str:
 
 
 def require(condition: bool, sentence: str) -> None:
-    """For `__post_init__`: a configuration that cannot work is refused where it is written."""
+    """Raise ConfigurationError with this sentence unless the condition holds."""
     if not condition:
         raise ConfigurationError(sentence)
 
 
 def require_positive(config: Any, *names: str) -> None:
-    """Each named field is greater than zero, or None where that is allowed."""
+    """Check that each named field is greater than 0, or None."""
     for name in names:
         value = getattr(config, name)
-        require(
-            value is None or (isinstance(value, numbers.Real) and float(value) > 0),
-            f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}",
-        )
+        is_valid = value is None or (isinstance(value, numbers.Real) and float(value) > 0)
+        require(is_valid, f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}")
 
 
 def require_bandwidth_limit(bytes_per_second: Any) -> None:
-    """What each direction of a link may carry is enough for something to leave some day, or None."""
+    """Check a bandwidth limit in bytes per second: a finite number of 1 or more, or None."""
     number = isinstance(bytes_per_second, numbers.Real) and not isinstance(bytes_per_second, bool)
     require(
         bytes_per_second is None or (number and 1 <= float(bytes_per_second) < float("inf")),
@@ -101,10 +105,8 @@ def require_bandwidth_limit(bytes_per_second: Any) -> None:
 
 
 def require_not_negative(config: Any, *names: str) -> None:
-    """Each named field is zero or more, or None where that is allowed."""
+    """Check that each named field is 0 or more, or None."""
     for name in names:
         value = getattr(config, name)
-        require(
-            value is None or (isinstance(value, numbers.Real) and float(value) >= 0),
-            f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}",
-        )
+        is_valid = value is None or (isinstance(value, numbers.Real) and float(value) >= 0)
+        require(is_valid, f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}")

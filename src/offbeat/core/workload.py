@@ -1,7 +1,7 @@
-"""What is trained: model, training data, loss, evaluation.
+"""Workloads: model, training data, loss and evaluation.
 
-A `Workload` can be made from your own model and data. A `NamedWorkload` is a configuration, selectable by its
-name on the command line and in TOML, that builds one.
+A `Workload` has a model and data of your own. A `NamedWorkload` is a configuration that builds one, and is selected by
+its name on the command line and in TOML.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from offbeat.core.validation import check_instance, require
 from offbeat.errors import ConfigurationError
 
 EVALUATION_CHUNK = 512
-"""Examples evaluated at a time: enough to keep a core busy, little enough for any memory."""
+"""Examples per evaluation batch: enough to keep a core busy, few enough for any memory."""
 
 EVALUATION_MAX = 2048
-"""Training examples evaluated where no test data is given."""
+"""Training examples that are evaluated if there is no test data."""
 
 
 @dataclass(frozen=True)
 class Target(Configuration):
-    """What counts as reached: accuracy of at least, or loss of at most, so much on the test data."""
+    """The goal of a run: an accuracy of at least, or a loss of at most, `value` on the test data."""
 
     metric: Literal["accuracy", "loss"] = "accuracy"
     """accuracy or loss"""
@@ -60,9 +60,9 @@ class Target(Configuration):
 
 
 class Measured(NamedTuple):
-    """What evaluation finds: the mean loss, how often the likeliest label was right, how often one of the five.
+    """The result of an evaluation: mean loss, accuracy and top-5 accuracy.
 
-    There is no accuracy where the model is no classifier, and none of the five likeliest where there are no more.
+    Accuracies are None if the model is no classifier; top-5 accuracy also with 5 classes or fewer.
     """
 
     loss: float
@@ -72,16 +72,15 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Workload(Configuration):
-    """A model with its data.
+    """A model with its data and loss.
 
-    `model` is a function that makes one, or a module, which is copied. `loss(outputs, targets)` returns one loss
-    per sample, for example `functools.partial(F.cross_entropy, reduction="none")`. `train` and `test` are
-    `Examples`, a pair of tensors or arrays, or a map-style dataset; without `test`, evaluation uses up to 2,048
-    training examples. `optimizer` and `until` are what suits this workload, for strategies that bring none.
+    `loss` is, for example, `functools.partial(F.cross_entropy, reduction="none")`. `train` and `test` are `Examples`, a
+    pair of tensors or arrays, or a map-style dataset. `optimizer` and `until` are the defaults for strategies and runs
+    that set none.
     """
 
     model: Callable[[], nn.Module] | nn.Module
-    """a function that makes the model, or a module, which is copied"""
+    """a function that creates the model, or a module, which is copied"""
     loss: Callable[[Tensor, Tensor], Tensor]
     """`loss(outputs, targets)` returns one loss per sample"""
     train: Any
@@ -91,11 +90,11 @@ class Workload(Configuration):
     split: Split = Shared()
     """which examples each worker draws from"""
     optimizer: Optimizer = Adam(lr=3e-3)
-    """what suits this workload"""
+    """the default optimizer"""
     target: Target | None = None
-    """what counts as reached; none: nothing is timed"""
+    """the goal that runs are timed against; none: they are not timed"""
     until: Samples = Samples(60_000)
-    """how many samples suit this workload"""
+    """the default length of a run, in samples"""
     label: str = "custom"
     """the name in records and tables"""
 
@@ -114,7 +113,7 @@ class Workload(Configuration):
             object.__setattr__(self, "test", data_of(self.test))
 
     def initial_model(self, seed: int) -> nn.Module:
-        """The model that training starts from; the same for the same seed. Global randomness is not touched."""
+        """A new model, whose initial parameters depend on the seed only; the global random state is unchanged."""
         if isinstance(self.model, nn.Module):
             model: Any = copy.deepcopy(self.model)
         else:
@@ -131,11 +130,11 @@ class Workload(Configuration):
         return model.train()  # type: ignore[no-any-return]
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """One loss per sample of a batch that is where the model is, ready to be summed and differentiated."""
+        """The differentiable losses of a batch on the device of the model, one per sample."""
         return self._outputs_and_losses(model, batch)[1]
 
     def evaluate(self, model: nn.Module) -> Measured:
-        """Mean loss on the test data, and accuracies where outputs and targets are those of a classifier."""
+        """Mean loss on the test data, and accuracies if outputs and targets are those of a classifier."""
         data, device = self.evaluation_examples, next(model.parameters()).device
         loss, correct, among_five, classifies, classes = 0.0, 0, 0, True, 0
         with torch.no_grad(), _evaluating(model):
@@ -156,7 +155,7 @@ class Workload(Configuration):
 
     @functools.cached_property
     def evaluation_examples(self) -> Data:
-        """What `evaluate` looks at: the test data, or examples spread evenly over the training data."""
+        """The data of `evaluate`: the test data, or evenly spaced training examples."""
         data: Data = self.train if self.test is None else self.test
         if self.test is not None or len(data) <= EVALUATION_MAX:
             return data
@@ -173,7 +172,7 @@ class Workload(Configuration):
 
 
 def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The batch where the model is."""
+    """The batch on this device."""
     inputs, targets = batch
     if inputs.device == device and targets.device == device:
         return batch
@@ -204,7 +203,7 @@ def _among_five(outputs: Tensor, targets: Tensor) -> int:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and back for exactly those modules that were training: some users freeze a part."""
+    """Evaluation mode; afterwards exactly those modules that were in training mode are in it again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -216,7 +215,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Size:
-    """How large a workload is: its model and parameters, its examples, its classes where it has any."""
+    """The size of a workload: parameters, examples, and classes if it has any."""
 
     model: str
     parameters: int
@@ -227,26 +226,26 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedWorkload(Family, ABC):
-    """A workload that has a name."""
+    """A workload with a name."""
 
     summary: ClassVar[str] = ""
-    """What it is, in one line."""
+    """Description in one line."""
 
     paper: ClassVar[str] = ""
-    """Where the data or the problem comes from."""
+    """The publication of the data or the problem."""
 
     split: Split = Shared()
     """which examples each worker draws from: shared, sharded, by-label, dirichlet"""
 
     layers: ClassVar[str] = ""
-    """What its model is, in a few words."""
+    """Description of the model in a few words."""
 
     @abstractmethod
     def build(self) -> Workload:
         """The model, data and loss."""
 
     def size(self) -> Size:
-        """How large it is; overridden where building it takes data that may not be there."""
+        """Its size; overridden by workloads whose data may not be downloaded yet."""
         workload = self.build()
         targets = workload.train.targets
         return Size(

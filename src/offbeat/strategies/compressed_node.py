@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.actions import Action, Send
-from offbeat.core.compression import Compression, decode, is_coded
+from offbeat.core.compression import Compression, decode, is_encoded
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
@@ -78,7 +78,7 @@ class CompressedNode(Node):
             changes[name] = self._increment((send.to, type(message).__name__, name, parts), getattr(message, name))
         for name in message.roundtrip:
             changes[name] = self._compression.encode(getattr(message, name).cpu(), self._pool)
-        if self._compression.codes_values:
+        if self._compression.encodes_values:
             for name in message.values:
                 changes[name] = self._value(getattr(message, name))
         if not changes:
@@ -112,7 +112,7 @@ class CompressedNode(Node):
         vectors = {
             name: decode(tensor.cpu(), self._pool, self._numel_max).to(self._device)
             for name in message.compressible()
-            if is_coded(tensor := getattr(message, name))
+            if is_encoded(tensor := getattr(message, name))
         }
         if not vectors:
             return event

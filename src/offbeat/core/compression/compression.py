@@ -1,11 +1,11 @@
 """The contract of compressions.
 
-A compression turns a flat vector into fewer bytes, and these into a vector again. What it loses of an *increment*, a
-gradient or a difference, it can put into a *residual*, which is added to the next increment (error feedback), so that
-nothing is lost for good, only late. *Values* are absolute and have no residual.
+A compression encodes a flat vector as fewer bytes, and decodes these. The error of an *increment*, a gradient or a
+difference, can be kept in a *residual*, which is added to the next increment (error feedback), so that it is delayed
+and not lost. *Values* are absolute and have no residual.
 
-All of them are deterministic, and exact on what they have made: to code a decoded vector loses nothing. They work
-block by block, so that what they compute in between stays in the cache.
+Compressions are deterministic and idempotent: encoding a decoded vector again loses nothing. They work block by block,
+so that intermediate results stay in the cache.
 """
 
 from __future__ import annotations
@@ -29,82 +29,94 @@ from offbeat.core.memory_pool import Pool
 from offbeat.errors import ContractViolation
 
 BLOCK = 1 << 17
-"""Elements that are worked on at a time."""
+"""Elements per block."""
 
 LARGEST = torch.finfo(torch.float32).max / 2**16
-"""Elements that are larger are not coded: there must be room for scales, and for a residual."""
+"""Vectors with larger elements are not encoded: scales and residuals could overflow."""
 
 _NUMEL_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Compression(Family):
-    """How tensors become fewer bytes."""
+    """How tensors in messages are compressed."""
 
-    codes_values: ClassVar[bool] = True
-    """Whether it can do something for values, too, of which nothing may be left out."""
+    encodes_values: ClassVar[bool] = True
+    """Whether it encodes values too; a compression that omits elements cannot."""
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether what it loses of an increment is added to the next."""
+        """Whether the error of an increment is added to the next one."""
         return False
 
     def encode(self, vector: Tensor, pool: Pool, residual: Tensor | None = None) -> Tensor:
-        """The vector, and what the residual holds, as a blob in memory of `pool`; the residual is what it loses then.
+        """Encode vector + residual as a blob; the residual becomes the error of this encoding.
 
-        The vector itself comes back where it cannot be coded: where it would not become smaller, is not of float32 or
-        float64, or has elements that are not finite or too large. The residual is left alone then.
+        Returns `vector` itself, and leaves the residual unchanged, if it would not become smaller, is not a contiguous
+        vector of float32 or float64, or has elements that are not finite or too large.
+
+        vector: what is encoded, on the CPU
+        pool: where the memory of the blob comes from
+        residual: the error of the previous increment, changed in place; None: no error feedback
         """
-        if ENCODED_HEADER_BYTES + self._body_bytes(vector) >= vector.nbytes or not _can_be_coded(vector):
+        if ENCODED_HEADER_BYTES + self._body_bytes(vector) >= vector.nbytes or not _is_encodable(vector):
             return vector
         return self._encode(vector.detach(), pool, residual)
 
     def roundtrip(self, vector: Tensor, pool: Pool) -> Tensor:
-        """The vector as it will arrive: for a node that has to use what it sends."""
-        here = vector.cpu()
-        blob = self.encode(here, pool)
-        return vector if blob is here else decode(blob, pool).to(vector.device)
+        """The vector as the receiver will decode it, for a node that has to use the same values."""
+        on_cpu = vector.cpu()
+        blob = self.encode(on_cpu, pool)
+        return vector if blob is on_cpu else decode(blob, pool).to(vector.device)
 
     @abstractmethod
     def _body_bytes(self, vector: Tensor) -> int:
-        """What a vector takes when it is coded, without the header."""
+        """The largest size of the body for this vector."""
 
     @abstractmethod
     def _encode(self, vector: Tensor, pool: Pool, residual: Tensor | None) -> Tensor:
-        """As `encode`, of a vector that can be coded."""
+        """As `encode`, for a vector that can be encoded."""
 
     @classmethod
     @abstractmethod
     def _decode(cls, header: EncodedHeader, body: Tensor, pool: Pool) -> Tensor:
-        """The vector that follows a header."""
+        """Decode a body."""
 
 
 def decode(blob: Tensor, pool: Pool, numel_max: int | None = None) -> Tensor:
-    """The vector that a blob stands for, in memory of `pool`. One that claims more elements than that is refused."""
+    """Decode a blob.
+
+    blob: the bytes, on the CPU
+    pool: where the memory of the vector comes from
+    numel_max: the largest number of elements that is accepted; None: any
+
+    Raises ContractViolation for invalid bytes.
+    """
     header = parse_header(blob)
     if numel_max is not None and header.numel > numel_max:
-        raise ContractViolation(f"a compressed tensor claims {header.numel} elements, but {numel_max} is the most")
+        raise ContractViolation(f"a compressed tensor claims {header.numel} elements, but {numel_max} is the maximum")
     member = Compression.members.get(header.name)
     if member is None:
-        raise ContractViolation(f"a tensor came that {header.name!r} has compressed, which is not known here")
+        raise ContractViolation(f"a tensor was compressed by {header.name!r}, which is not known on this rank")
     decoded: Tensor = member._decode(header, encoded_body(blob), pool)
     return decoded
 
 
 def decoded_like(header: EncodedHeader, pool: Pool) -> Tensor:
-    """Memory for the vector that a header announces; it holds anything."""
+    """Uninitialized memory for the decoded vector."""
     return memory(header.nbytes, pool).view(header.dtype)
 
 
 def check_size(header: EncodedHeader, body: Tensor, nbytes: int) -> None:
+    """Raise ContractViolation unless the body has `nbytes` bytes."""
     if body.numel() != nbytes:
         raise ContractViolation(
-            f"a tensor of {header.numel} elements that {header.name} has compressed takes {nbytes} bytes, "
-            f"but {body.numel()} came"
+            f"a tensor of {header.numel} elements compressed by {header.name} takes {nbytes} bytes, "
+            f"but {body.numel()} arrived"
         )
 
 
-def _can_be_coded(vector: Tensor) -> bool:
+def _is_encodable(vector: Tensor) -> bool:
     if vector.dtype not in (torch.float32, torch.float64) or vector.dim() != 1 or not vector.is_contiguous():
         return False
     if vector.numel() > _NUMEL_MAX:

@@ -1,9 +1,9 @@
-"""Coded tensors: bytes that say themselves what they are, in the place of the tensor that they stand for.
+"""The format of an encoded tensor: a vector of bytes, a *blob*, that replaces the tensor in a message.
 
-    8s name of the compression, u8 bytes of an element, 3 zeros, u32 a number of that compression's, u64 elements;
-    then whatever it needs. Little-endian.
+    8s name of the compression, u8 bytes per element, 3 zeros, u32 parameter of the compression, u64 elements;
+    then the body, in the format of the compression. Little-endian.
 
-A field of a message that may be compressed holds floating-point numbers; where it holds bytes, it is coded.
+A compressible field of a message holds floating-point numbers; if its dtype is uint8, it holds a blob.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {4: torch.float32, 8: torch.float64}
 
 
 class EncodedHeader(NamedTuple):
-    """What a blob stands for: a vector of `numel` elements of `dtype`."""
+    """The header of a blob, which decodes to a vector of `numel` elements of `dtype`."""
 
     name: str
     dtype: torch.dtype
@@ -33,55 +33,51 @@ class EncodedHeader(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The size of the decoded vector."""
         return self.numel * self.dtype.itemsize
 
 
 def new_blob(name: str, like: Tensor, number: int, body_bytes: int, pool: Pool) -> Tensor:
-    """A blob for a vector, whose body is still to be written."""
+    """A blob for the vector `like`, with its header written and its body uninitialized."""
     blob = memory(ENCODED_HEADER_BYTES + body_bytes, pool)
     _HEADER.pack_into(blob.numpy(), 0, name.encode("ascii"), like.dtype.itemsize, number, like.numel())  # type: ignore[arg-type]
     return blob
 
 
 def memory(nbytes: int, pool: Pool) -> Tensor:
-    """Bytes that hold anything: of the pool, where there are enough of them to be worth it."""
+    """Uninitialized bytes, from the pool unless they are few."""
     return pool.take(nbytes) if nbytes >= COPY_BYTES_MIN else torch.empty(nbytes, dtype=torch.uint8)
 
 
-def is_coded(tensor: Tensor) -> bool:
-    """Whether what a field holds that may be compressed is coded."""
+def is_encoded(tensor: Tensor) -> bool:
+    """Whether the value of a compressible field is a blob."""
     return tensor.dtype is torch.uint8
 
 
 def parse_header(blob: Tensor) -> EncodedHeader:
-    """What a blob stands for; refuses bytes that cannot be one."""
+    """The header of a blob; raises ContractViolation if it cannot be one."""
     if blob.dim() != 1 or blob.numel() < ENCODED_HEADER_BYTES or not blob.is_contiguous():
-        raise ContractViolation(f"{blob.numel()} bytes came in the place of a tensor, and cannot be a compressed one")
+        raise ContractViolation(f"{blob.numel()} bytes arrived in place of a tensor, but are not a compressed one")
     name, itemsize, number, numel = _HEADER.unpack_from(blob.numpy())  # type: ignore[arg-type]
     if itemsize not in DTYPES:
-        raise ContractViolation(f"a compressed tensor of elements of {itemsize} bytes came; 4 and 8 are known")
+        raise ContractViolation(f"a compressed tensor has elements of {itemsize} bytes, but 4 or 8 were expected")
     return EncodedHeader(name.rstrip(b"\0").decode("ascii", "replace"), DTYPES[itemsize], number, numel)
 
 
 def encoded_body(blob: Tensor) -> Tensor:
-    """What follows the header, where its numbers can be read in place."""
+    """The bytes after the header, aligned to 8 bytes; copied only if they are not."""
     return (blob if blob.storage_offset() % 8 == 0 else blob.clone())[ENCODED_HEADER_BYTES:]
 
 
-def uncompressed_bytes(message: Message) -> int:
-    """What a message would weigh if nothing in it were coded."""
-    return message.nbytes + saved_bytes(message)
-
-
 def saved_bytes(message: Message) -> int:
-    """How much less a message weighs for what is coded in it; engines ask this of every message.
+    """How many bytes compression has saved in a message; engines call this for every message.
 
-    This only counts: bytes that cannot be a blob stand for themselves here, and are refused by who decodes them.
+    Bytes that are not a valid blob count as saving nothing; `decode` raises the error for them.
     """
     saved = 0
     for name in message.compressible():
         tensor = getattr(message, name)
-        if is_coded(tensor):
+        if is_encoded(tensor):
             try:
                 saved += parse_header(tensor.cpu()).nbytes - tensor.nbytes
             except ContractViolation:

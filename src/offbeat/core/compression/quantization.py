@@ -1,4 +1,4 @@
-"""The upper half of every float32: the same range, 8 bits of precision, half the bytes."""
+"""Compression to fewer bits per element: bfloat16, and int8 with a scale per chunk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from offbeat.core.validation import check_types, require, require_positive
 
 @dataclass(frozen=True)
 class BFloat16(Compression, name="bf16"):
-    """Every element rounded to the nearest bfloat16: off by 1/256 of itself at the most, so that none needs feedback.
+    """Every element rounded to the nearest bfloat16, with a relative error of at most 1/256 and no error feedback.
 
-    Elements below 1e-38, which bfloat16 holds with fewer bits, are off by less than 1e-40.
+    Elements below 1e-38, which are subnormal, have an absolute error below 1e-40.
     """
 
     def _body_bytes(self, vector: Tensor) -> int:
@@ -37,9 +37,6 @@ class BFloat16(Compression, name="bf16"):
         return decoded_like(header, pool).copy_(body.view(torch.bfloat16))
 
 
-# One byte per element, and a scale for each chunk of them.
-
-
 LEVELS = 127
 CHUNK_MAX = 1 << 20
 
@@ -48,15 +45,15 @@ _Array = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Int8(Compression, name="int8"):
-    """Elements as whole numbers from -127 to 127, in units of 1/127 of the largest of their chunk.
+    """Elements as integers from -127 to 127, in units of 1/127 of the largest magnitude of their chunk.
 
-    A scale has 8 bits less than its dtype could hold. So scale × number is exact, and so is coding what was decoded.
+    The last 8 bits of the mantissa of a scale are 0. So scale × integer is exact, and encoding again loses nothing.
     """
 
     chunk: int = 512
     """elements that share a scale"""
     feedback: bool = True
-    """add what is lost of an increment to the next"""
+    """add the error of an increment to the next"""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -112,7 +109,7 @@ def _scale_bytes(numel: int, chunk: int, dtype: torch.dtype) -> int:
 
 
 def _scale_of(largest: _Array) -> _Array:
-    """The scales of chunks with these largest elements, without their last 8 bits; 0 where all of a chunk is tiny."""
+    """The scales of chunks with these largest magnitudes, without their last 8 bits; 0 for chunks of tiny elements."""
     scale = largest / largest.dtype.type(LEVELS)
     upper = scale * scale.dtype.type(2**8 + 1)
     scale = upper - (upper - scale)
@@ -129,7 +126,7 @@ def _block_of(chunk: int) -> int:
 
 
 def _blocks(numel: int, chunk: int) -> Iterator[tuple[slice, slice, int]]:
-    """Chunks in blocks: which chunks, which elements, and how many of these a chunk has. The last may be shorter."""
+    """Chunks in blocks: (slice of chunks, slice of elements, elements per chunk). The last chunk may be shorter."""
     whole = numel // chunk * chunk
     for first in range(0, whole, _block_of(chunk)):
         stop = min(whole, first + _block_of(chunk))

@@ -1,8 +1,8 @@
-"""Only the largest elements, each with its place.
+"""Top-k sparsification: the largest elements, each with its index.
 
-The k-th largest of millions is slow to find. A strided sample says about where it lies, one comparison finds all that
-are above, a few more than k, and of these the largest k are taken. Only where the sample misleads, and these are fewer
-than k, the long way is gone. So exactly the k largest are sent, or all that are not 0, where these are fewer.
+To find the k-th largest of millions of elements is slow. So a strided sample gives a threshold that slightly more than
+k elements exceed, and the k largest are selected from these. If fewer than k exceed it, the exact one is computed.
+The result is exact: the k largest elements, or all that are not 0 if these are fewer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from offbeat.core.validation import check_types, require
 from offbeat.errors import ContractViolation
 
 SAMPLE = 1 << 17
-"""About so many elements are looked at to find the threshold; of a shorter vector, all."""
+"""Approximate size of the sample; a shorter vector is used as a whole."""
 DEVIATIONS = 4
-"""So many standard deviations more of the sample than the share are let through, so that hardly ever too few are."""
+"""The margin of the estimated threshold in standard deviations, so that it is hardly ever too high."""
 
 _Array = npt.NDArray[np.floating]
-_Places = npt.NDArray[np.int32]
+_Indices = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class TopK(Compression, name="top-k"):
-    """The largest share of the elements of an increment, as int32 and float32; what is not sent waits in the residual.
+    """The largest elements of an increment, as int32 indices and float32 values; the others stay in the residual.
 
-    Values travel as they are: of a parameter, nothing may be left out.
+    Values are not compressed, since no parameter may be omitted.
     """
 
-    codes_values: ClassVar[bool] = False
+    encodes_values: ClassVar[bool] = False
 
     share: float = 0.01
-    """part of the elements that is sent, at most 1"""
+    """fraction of the elements that is sent, at most 1"""
     feedback: bool = True
-    """add what was not sent of an increment to the next"""
+    """add the elements that were not sent to the next increment"""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -63,77 +63,78 @@ class TopK(Compression, name="top-k"):
         new, kept = vector.numpy(), None if residual is None else residual.numpy()
         threshold, exact = _threshold(new, kept, count)
         total = new if kept is None else kept
-        places = _above(total, threshold, add=None if kept is None else new)
-        if len(places) < count and not exact:
-            places = _above(total, max(_kth_largest(np.abs(total), count), _least(total)), add=None)
-        places = _largest(total, places, count)
-        values = total[places].astype(np.float32)
+        indices = _above(total, threshold, add=None if kept is None else new)
+        if len(indices) < count and not exact:
+            indices = _above(total, max(_kth_largest(np.abs(total), count), _least(total)), add=None)
+        indices = _largest(total, indices, count)
+        values = total[indices].astype(np.float32)
         if kept is not None:
-            kept[places] -= values
-        blob = new_blob(self.name, vector, 0, self._body_bytes(vector), pool)[: ENCODED_HEADER_BYTES + 8 * len(places)]
-        numbers = blob[ENCODED_HEADER_BYTES:].numpy()
-        numbers[: 4 * len(places)] = places.view(np.uint8)
-        numbers[4 * len(places) :] = values.view(np.uint8)
+            kept[indices] -= values
+        blob = new_blob(self.name, vector, 0, self._body_bytes(vector), pool)
+        blob = blob[: ENCODED_HEADER_BYTES + 8 * len(indices)]
+        body = blob[ENCODED_HEADER_BYTES:].numpy()
+        body[: 4 * len(indices)] = indices.view(np.uint8)
+        body[4 * len(indices) :] = values.view(np.uint8)
         return blob
 
     @classmethod
     def _decode(cls, header: EncodedHeader, body: Tensor, pool: Pool) -> Tensor:
         count = body.numel() // 8
         check_size(header, body, 8 * min(count, header.numel))
-        numbers = body.numpy()
-        places, values = numbers[: 4 * count].view(np.int32), numbers[4 * count :].view(np.float32)
-        if count and not ((places[1:] > places[:-1]).all() and places[0] >= 0 and places[-1] < header.numel):
-            raise ContractViolation("a tensor that top-k has compressed came with places that are not in order")
+        raw = body.numpy()
+        indices, values = raw[: 4 * count].view(np.int32), raw[4 * count :].view(np.float32)
+        if count and not ((indices[1:] > indices[:-1]).all() and indices[0] >= 0 and indices[-1] < header.numel):
+            raise ContractViolation("a tensor compressed by top-k arrived with indices that are not in order")
         vector = decoded_like(header, pool).zero_()
-        vector.numpy()[places] = values
+        vector.numpy()[indices] = values
         return vector
 
 
 def _threshold(new: _Array, kept: _Array | None, count: int) -> tuple[float, bool]:
-    """About the `count`-th largest magnitude of the sum, rather a bit less; and whether no lower one need be tried."""
+    """An estimate, rather too low, of the `count`-th largest magnitude of new + kept; and whether it is exact."""
     stride = max(1, len(new) // SAMPLE)
-    stride |= stride > 1  # odd, so that it does not keep step with rows of a matrix
+    stride |= stride > 1  # odd, so that it is not aligned with the rows of a matrix
     sample = new[::stride].copy() if kept is None else new[::stride] + kept[::stride]
     wanted = count / stride
     if stride > 1:
         wanted += DEVIATIONS * math.sqrt(wanted)
-    found = _kth_largest(np.abs(sample, out=sample), min(len(sample), max(1, math.ceil(wanted))))
-    return max(found, _least(new)), stride == 1 or found < _least(new)
+    threshold = _kth_largest(np.abs(sample, out=sample), min(len(sample), max(1, math.ceil(wanted))))
+    return max(threshold, _least(new)), stride == 1 or threshold < _least(new)
 
 
 def _least(values: _Array) -> float:
-    """A threshold that everything but 0 is above."""
+    """The smallest positive magnitude, as a threshold that excludes only 0."""
     return float(np.finfo(values.dtype).smallest_subnormal)
 
 
 def _kth_largest(magnitudes: _Array, k: int) -> float:
-    place = len(magnitudes) - k
-    magnitudes.partition(place)
-    return float(magnitudes[place])
+    position = len(magnitudes) - k
+    magnitudes.partition(position)
+    return float(magnitudes[position])
 
 
-def _above(total: _Array, threshold: float, add: _Array | None) -> _Places:
-    """Where the magnitude is at least the threshold, in order; `add` is added to `total` in the same breath."""
+def _above(total: _Array, threshold: float, add: _Array | None) -> _Indices:
+    """Indices of magnitudes of at least the threshold, in order; `add` is added to `total` in the same pass."""
     size = min(len(total), BLOCK)
     magnitudes, above = np.empty(size, total.dtype), np.empty(size, np.bool_)
     limit = total.dtype.type(threshold)
-    found: list[_Places] = []
+    blocks: list[_Indices] = []
     for first in range(0, len(total), BLOCK):
         block = total[first : first + BLOCK]
         if add is not None:
             block += add[first : first + BLOCK]
         np.abs(block, out=magnitudes[: len(block)])
         np.greater_equal(magnitudes[: len(block)], limit, out=above[: len(block)])
-        found.append((np.flatnonzero(above[: len(block)]) + first).astype(np.int32))
-    return np.concatenate(found)
+        blocks.append((np.flatnonzero(above[: len(block)]) + first).astype(np.int32))
+    return np.concatenate(blocks)
 
 
-def _largest(total: _Array, places: _Places, count: int) -> _Places:
-    """The `count` of these places with the largest magnitudes, or all; of equal ones, the first."""
-    if len(places) <= count:
-        return places
-    magnitudes = np.abs(total[places])
+def _largest(total: _Array, indices: _Indices, count: int) -> _Indices:
+    """The `count` indices with the largest magnitudes, or all if there are fewer; ties go to the first."""
+    if len(indices) <= count:
+        return indices
+    magnitudes = np.abs(total[indices])
     least = _kth_largest(magnitudes.copy(), count)
     keep = magnitudes > least
     keep[np.flatnonzero(magnitudes == least)[: count - int(keep.sum())]] = True
-    return places[keep]
+    return indices[keep]

@@ -117,7 +117,7 @@ class ImageExamples(Data):
         indices = order.take(first, stop)
         pixels = self._pixels(indices)
         if self.augment:
-            pixels = crop_and_flip(pixels, order.chances(first, stop))
+            pixels = crop_and_flip(pixels, order.random_bits(first, stop))
         return self._normalise(pixels), self.targets[indices]
 
     def _pixels(self, indices: Tensor) -> Pixels:
