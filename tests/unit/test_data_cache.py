@@ -60,7 +60,7 @@ def test_the_catalogue_says_what_can_be_known_beforehand() -> None:
     assert list(CATALOGUE) == ["mnist", "fashion-mnist", "cifar10", "cinic10", "imagenet32"]
     for name, entry in CATALOGUE.items():
         assert entry.name == name
-        assert len(entry.means) == entry.channels
+        assert len(entry.means) == entry.image_shape[-1]
         assert all(entry.shape_of(file)[0] in (entry.train, entry.test) for file in FILES)
     assert CATALOGUE["cifar10"].means == (0.4914, 0.4822, 0.4465)
     assert [len(CATALOGUE[name].sha256) for name in CATALOGUE] == [4, 4, 4, 0, 0]

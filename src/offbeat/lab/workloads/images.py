@@ -165,7 +165,8 @@ class ImageWorkload(NamedWorkload):
     def shape(self) -> ImageShape:
         """The shape of the images and the number of classes."""
         entry = CATALOGUE[self.name]
-        return ImageShape(entry.channels, entry.height, entry.width, entry.classes)
+        height, width, channels = entry.image_shape
+        return ImageShape(channels, height, width, entry.classes)
 
     def build(self) -> Workload:
         self.model.parameters(self.shape)  # refuse an unsuitable model before loading data

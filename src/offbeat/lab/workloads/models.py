@@ -1,10 +1,12 @@
 """Models for images, by name: plain convolutional networks and residual networks.
 
-`Model` is the configuration; `Model.build` makes the torch module for images of a given shape.
+`Model` is the configuration; `Model.build` makes the torch module for images of a given shape. `linear_layers` and
+`small_cnn` are also for other workloads.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,6 +17,29 @@ from torch import Tensor, nn
 
 from offbeat.core.configuration import Family
 from offbeat.core.validation import require, require_positive
+
+
+def linear_layers(*widths: int) -> list[nn.Module]:
+    """Linear layers between consecutive widths, with ReLU between them."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers[:-1]
+
+
+def small_cnn(side: int, width: int, classes: int) -> nn.Module:
+    """Two convolutions of `width` and twice as many channels, for images of one channel and `side` × `side` pixels."""
+    return nn.Sequential(
+        *_pooled_convolution(1, width, 3, padding=1),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2 * width * (side // 2) ** 2, classes),
+    )
+
+
+def _pooled_convolution(before: int, after: int, kernel: int, padding: int = 0) -> list[nn.Module]:
+    return [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
 
 
 @dataclass(frozen=True)
@@ -86,16 +111,10 @@ class MnistCNN(Model, name="mnist-cnn"):
         self._require_size(shape, 4)
         first, second, hidden = self.units(32), self.units(64), self.units(1024)
         return nn.Sequential(
-            nn.Conv2d(shape.channels, first, 5, padding=2),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(first, second, 5, padding=2),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
+            *_pooled_convolution(shape.channels, first, 5, padding=2),
+            *_pooled_convolution(first, second, 5, padding=2),
             nn.Flatten(),
-            nn.Linear(second * (shape.height // 4) * (shape.width // 4), hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, shape.classes),
+            *linear_layers(second * (shape.height // 4) * (shape.width // 4), hidden, shape.classes),
         )
 
 
@@ -111,18 +130,10 @@ class LeNet5(Model, name="lenet5"):
         first, second, third, fourth = (self.units(count) for count in (6, 16, 120, 84))
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (shape.height, shape.width))
         return nn.Sequential(
-            nn.Conv2d(shape.channels, first, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(first, second, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
+            *_pooled_convolution(shape.channels, first, 5),
+            *_pooled_convolution(first, second, 5),
             nn.Flatten(),
-            nn.Linear(second * rows * columns, third),
-            nn.ReLU(),
-            nn.Linear(third, fourth),
-            nn.ReLU(),
-            nn.Linear(fourth, shape.classes),
+            *linear_layers(second * rows * columns, third, fourth, shape.classes),
         )
 
 
@@ -172,23 +183,12 @@ class AllCNN(Model, name="all-cnn"):
 
     def build(self, shape: ImageShape) -> nn.Module:
         self._require_size(shape, 9)
-        narrow, wide = self.units(96), self.units(192)
+        widths = [shape.channels, *[self.units(96)] * 3, *[self.units(192)] * 5, shape.classes]
+        strides, paddings = (1, 1, 2, 1, 1, 2, 1, 1, 1), (1, 1, 1, 1, 1, 1, 0, 1, 1)
         layers: list[nn.Module] = []
-        before = shape.channels
-        for after, stride, padding in (
-            (narrow, 1, 1),
-            (narrow, 1, 1),
-            (narrow, 2, 1),
-            (wide, 1, 1),
-            (wide, 1, 1),
-            (wide, 2, 1),
-            (wide, 1, 0),
-            (wide, 1, 1),
-            (shape.classes, 1, 1),
-        ):
+        for (before, after), stride, padding in zip(itertools.pairwise(widths), strides, paddings, strict=True):
             convolution = nn.Conv2d(before, after, 3, stride=stride, padding=padding, bias=False)
             layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
-            before = after
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), _Scaled(0.125))
 
 

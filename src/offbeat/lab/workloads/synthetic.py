@@ -21,6 +21,7 @@ from offbeat.core.optimizers import SGD, Adam
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require, require_not_negative, require_positive
 from offbeat.core.workload import NamedWorkload, Target, Workload
+from offbeat.lab.workloads.models import linear_layers, small_cnn
 
 _DATA_SEED = 0
 _CLASSES = 10
@@ -185,7 +186,7 @@ class TwoGaussians(NamedWorkload, name="toy"):
 
     def build(self) -> Workload:
         return Workload(
-            model=lambda: nn.Sequential(nn.Linear(10, 500), nn.ReLU(), nn.Linear(500, 10)),
+            model=lambda: nn.Sequential(*linear_layers(10, 500, 10)),
             loss=functools.partial(F.cross_entropy, reduction="none"),
             train=self._data("toy train", self.examples),
             test=self._data("toy test", 2000),
@@ -247,16 +248,7 @@ class ToyDeep(_TenGaussians, name="toy-fc"):
     layers = "100-500-1000-500-10"
 
     def _model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(_SIDE * _SIDE, 500),
-            nn.ReLU(),
-            nn.Linear(500, 1000),
-            nn.ReLU(),
-            nn.Linear(1000, 500),
-            nn.ReLU(),
-            nn.Linear(500, _CLASSES),
-        )
+        return nn.Sequential(nn.Flatten(), *linear_layers(_SIDE**2, 500, 1000, 500, _CLASSES))
 
 
 @dataclass(frozen=True)
@@ -267,12 +259,4 @@ class ToyConvolutional(_TenGaussians, name="toy-conv"):
     layers = "two convolutions"
 
     def _model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(32 * (_SIDE // 2) ** 2, _CLASSES),
-        )
+        return small_cnn(_SIDE, 16, _CLASSES)
