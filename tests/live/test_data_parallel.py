@@ -410,13 +410,13 @@ def more(model: nn.Module) -> torch.optim.Optimizer:
         ({"optimizer": ob.SGD(lr=0.1)}, "the optimizer must be an object such as torch.optim.SGD"),
         ({"graph": "complete", "acid": True}, "complete graph"),
         ({"graph": "cylce"}, "did you mean 'cycle'"),
-        ({"graph": ob.graphs.Cycle()}, "a word here"),
+        ({"graph": ob.graphs.Cycle()}, "a name here"),
         ({"partner": "nobody"}, "unknown partner"),
-        ({"clock": "cuckoo"}, "unknown clock"),
+        ({"clock": "cuckoo"}, "unknown exchange clock"),
         ({"rate": -1.0}, "rate"),
         ({"strategy": ob.FixedMinibatch(optimizer=ob.SGD(lr=0.1))}, "has a hub"),
         ({"strategy": ob.Gossip(optimizer=ob.SGD(lr=0.1))}, "leave optimizer= out"),
-        ({"strategy": ob.Gossip(), "acid": True}, "put into the strategy what they say"),
+        ({"strategy": ob.Gossip(), "acid": True}, "put the settings into the strategy"),
         ({"strategy": "gossip"}, "the strategy must be"),
         ({"until": 1.5}, "until"),
         ({"every": 3}, "every"),
@@ -556,7 +556,7 @@ def test_an_optimizer_that_is_stepped_by_somebody_else_is_refused() -> None:
     peer = ob.AsyncDataParallel(model, optimizer)
     before = model.weight.detach().clone()
     model(torch.ones(4, 3)).sum().backward()
-    with pytest.raises(ob.ConfigurationError, match=r"peer\.step\(\) stands in its place"):
+    with pytest.raises(ob.ConfigurationError, match=r"peer\.step\(\) calls it; leave your own call out"):
         optimizer.step()
     assert torch.equal(model.weight, before)
     peer.step()

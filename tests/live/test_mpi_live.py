@@ -195,7 +195,7 @@ def test_without_tolerance_a_killed_worker_ends_the_run_in_one_sentence_and_it_c
     place = out / "async-fmb-seed0"
     assert ours == [
         "offbeat: mpirun has asked this run to end (SIGTERM), as it does when a rank has died; with 'mpirun --with-ft "
-        f"ulfm' the others go on; to go on from its checkpoint: offbeat train --resume {place}"
+        f"ulfm' the others go on; to resume from its checkpoint: offbeat train --resume {place}"
     ]
     assert "Traceback" not in errors
     with running(

@@ -187,13 +187,13 @@ class Listener(Node):
 def test_who_comes_back_while_all_the_others_end_does_not_begin_by_itself(returned: bool) -> None:
     loopback = Loopback({0: [1], 1: [0]})
     other, mine = loopback.transport(0), loopback.transport(1)
-    participant = NodeRunner(Listener(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), returned=returned)
+    participant = NodeRunner(Listener(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), is_rejoining=returned)
     participant.start()
     other.close()
     try:
         assert participant.wait(30)
         assert participant.failure == (
-            "rank 1 came back when the others were ending, or were lost as well" if returned else None
+            "rank 1 came back when the other ranks were ending, or were lost as well" if returned else None
         )
     finally:
         participant.close()

@@ -244,7 +244,7 @@ def test_join_refuses_what_it_cannot_use(arguments: dict[str, object], sentence:
 def test_a_directory_that_holds_a_run_is_not_written_to_again(data: TensorDataset, tmp_path: Path) -> None:
     trained(model(), STRATEGIES[0], data, until=100, out=tmp_path / "run")
     before = read_run(tmp_path / "run")
-    with pytest.raises(ob.ConfigurationError, match="holds a run already; name another directory, or go on"):
+    with pytest.raises(ob.ConfigurationError, match="holds a run already; name another directory, or continue"):
         trained(model(), STRATEGIES[0], data, until=100, out=tmp_path / "run")
     assert read_run(tmp_path / "run") == before
 

@@ -326,11 +326,9 @@ def test_a_file_nested_without_end_is_refused(path: Path) -> None:
 def a_checkpoint(**changed: Any) -> Checkpoint:
     known: dict[str, Any] = {
         "fingerprint": "abc",
-        "experiment": {"strategy": "fmb", "seed": 1},
         "strategy": "fmb",
         "elapsed_seconds": 12.5,
         "records_position": 100,
-        "incarnations": {"1": 0, "2": 3},
         "resumes": 1,
         "node": {"parameters": torch.arange(3.0), "draws": {"1": [(0, 5)]}},
     }
@@ -339,18 +337,16 @@ def a_checkpoint(**changed: Any) -> Checkpoint:
 
 def test_a_checkpoint_of_a_run_comes_back(path: Path) -> None:
     a_checkpoint().save(path)
-    back, given = Checkpoint.load(path).to_plain(), a_checkpoint().to_plain()
+    back, given = vars(Checkpoint.load(path)), vars(a_checkpoint())
     assert torch.equal(back["node"].pop("parameters"), given["node"].pop("parameters"))
     assert back == given
-    a_checkpoint(experiment=None).save(path)
-    assert Checkpoint.load(path).experiment is None
 
 
 @pytest.mark.parametrize(
     "changed", [{"resumes": "often"}, {"records_position": -1}, {"elapsed_seconds": None}, {"node": []}]
 )
 def test_a_file_that_holds_no_run_is_one_sentence(path: Path, changed: dict[str, Any]) -> None:
-    save(path, {**a_checkpoint().to_plain(), **changed})
+    save(path, {**vars(a_checkpoint()), **changed})
     with pytest.raises(
         ConfigurationError, match=r"checkpoint-0.offbeat does not hold a run of this version of offbeat"
     ):

@@ -186,7 +186,7 @@ class _GradientTimer:
     """The workload's model and data, and how long the gradient of some samples takes."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        self.computing = GradientComputer(workload, seed, joins=False)
+        self.computing = GradientComputer(workload, seed, merge_microbatches=False)
         flat, self._seed = self.computing.flat, seed
         # Two copies by turns: values that are loaded already would not be loaded again, as new ones are in training.
         self._values = itertools.cycle([flat.parameters.clone(), flat.parameters.clone()])

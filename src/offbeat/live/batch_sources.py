@@ -1,4 +1,4 @@
-"""Where the micro-batches of a training loop come from: data that can be drawn by position, or whatever iterates."""
+"""Sources of micro-batches for `run.batches`: indexable data, or any iterable of batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from offbeat.errors import ConfigurationError
 
 
 class BatchSource(Protocol):
-    """Gives micro-batches."""
+    """Yields the micro-batches of one rank."""
 
     def take(self, draw: int, samples: int) -> tuple[Any, int] | None:
-        """A micro-batch of at most so many samples, and how many are in it; None where there are no more."""
+        """At most `samples` samples from position `draw` on, and how many they are; None at the end of the data."""
 
 
 class IndexedSource:
-    """Data with a length: draw d of a rank is always the same sample, so what was lost can be repeated."""
+    """Indexable data: a draw of a rank is always the same sample, so a restarted rank repeats lost samples."""
 
     def __init__(self, data: Any, order: Order) -> None:
         self._data = data
@@ -37,49 +37,55 @@ class IndexedSource:
 
 
 class IterableSource:
-    """A DataLoader, or anything else that iterates: counted, but what was lost cannot be repeated.
+    """A DataLoader or another iterable: samples are counted, but lost ones cannot be repeated.
 
-    Its batches are cut to what the strategy asks for; the rest is kept for the next micro-batch. A DataLoader begins
-    again where it ends; an iterator that ends, ends the loop.
+    Batches are sliced to the size that the strategy asks for; the rest is kept for the next micro-batch. An iterable is
+    iterated again when it ends; the end of an iterator ends the loop.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
         self._data = data
         self._iterator: Iterator[Any] = iter(data)
-        self._again = not isinstance(data, Iterator)
+        self._restarts = not isinstance(data, Iterator)
         self._rest: Any = None
-        self._left = 0
+        self._rest_samples = 0
 
     def take(self, draw: int, samples: int) -> tuple[Any, int] | None:
-        if not self._left and not self._fetch():
+        if not self._rest_samples and not self._fetch():
             return None
-        count = min(samples, self._left)
-        if count == self._left:
-            batch, self._rest, self._left = self._rest, None, 0
+        count = min(samples, self._rest_samples)
+        if count == self._rest_samples:
+            batch, self._rest, self._rest_samples = self._rest, None, 0
             return batch, count
-        batch, self._rest = _cut(self._rest, 0, count), _cut(self._rest, count, self._left)
-        self._left -= count
+        batch, self._rest = _slice(self._rest, 0, count), _slice(self._rest, count, self._rest_samples)
+        self._rest_samples -= count
         return batch, count
 
     def _fetch(self) -> bool:
         for attempt in range(2):
             for batch in self._iterator:
-                self._rest, self._left = batch, samples_in(batch)
-                if self._left:
+                self._rest, self._rest_samples = batch, samples_in(batch)
+                if self._rest_samples:
                     return True
-            if not self._again or attempt:
+            if not self._restarts or attempt:
                 break
             self._iterator = iter(self._data)
-        if self._again:
+        if self._restarts:
             raise ConfigurationError(f"{type(self._data).__name__} gave no batch at all; give it at least one sample")
         return False
 
 
 def batch_source_for(data: Any, split: Split, *, worker: int, workers: int, rank: int, seed: int) -> BatchSource:
-    """What `run.batches` was given, as something that gives micro-batches."""
+    """The source of micro-batches for the argument of `run.batches`.
+
+    data: a pair of tensors, a dataset, a DataLoader or an iterable of batches.
+    split: how the examples are divided among workers.
+    worker, workers: the index of this worker, and how many there are.
+    rank, seed: select the order of the examples.
+    """
     if isinstance(data, Data | TensorDataset | tuple) or _is_tensors(data):
         data = data_of(data)
-    elif isinstance(data, DataLoader | IterableDataset) or not _has_positions(data):
+    elif isinstance(data, DataLoader | IterableDataset) or not _is_indexable(data):
         if not isinstance(data, Iterable):
             raise ConfigurationError(
                 f"run.batches was given {type(data).__name__}, but takes a pair of tensors, a dataset, a DataLoader or "
@@ -106,30 +112,30 @@ def _is_tensors(data: Any) -> bool:
     return isinstance(data, list) and bool(data) and all(isinstance(item, Tensor | np.ndarray) for item in data)
 
 
-def _has_positions(data: Any) -> bool:
+def _is_indexable(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
 
 
 def samples_in(batch: Any) -> int:
-    """The length of the first tensor in it."""
+    """The length of the first tensor in a batch; 0 if there is none."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else 1
-    parts: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch if _is_series(batch) else ()
+    parts: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch if _is_sequence(batch) else ()
     for part in parts:
-        if found := samples_in(part):
-            return found
+        if samples := samples_in(part):
+            return samples
     return 0
 
 
-def _cut(batch: Any, first: int, stop: int) -> Any:
-    """The samples first .. stop − 1 of a batch, whatever it is made of."""
+def _slice(batch: Any, first: int, stop: int) -> Any:
+    """The samples `first` to `stop - 1` of a nested batch."""
     if isinstance(batch, Mapping):
-        return {key: _cut(part, first, stop) for key, part in batch.items()}
-    if _is_series(batch) and batch and isinstance(batch[0], Tensor | np.ndarray | Mapping | tuple | list):
-        parts = [_cut(part, first, stop) for part in batch]
+        return {key: _slice(part, first, stop) for key, part in batch.items()}
+    if _is_sequence(batch) and batch and isinstance(batch[0], Tensor | np.ndarray | Mapping | tuple | list):
+        parts = [_slice(part, first, stop) for part in batch]
         return batch._make(parts) if hasattr(batch, "_make") else type(batch)(parts)
     return batch[first:stop]
 
 
-def _is_series(batch: Any) -> bool:
+def _is_sequence(batch: Any) -> bool:
     return isinstance(batch, tuple | list)

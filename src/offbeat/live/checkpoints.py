@@ -1,11 +1,10 @@
-"""Checkpoints of a run: what one holds, where it is kept, and the thread that writes it for a live node."""
+"""Checkpoints of a live run: their content, their file names, and the thread that writes them."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,50 +19,45 @@ from offbeat.records.files import RankWriter
 CHECKPOINT_FILE = re.compile(r"checkpoint-\d+\.offbeat(\.partial)?")
 
 
-def checkpoint_path(directory: Path, rank: int = 0) -> Path:
-    """Where a rank of a live run puts its checkpoint."""
-    return directory / f"checkpoint-{rank}.offbeat"
+def checkpoint_path(directory: Path) -> Path:
+    """Where rank 0 of a live run writes its checkpoint."""
+    return directory / "checkpoint-0.offbeat"
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The checkpoints in a run directory, and what is left of one that was being written."""
+    """The checkpoints in a run directory, partly written ones included."""
     return sorted(path for path in directory.iterdir() if CHECKPOINT_FILE.fullmatch(path.name))
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A run as it stood: the node of its rank 0, and what the engine around it must remember."""
+    """The state of a run: the node of rank 0 and what the engine needs to continue."""
 
     fingerprint: str
     """Of the model: shapes and strides."""
-    experiment: dict[str, Any] | None
     strategy: str
+    """As text, see `local_ranks.describe_strategy`."""
     elapsed_seconds: Annotated[float, msgspec.Meta(ge=0)]
     records_position: Annotated[int, msgspec.Meta(ge=0)]
-    """How long the records were; what was written later is done again."""
-    incarnations: dict[str, int]
+    """Size of the records file of rank 0, in bytes; later records are discarded when the run resumes."""
     resumes: Annotated[int, msgspec.Meta(ge=0)]
-    node: dict[str, Any] = dataclasses.field(repr=False)
-
-    def to_plain(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-
-    @classmethod
-    def from_plain(cls, plain: Any, where: str = "the checkpoint") -> Checkpoint:
-        try:
-            return msgspec.convert(plain, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{where} does not hold a run of this version of offbeat: {error}") from None
+    """How many times the run was resumed before."""
+    node: dict[str, Any] = field(repr=False)
+    """`Node.state()`"""
 
     def save(self, path: Path) -> None:
-        save(path, self.to_plain())
+        save(path, vars(self))
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        return cls.from_plain(load(path), str(path))
+        """Read a file that `save` has written; raises `ConfigurationError` if it does not hold a checkpoint."""
+        try:
+            return msgspec.convert(load(path), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{path} does not hold a run of this version of offbeat: {error}") from None
 
     def check_fits(self, fingerprint: str, strategy: str) -> None:
-        """Refuse to go on with another model, or with another strategy, than the checkpoint is of."""
+        """Raise `ConfigurationError` if the checkpoint was written with another model or strategy."""
         if self.strategy != strategy:
             raise ConfigurationError(
                 f"the checkpoint is of the strategy {self.strategy}, and this run's is {strategy}; "
@@ -77,7 +71,7 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint of the run in a directory."""
+    """The checkpoint in a run directory; raises `ConfigurationError` if there is none."""
     path = checkpoint_path(directory)
     if not path.exists():
         raise ConfigurationError(
@@ -87,7 +81,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 class CheckpointWriter:
-    """Saves the node of rank 0 every so many seconds."""
+    """Writes a checkpoint of rank 0 periodically, on a thread of its own."""
 
     def __init__(
         self,
@@ -98,15 +92,21 @@ class CheckpointWriter:
         seconds: float,
         fingerprint: str,
         strategy: str,
-        before: Checkpoint | None,
+        resumes: int,
     ) -> None:
+        """Build the writer; `start` starts its thread.
+
+        path: the file to write.
+        runner: drives the node to be saved.
+        writer: writes the records of the same rank.
+        seconds: interval between two checkpoints.
+        fingerprint, strategy, resumes: see `Checkpoint`.
+        """
         self._path = path
         self._runner = runner
         self._writer = writer
         self._seconds = seconds
-        self._fingerprint = fingerprint
-        self._strategy = strategy
-        self._resumes = 0 if before is None else before.resumes + 1
+        self._identity: dict[str, Any] = {"fingerprint": fingerprint, "strategy": strategy, "resumes": resumes}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat checkpoints", daemon=True)
 
@@ -119,27 +119,19 @@ class CheckpointWriter:
             self._thread.join()
 
     def save(self) -> None:
-        """Save now. State and position of the records are of one moment."""
-        found: dict[str, Any] = {}
+        """Write a checkpoint now. Node, records and clock are read at the same moment, under the runner's lock."""
+        state: dict[str, Any] = {}
 
-        def look(node: Node) -> None:
-            found.update(
+        def read(node: Node) -> None:
+            state.update(
                 node=node.state(),
                 records_position=self._writer.position(),
                 elapsed_seconds=self._runner.clock.now(),
             )
 
-        self._runner.inspect(look)
-        self._writer.sync()  # on disk before a checkpoint that speaks of it
-        checkpoint = Checkpoint(
-            fingerprint=self._fingerprint,
-            experiment=None,
-            strategy=self._strategy,
-            incarnations={},
-            resumes=self._resumes,
-            **found,
-        )
-        checkpoint.save(self._path)
+        self._runner.inspect(read)
+        self._writer.sync()  # records must be on disk before a checkpoint that refers to them
+        Checkpoint(**self._identity, **state).save(self._path)
 
     def _run(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`offbeat.AsyncDataParallel`: for scripts that come from DDP and keep their optimizer, scheduler and loop.
+"""`offbeat.AsyncDataParallel`: for scripts written for DDP, which keep their optimizer, scheduler and loop.
 
     peer = offbeat.AsyncDataParallel(model, optimizer, graph="exponential", acid=True)
     for x, y in loader:
@@ -7,9 +7,9 @@
         peer.step()
     peer.close()
 
-`step` lets the user's optimizer change the model and hands the change to the node, which adds it to what it has
-become by averaging meanwhile. The node's answer is the next round: the newest values are in the model before `step`
-returns, and nothing changes them until the next one.
+`step` runs the user's optimizer and passes the change of the parameters to the node, which adds it to its replica as
+averaged with other peers meanwhile. When `step` returns, the model holds the newest parameters, and nothing changes
+them until the next `step`.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from offbeat.topology.graphs import Graph
 
 Batch = TypeVar("Batch")
 
-NO_GOAL = Samples(sys.maxsize)
-"""Nobody ever gets there: every peer's own loop decides when it is through."""
+UNLIMITED = Samples(sys.maxsize)
+"""No common budget: every peer trains until its own loop ends."""
 
-WORDS = ("cycle", False, 1.0, "random", "poisson")
-"""What the words are where nobody says them."""
+DEFAULT_SETTINGS = ("cycle", False, 1.0, "random", "poisson")
+"""graph, acid, rate, partner, clock"""
 
 CANNOT_RESUME = (
-    "AsyncDataParallel cannot go on with a run, since the optimizer is yours; save model and optimizer in the loop, "
+    "AsyncDataParallel cannot resume a run, since the optimizer is yours; save model and optimizer in the loop, "
     "load them before AsyncDataParallel, and start a new run"
 )
 
 
 class AsyncDataParallel(SessionBase):
-    """A peer of a gossip run around a training loop that steps an optimizer of its own.
+    """A peer of a gossip run, around a training loop that steps its own optimizer.
 
-    It is there once all peers are, and the model holds what they start with. `rank` and `processes` say who one is;
-    `step` belongs in the place of `optimizer.step()`; after `close()`, or the `with` block, the models of all ranks
-    hold the result, and `summary` says how it went.
+    The constructor returns once all peers are connected and the model holds their common initial parameters. Call
+    `step` instead of `optimizer.step()`. After `close()`, or the `with` block, the models of all ranks hold the
+    average, and `summary` has the metrics of the run.
     """
 
-    _ready = StepReady
+    _result_event = StepReady
 
     def __init__(
         self,
@@ -79,24 +79,33 @@ class AsyncDataParallel(SessionBase):
         seed: int = 0,
         out: str | Path | None = None,
     ) -> None:
-        """The words choose a `Gossip`; a `strategy` that is made already takes their place.
+        """Connect to the other peers; raises `ConfigurationError` for values it cannot use.
 
-        `until` is how long all peers train together, as `Samples(1_000_000)` or `Seconds(90)`; without it every peer
-        trains until its loop calls `close`. `evaluate`, `every`, `seed` and `out` are those of `offbeat.join`.
+        model: the model to train, not wrapped in DDP.
+        optimizer: steps all trainable parameters of the model, and no others.
+        graph: the name of the communication graph, such as "cycle", "exponential" or "complete".
+        acid: whether to use the A²CiD² momentum.
+        rate: averagings that a peer takes part in per gradient.
+        partner: how a peer chooses the next partner: "random", "first-available" or "matchings".
+        clock: when to average: at random times, "poisson", or at equal intervals, "regular".
+        strategy: a decentralized strategy instead of these five settings.
+        until: how long all peers together train, such as `Samples(1_000_000)` or `Seconds(90)`; None: every peer trains
+            until it calls `close`.
+        evaluate, every, seed, out: as for `offbeat.join`.
         """
         check_unwrapped(model)
         check_optimizer(optimizer, model)
         check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
-        words = (graph, acid, rate, partner, clock)
+        settings = (graph, acid, rate, partner, clock)
         require(
-            strategy is None or words == WORDS,
-            "a strategy is given, and words that choose another; put into the strategy what they say",
+            strategy is None or settings == DEFAULT_SETTINGS,
+            "both a strategy and settings of another one are given; put the settings into the strategy",
         )
-        strategy = _gossip(*words) if strategy is None else _among_equals(strategy)
+        strategy = _gossip_strategy(*settings) if strategy is None else _check_decentralized(strategy)
         rank_info = rank_info_for(out)
         require(not rank_info.resume, CANNOT_RESUME)
         options = SessionOptions(
-            until=NO_GOAL if until is None else parse_until(until),
+            until=UNLIMITED if until is None else parse_until(until),
             seed=seed,
             every=every,
             checkpoint_seconds=None,
@@ -104,37 +113,41 @@ class AsyncDataParallel(SessionBase):
         )
         super().__init__(model, strategy, options, rank_info, evaluate)
         self.optimizer = optimizer
-        model.zero_grad()  # gradients are the user's own here, so that memory serves another purpose
-        self._before = self._flat.gradients
-        self._seen = _Seen()
-        self._hook = model.register_forward_pre_hook(self._seen, with_kwargs=True)
+        model.zero_grad()  # the flat gradients are not used here: their memory holds the parameters before a step
+        self._parameters_before = self._flat.gradients
+        self._sample_counter = _SampleCounter()
+        self._forward_hook = model.register_forward_pre_hook(self._sample_counter, with_kwargs=True)
         self._steps = 0
         self._may_step = False
-        self._guard = optimizer.register_step_pre_hook(self._check_step)
+        self._step_hook = optimizer.register_step_pre_hook(self._check_optimizer_step)
         self._closed = False
-        self._start()
+        self._connect()
 
-    def _start(self) -> None:
-        atexit.register(self._left_open)
+    def _connect(self) -> None:
+        atexit.register(self._close_at_exit)
         try:
-            self._begin()
+            self._start()
             self._next_round()
         except BaseException as error:
-            self._shut(error)
+            self._end_session(error)
             raise
 
     # The loop
 
     @property
     def done(self) -> bool:
-        """Whether training is over: all peers together have reached `until`."""
+        """Whether training has ended: all peers together have reached `until`."""
         return self._round is None or self._runner.ended
 
     def step(self, closure: None = None, *, samples: int | None = None, loss: Tensor | float | None = None) -> None:
-        """`optimizer.step()`, and share the change. The newest parameters are in the model afterwards.
+        """Call `optimizer.step()` and share the change; the model holds the newest parameters afterwards.
 
-        `samples` is how many the gradient is of; left out, it is what the model was called with since the last step.
-        A `loss` that is given, the mean over these samples, is recorded. Once training is over this does nothing.
+        Does nothing once training has ended.
+
+        closure: not supported; accepted to answer with an explanation.
+        samples: the number of samples of the gradient; by default those that the model was called with since the last
+            step, in training mode.
+        loss: the mean loss over these samples, for the records.
         """
         require(
             closure is None,
@@ -157,33 +170,32 @@ class AsyncDataParallel(SessionBase):
         self._round.samples = count
         self._steps += 1
         after = self._flat.parameters
-        self._hand_in(torch.sub(after, self._before, out=self._pool.like(after)), total)
+        self._complete_round(torch.sub(after, self._parameters_before, out=self._pool.like(after)), total)
         self._next_round()
 
-    def _check_step(self, *_: Any) -> None:
-        """What an optimizer changes that is stepped by somebody else would be lost, without a word."""
+    def _check_optimizer_step(self, *_: Any) -> None:
+        """Refuse `optimizer.step()` from outside `step`: its change of the parameters would be lost silently."""
         require(
             self._may_step,
-            "optimizer.step() was called, but peer.step() stands in its place, and calls it; leave the other out. With "
+            "optimizer.step() was called, but peer.step() calls it; leave your own call out. With "
             "a GradScaler: scaler.unscale_(optimizer); peer.step(); scaler.update()",
         )
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of a loader, again and again until training is over, so that fast peers simply do more.
+        """Yield the batches of a loader, pass after pass until the end of training: faster peers compute more.
 
-        A sampler that has `set_epoch` is told of every new pass. An iterator, which cannot begin again, is passed
-        once.
+        `set_epoch` of the loader's sampler, if there is one, is called before every pass. An iterator is passed once.
         """
         require(
-            self._ranks.options.until is not NO_GOAL,
-            "peer.batches goes on until all peers together have trained enough, and until says how much that is; type "
+            self._ranks.options.until is not UNLIMITED,
+            "peer.batches ends when all peers together have reached until, which was not given; type "
             "until=offbeat.Samples(60_000), or loop over the loader itself",
         )
         epoch = 0
         while not self.done:
-            if callable(tell := getattr(getattr(data, "sampler", None), "set_epoch", None)):
-                tell(epoch)
-            before = self._steps
+            if callable(set_epoch := getattr(getattr(data, "sampler", None), "set_epoch", None)):
+                set_epoch(epoch)
+            steps_before = self._steps
             for batch in data:
                 if self.done:
                     return
@@ -191,29 +203,29 @@ class AsyncDataParallel(SessionBase):
             if isinstance(data, Iterator):
                 return
             require(
-                self.done or self._steps > before,
+                self.done or self._steps > steps_before,
                 f"a whole pass through the {type(data).__name__} went by without peer.step(); call it in the loop, and "
                 "give the loop at least one batch",
             )
             epoch += 1
 
     def _next_round(self) -> None:
-        """Wait for the newest parameters; they are in the model then."""
+        """Wait until the node has put the newest parameters into the model."""
         self._round = self._runner.next_round()
         if self._round is None:
             self._runner.check()
         else:
-            self._before.copy_(self._flat.parameters)
-            self._seen.samples = 0
+            self._parameters_before.copy_(self._flat.parameters)
+            self._sample_counter.samples = 0
 
     def _count(self, samples: int | None) -> int:
-        """Of how many samples the step is."""
-        told = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
+        """The number of samples of a step."""
+        is_count = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
         require(
-            samples is None or told,
+            samples is None or is_count,
             f"peer.step takes a whole number of samples, 1 or more, but was given {samples!r}; type samples=len(x)",
         )
-        count = self._seen.samples if samples is None else samples
+        count = self._sample_counter.samples if samples is None else samples
         require(
             count > 0,
             "peer.step does not know how many samples the step is of, since the model was not called in training mode "
@@ -224,33 +236,33 @@ class AsyncDataParallel(SessionBase):
     # The end
 
     def close(self) -> None:
-        """Wait for the other peers to come to their ends; the model holds the average of all then.
+        """Wait until all peers have finished; the model then holds the average of all replicas.
 
-        Until then this peer computes no more, but goes on averaging with those that do.
+        Until then this peer computes no more gradients, but keeps averaging with peers that do.
         """
         if not self._closed:
-            self._shut(None)
+            self._end_session(None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._closed:
-            self._shut(error)
+            self._end_session(error)
 
-    def _shut(self, error: BaseException | None) -> None:
+    def _end_session(self, error: BaseException | None) -> None:
         self._closed = True
-        atexit.unregister(self._left_open)
-        self._hook.remove()
-        self._guard.remove()
-        self._over(error)
+        atexit.unregister(self._close_at_exit)
+        self._forward_hook.remove()
+        self._step_hook.remove()
+        self._shut_down(error)
 
-    def _end(self) -> None:
+    def _wait_for_end(self) -> None:
         if not self._runner.ended:
             self._leave(stay=True)
 
-    def _left_open(self) -> None:
-        """The script has ended, and this peer is still open: it leaves, so that nobody waits for it."""
+    def _close_at_exit(self) -> None:
+        """Leave the run if the script ends without `close`, so that no peer waits for this one."""
         error = getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):
             print(
@@ -259,11 +271,11 @@ class AsyncDataParallel(SessionBase):
                 file=sys.stderr,
             )
             error = SystemExit()
-        self._shut(error)
+        self._end_session(error)
 
 
-class _Seen:
-    """Counts the samples that a model is called with while it learns. May be copied and saved with the model."""
+class _SampleCounter:
+    """Counts the samples that a model is called with in training mode. May be copied and pickled with the model."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -273,12 +285,12 @@ class _Seen:
             self.samples += samples_in(arguments) or samples_in(named)
 
 
-def _gossip(graph: str, acid: bool, rate: float, partner: str, clock: str) -> Gossip:
-    """From words to the strategy; it has no optimizer, since it is given steps and not gradients."""
-    for name, word in {"graph": graph, "partner": partner, "clock": clock}.items():
+def _gossip_strategy(graph: str, acid: bool, rate: float, partner: str, clock: str) -> Gossip:
+    """The strategy of these settings; it has no optimizer, since it gets steps and not gradients."""
+    for name, value in {"graph": graph, "partner": partner, "clock": clock}.items():
         require(
-            isinstance(word, str),
-            f"{name} must be a word here, but is {word!r}; type strategy=offbeat.Gossip({name}=...) for an object",
+            isinstance(value, str),
+            f"{name} must be a name here, but is {value!r}; type strategy=offbeat.Gossip({name}=...) for an object",
         )
     return Gossip(
         graph=from_plain(Graph, graph, "graph"),
@@ -289,14 +301,14 @@ def _gossip(graph: str, acid: bool, rate: float, partner: str, clock: str) -> Go
     )
 
 
-def _among_equals(strategy: Strategy) -> Strategy:
-    """A strategy that was made by the user; it must be one that takes steps from everybody."""
+def _check_decentralized(strategy: Strategy) -> Strategy:
+    """Raise `ConfigurationError` unless the strategy is decentralized and has no optimizer of its own."""
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.Gossip()")
     name = type(strategy).__name__
     require(
         strategy.processes(1) == 1,
-        f"{name} has a hub, which steps an optimizer of its own; AsyncDataParallel takes strategies among equals, such "
-        f"as offbeat.Gossip(), and offbeat.join(model, offbeat.{name}(...)) the others",
+        f"{name} has a hub, which steps an optimizer of its own; AsyncDataParallel takes decentralized strategies, "
+        f"such as offbeat.Gossip(), and offbeat.join(model, offbeat.{name}(...)) the others",
     )
     require(
         getattr(strategy, "optimizer", None) is None,
@@ -307,7 +319,7 @@ def _among_equals(strategy: Strategy) -> Strategy:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """A model of the user's own, and not yet one of DDP's."""
+    """Raise `ConfigurationError` if the model is wrapped in DDP or is no module."""
     check_instance(model, (nn.Module,), "the model", "offbeat.AsyncDataParallel(model, optimizer)")
     require(
         not isinstance(model, nn.parallel.DistributedDataParallel),
@@ -317,7 +329,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Every trained parameter is stepped, and whatever is stepped is averaged."""
+    """Raise `ConfigurationError` unless the optimizer holds exactly the model's trainable parameters."""
     example = "torch.optim.SGD(model.parameters(), lr=0.1)"
     check_instance(optimizer, (torch.optim.Optimizer,), "the optimizer", example)
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -341,7 +353,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def mean_loss(loss: Tensor | float) -> float:
-    """The mean loss that a step is told of, as a number."""
+    """The `loss` argument of `step` as a number; raises `ConfigurationError` if it is not a scalar."""
     try:
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Evaluation on a thread of its own, with a model of its own, so that it never delays an update."""
+"""Evaluation on a thread of its own, with a copy of the model, so that it never delays an update."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from offbeat.errors import RunFailed
 Evaluation = Callable[[nn.Module], Any]
 """Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}.
 
-A third value, or "accuracy_top5", is how often the label was among the five likeliest.
+A third value, or "accuracy_top5", is the top-5 accuracy.
 """
 
 Measure = Callable[[Tensor, Buffers], Measured]
-"""Loss and accuracies at these values."""
+"""Maps parameters and buffers to loss and accuracies."""
 
 
 def measure_with(model: nn.Module, evaluate: Evaluation) -> Measure:
-    """The user's evaluation, on a copy of the model, as the engine wants it."""
+    """A `Measure` that loads parameters and buffers into `model`, which should be a copy, and calls `evaluate`."""
     flat = FlatModule(model)
 
     def measure(parameters: Tensor, buffers: Buffers) -> Measured:
@@ -54,7 +54,7 @@ def _measured(value: Any) -> Measured:
 
 
 class Evaluator:
-    """Measures one after the other what it is given."""
+    """Carries out `Evaluate` actions in order, on a thread that starts with the first one."""
 
     def __init__(
         self,
@@ -63,6 +63,13 @@ class Evaluator:
         fail: Callable[[BaseException], None],
         now: Callable[[], float],
     ) -> None:
+        """Build the evaluator.
+
+        measure: computes loss and accuracies.
+        deliver: receives each result, on the evaluation thread.
+        fail: receives an exception that `measure` raised.
+        now: the time of the run, in seconds.
+        """
         self._measure = measure
         self._deliver = deliver
         self._fail = fail
@@ -70,23 +77,23 @@ class Evaluator:
         self._queue: queue.SimpleQueue[Evaluate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, wanted: Evaluate) -> None:
-        """Measure this as soon as what came before is done."""
+    def put(self, request: Evaluate) -> None:
+        """Queue an evaluation."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="offbeat evaluation", daemon=True)
             self._thread.start()
-        self._queue.put(wanted)
+        self._queue.put(request)
 
     def close(self) -> None:
-        """End after what is being measured now."""
+        """Stop after the evaluation that is running now."""
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def _run(self) -> None:
         try:
-            while (wanted := self._queue.get()) is not None:
-                measured = self._measure(wanted.parameters, wanted.buffers)
-                self._deliver(Evaluated(self._now(), wanted.version, *measured))
+            while (request := self._queue.get()) is not None:
+                measured = self._measure(request.parameters, request.buffers)
+                self._deliver(Evaluated(self._now(), request.version, *measured))
         except Exception as error:
             self._fail(error)

@@ -1,13 +1,12 @@
-"""Induced trouble: the cluster of an experiment, as delay on real machines.
+"""Injected delay: makes real machines behave like the cluster of an experiment.
 
-Speeds are what they are here, so only what is *different* from the cluster's usual speed is induced: a factor per
-worker, what its calls cost on top, what disturbs a round, and what the links add. Of a cluster that was measured here,
-speeds and links are there already: what disturbs a round and `factors` are left. It sits above the transport, so
-messages may overtake.
+Only the *difference* to the cluster's usual speed is injected: a factor per worker, its extra cost per call, the delays
+of its straggler model, and the delays of its links. If the cluster was measured on this machine, its speeds and links
+are real, and only stragglers and `factors` are injected. Delay is added above the transport, so messages of different
+peers may overtake each other.
 
-Bandwidth is induced where messages come in: all sources share the card of the receiver, and none is faster than its
-own link. The card of the sender is not induced: what a rank sends to several others at once leaves at once, and is held
-up by each of them on its own.
+Bandwidth is injected at the receiver: all sources share its network card, and none is faster than its own link. The
+card of the sender is not emulated: messages to several peers leave at once and are delayed by each receiver separately.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _UNLIMITED = Link()
 
 
 class InjectedDelay:
-    """What one rank suffers. Without arguments: nothing."""
+    """The delays of one rank; none without arguments."""
 
     def __init__(
         self,
@@ -35,23 +34,37 @@ class InjectedDelay:
         rank: int = 0,
         bytes_per_second: float | None = None,
     ) -> None:
-        """`links` are those to the others, and `bytes_per_second` is what the rank itself can receive."""
+        """Build the delays of a rank.
+
+        straggle: the straggler model of its rounds.
+        factor: how many times slower than usual it is.
+        call_seconds: extra time of every micro-batch.
+        links: peer → the link to it; other links add no delay.
+        seed, rank: select the random streams.
+        bytes_per_second: the receiving bandwidth of this rank; None for no limit.
+        """
         self._factor = factor
         self.call_seconds = call_seconds
-        """What every micro-batch costs on top."""
         self._links = links or {}
-        self._disturbances = straggle.draws(stream(seed, "speed", rank))
+        self._round_delays = straggle.draws(stream(seed, "speed", rank))
         self._delay_random = stream(seed, "delay", rank)
         self._free_at: dict[int, float] = {}
         self._card = NetworkCard(bytes_per_second) if bytes_per_second is not None else None
 
     @classmethod
     def of(cls, cluster: Cluster, workers: dict[int, int], rank: int, peers: Iterable[int], seed: int) -> InjectedDelay:
-        """What `cluster` means for a rank; `workers` says which worker each computing rank is, from 0."""
+        """The delays that `cluster` implies for a rank.
+
+        cluster: the cluster to behave like.
+        workers: rank → its index among the ranks that compute.
+        rank: the rank.
+        peers: the ranks that it is linked to.
+        seed: selects the random streams.
+        """
         worker = workers.get(rank)
         if cluster.measured:
-            asked = tuple(WorkerOverride(override.workers, straggle=override.straggle) for override in cluster.workers)
-            cluster = Cluster(straggle=cluster.straggle, factors=cluster.factors, workers=asked)
+            overrides = tuple(WorkerOverride(item.workers, straggle=item.straggle) for item in cluster.workers)
+            cluster = Cluster(straggle=cluster.straggle, factors=cluster.factors, workers=overrides)
         links = {peer: cluster.link_between(worker, workers.get(peer)) for peer in peers}
         slow = {peer: link for peer, link in links.items() if link != Link()}
         own = cluster.link_of(worker).bytes_per_second
@@ -64,12 +77,12 @@ class InjectedDelay:
         return cls(speed.straggle, factor, call_seconds, slow, seed, rank, own)
 
     def next_round_delay(self) -> RoundDelay:
-        """What happens to the next round."""
-        drawn = next(self._disturbances)
-        return RoundDelay(drawn.delay_seconds, drawn.factor * self._factor)
+        """Draw the delay and slowdown of the next round."""
+        round_delay = next(self._round_delays)
+        return RoundDelay(round_delay.delay_seconds, round_delay.factor * self._factor)
 
     def delay(self, source: int, nbytes: int, now: float) -> float:
-        """For how long a message that arrives now is held up."""
+        """By how many seconds to delay a message of `nbytes` bytes from `source` that arrives at `now`."""
         link = self._links.get(source, _UNLIMITED)
         if link is _UNLIMITED and self._card is None:
             return 0.0

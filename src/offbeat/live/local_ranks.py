@@ -1,7 +1,7 @@
-"""The ranks that a process holds, made and connected.
+"""The ranks of one process: their nodes, runners, transports, records and checkpoints.
 
-Alone, a process holds every rank that the strategy needs for one worker, joined by loopback. Otherwise it holds one,
-joined to the others by gloo or MPI. A node that goes on from a checkpoint, its records and the clock go back together.
+A process without a launcher holds every rank that the strategy needs for one worker, linked by loopback. Otherwise it
+holds one rank, linked to the others by gloo or MPI. Resuming resets node, records and clock to the same moment.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from offbeat.transports.transport import Transport
 from offbeat.version import __version__
 
 LIVE_SECONDS_PER_SAMPLE = 2.5e-4
-"""What a small model takes on one core; a strategy that was not told its times in seconds takes them from this."""
+"""Compute time of a small model on one core; the default times of time-based strategies are derived from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a session takes part, besides what is trained: what `join` and `offbeat train` have in common."""
+    """The settings of a session that `join` and `offbeat train` have in common."""
 
     until: Budget
     seed: int = 0
@@ -57,22 +57,22 @@ class SessionOptions:
     every: Cadence | None = None
     target: Target | None = None
     header: RunHeader | None = None
-    """Given where it has been written already; otherwise rank 0 writes it."""
+    """The header of the run if it has been written already; otherwise rank 0 writes one."""
     checkpoint_seconds: float | None = 30.0
     checksum: bool = False
     shared_memory: bool = True
-    """Whether processes of one machine may hand each other large tensors in memory that both of them see."""
+    """Whether processes of one machine may exchange large tensors through shared memory."""
     reserved: frozenset[int] = frozenset()
-    """Ranks that a supervisor fills; whoever comes from elsewhere gets another."""
+    """Ranks that a supervisor starts; they are not assigned to workers that join from other machines."""
     experiment: bytes | None = None
-    """What a worker that joins from elsewhere is told."""
+    """The experiment, encoded, for workers that join from other machines."""
     split: Split = Shared()
     sends_records: bool = False
-    """Whether records travel to rank 0, because no directory is shared with it."""
+    """Whether records are sent to rank 0, because no directory is shared with it."""
 
 
 class LocalRanks:
-    """The participants of this process. `own_runner` is the one whose compute is the thread that made it."""
+    """The node runners of this process. `own_runner` is the one whose rounds the calling thread computes."""
 
     def __init__(
         self,
@@ -92,32 +92,32 @@ class LocalRanks:
         least = strategy.processes(1)
         require(
             bool(computing),
-            f"with {self.processes} process{'es' if self.processes > 1 else ''} nobody would compute; start {least} or "
-            f"more, for example: offbeat launch -n {least} script.py",
+            f"with {self.processes} process{'es' if self.processes > 1 else ''} no rank would compute; start {least} "
+            f"or more, for example: offbeat launch -n {least} script.py",
         )
-        if not alone and rank_info.rank >= self.processes:  # one more than were expected
+        if not alone and rank_info.rank >= self.processes:  # joined beyond the initial size
             computing += range(self.processes, rank_info.rank + 1)
         self.rank = computing[0] if alone else rank_info.rank
         self.workers = {rank: worker for worker, rank in enumerate(computing)}
-        """rank → which worker it is, from 0"""
-        self.saved = self._checkpoint()
+        """rank → its index among the ranks that compute"""
+        self.checkpoint = self._load_checkpoint()
         self.memory = MemoryWriter()
         self._files: list[RankWriter] = []
         self.checkpoint_writer: CheckpointWriter | None = None
-        held = range(self.processes) if alone else [self.rank]
-        self._nodes = {rank: self._node(rank) for rank in held}  # takes seconds where an optimizer is the first one
-        self.clock = Clock(self._elapsed())
+        local = range(self.processes) if alone else [self.rank]
+        self._nodes = {rank: self._make_node(rank) for rank in local}  # takes seconds when it imports torch.optim
+        self.clock = Clock(self._elapsed_seconds())
         if alone:
             loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
             links = {rank: loopback.transport(rank) for rank in range(self.processes)}
-            self.runners = {rank: self._runner(rank, link) for rank, link in links.items()}
+            self.runners = {rank: self._make_runner(rank, link) for rank, link in links.items()}
         else:
             rank_allocator = self._rank_allocator()
-            self.runners = {self.rank: self._runner(self.rank, self._connected(rank_allocator))}
+            self.runners = {self.rank: self._make_runner(self.rank, self._connect(rank_allocator))}
             rank_allocator.linked = self.runners[self.rank].linked
         self.own_runner = self.runners[self.rank]
         for runner in self.runners.values():
-            runner.on_failure = self._failed
+            runner.on_failure = self._fail_all
 
     def start(self) -> None:
         for runner in self.runners.values():
@@ -126,20 +126,17 @@ class LocalRanks:
             self.checkpoint_writer.start()
 
     @property
-    def leads(self) -> bool:
-        """Whether rank 0 is here or, among equals, nobody below this rank was left when it finished."""
+    def is_main(self) -> bool:
+        """Whether this process holds rank 0 or, in a decentralized run, the lowest rank left when it finished."""
         if 0 in self.runners:
             return True
-        if self.own_runner.finish is None or not self._among_equals():
+        if self.own_runner.finish is None or not self.strategy.is_decentralized:
             return False
-        if self.rank_info.transport == "mpi":  # who was silent for a while is not heard any more, but may be there
+        if self.rank_info.transport == "mpi":  # a lost link does not mean a dead process
             from offbeat.transports.mpi import dead_ranks
 
             return dead_ranks() >= set(range(self.rank))
         return not any(rank < self.rank for rank in self.own_runner.linked_at_end)
-
-    def _among_equals(self) -> bool:
-        return self.strategy.is_decentralized
 
     def close_files(self) -> None:
         for file in self._files:
@@ -160,10 +157,10 @@ class LocalRanks:
             torch=str(torch.__version__),
         )
 
-    def _failed(self, error: BaseException) -> None:
-        """Ranks of one process fail together: the others would wait for this one."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Ranks of one process fail together, since they would wait for each other."""
         for runner in self.runners.values():
-            if not runner.ended:  # in another thread: who calls may hold a lock that it waits for
+            if not runner.ended:  # in another thread: the caller may hold a runner's lock
                 threading.Thread(target=runner.fail, args=(error,), daemon=True).start()
 
     # Transports
@@ -176,19 +173,19 @@ class LocalRanks:
             now=self.clock.now,
             experiment=self.options.experiment,
             is_elastic=isinstance(self.options.split, Shared) and self.strategy.is_elastic,
-            full=self._full(),
+            full=self._rejection_when_full(),
         )
 
-    def _full(self) -> str:
-        """Why nobody else may come, where nobody may."""
-        among = len(self.workers)
+    def _rejection_when_full(self) -> str:
+        """The answer to a worker that cannot be assigned a rank."""
+        workers = len(self.workers)
         if self.strategy.is_elastic:
             return (
-                f"the data is split among {among} workers and all of them are there; start the run with more --workers"
+                f"the data is split among {workers} workers and all of them are connected; start it with more --workers"
             )
-        return f"this run has {among} peers and all of them are there; start it with more --workers"
+        return f"this run has {workers} peers and all of them are connected; start it with more --workers"
 
-    def _connected(self, rank_allocator: RankAllocator) -> Transport:
+    def _connect(self, rank_allocator: RankAllocator) -> Transport:
         rank_info, options = self.rank_info, self.options
         common: dict[str, Any] = {
             "rank": self.rank,
@@ -203,7 +200,7 @@ class LocalRanks:
 
             return MpiTransport(elapsed=self.clock.now, **common)
         assert rank_info.address is not None
-        first = rank_info.incarnation if self.saved is None else self.saved.resumes + 1
+        first = rank_info.incarnation if self.checkpoint is None else self.checkpoint.resumes + 1
         common |= {"token": rank_info.token, "shared_memory": options.shared_memory, "first_incarnation": first}
         if self.rank != 0:
             return GlooTransport(rendezvous=rank_info.address, member=rank_info.member or uuid.uuid4().hex, **common)
@@ -218,12 +215,12 @@ class LocalRanks:
     def _peers(self, rank: int) -> list[int]:
         return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
 
-    # Participants
+    # Nodes and runners
 
-    def _measures(self, rank: int) -> bool:
+    def _evaluates(self, rank: int) -> bool:
         return self._measure is not None and (rank == 0 or self.strategy.computes(0))
 
-    def _node(self, rank: int) -> Node:
+    def _make_node(self, rank: int) -> Node:
         return build_node(
             self.strategy,
             NodeContext(
@@ -234,33 +231,33 @@ class LocalRanks:
                 buffers=self._initial[1],
                 random=stream(self.options.seed, "node", rank, 0),
                 until=self.options.until,
-                evaluate=self.options.every if self._measures(rank) else None,
+                evaluate=self.options.every if self._evaluates(rank) else None,
             ),
         )
 
-    def _elapsed(self) -> float:
-        """How long the run has lasted: where rank 0 is started anew, or again, and has nobody to ask."""
-        if self.saved is not None:
-            return self.saved.elapsed_seconds
+    def _elapsed_seconds(self) -> float:
+        """How long the run has lasted so far, as far as this process knows; others synchronize with rank 0 later."""
+        if self.checkpoint is not None:
+            return self.checkpoint.elapsed_seconds
         return 0.0 if self.rank_info.began is None else time.monotonic() - self.rank_info.began
 
     def _irreplaceable(self, rank: int) -> Iterable[int]:
-        """Without whom a rank cannot go on, as nobody comes back under MPI. A peer among equals goes on alone."""
-        if self.rank_info.transport != "mpi" or self._among_equals():
+        """The peers that a rank cannot continue without: MPI processes do not come back; a decentralized peer can."""
+        if self.rank_info.transport != "mpi" or self.strategy.is_decentralized:
             return ()
         return self._peers(rank)
 
     def _members(self) -> tuple[int, ...]:
-        """Who can take part: under MPI not those who were lost in an earlier run of the same processes."""
+        """The ranks of the run; under MPI without those lost in an earlier run of the same processes."""
         if self.rank_info.transport != "mpi":
             return tuple(range(self.processes))
         from offbeat.transports.mpi import lost_ranks
 
         return tuple(rank for rank in range(self.processes) if rank == self.rank or rank not in lost_ranks())
 
-    def _runner(self, rank: int, transport: Transport) -> NodeRunner:
+    def _make_runner(self, rank: int, transport: Transport) -> NodeRunner:
         options, node = self.options, self._nodes[rank]
-        writer = self._writer(rank, node)
+        writer = self._make_writer(rank, node)
         runner = NodeRunner(
             node,
             transport,
@@ -268,11 +265,11 @@ class LocalRanks:
             clock=self.clock,
             writer=writer,
             load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
-            evaluate=self._measure if self._measures(rank) else None,
-            induced=InjectedDelay.of(options.cluster, self.workers, rank, self._peers(rank), options.seed),
-            on_remote_records=self._journalled if rank == 0 or self._among_equals() else None,
+            evaluate=self._measure if self._evaluates(rank) else None,
+            injected_delay=InjectedDelay.of(options.cluster, self.workers, rank, self._peers(rank), options.seed),
+            on_remote_records=self._write_remote_records if rank == 0 or self.strategy.is_decentralized else None,
             irreplaceable=self._irreplaceable(rank),
-            returned=self.rank_info.incarnation > 0 and self._among_equals(),
+            is_rejoining=self.rank_info.incarnation > 0 and self.strategy.is_decentralized,
             device=self._flat.parameters.device,
             bytes_per_second=options.bytes_per_second,
         )
@@ -284,54 +281,52 @@ class LocalRanks:
                 seconds=options.checkpoint_seconds,
                 fingerprint=self._flat.layout.fingerprint(),
                 strategy=describe_strategy(self.strategy),
-                before=self.saved,
+                resumes=0 if self.checkpoint is None else self.checkpoint.resumes + 1,
             )
         return runner
 
-    def _writer(self, rank: int, node: Node) -> Writer:
-        """Where the records of a rank go."""
+    def _make_writer(self, rank: int, node: Node) -> Writer:
+        """The writer of a rank's records. Rank 0 creates the run directory, or truncates it to the checkpoint."""
         directory = self.rank_info.directory
         if self.options.sends_records or (self.rank_info.member and directory is None):
             return RemoteRecordWriter(self.memory, whole=not self.rank_info.member)
         if directory is None:
             return self.memory
-        begins = rank == 0 and self.options.header is None and self.saved is None and self.rank_info.incarnation == 0
+        is_new = self.options.header is None and self.checkpoint is None and self.rank_info.incarnation == 0
+        writes_header = rank == 0 and is_new
         require(
-            not begins or not (directory / HEADER).exists(),
-            f"{directory} holds a run already; name another directory, or go on with that one: resume=True",
+            not writes_header or not (directory / HEADER).exists(),
+            f"{directory} holds a run already; name another directory, or continue that one: resume=True",
         )
         writer = RankWriter(directory, rank)
         self._files.append(writer)
-        if begins:
+        if writes_header:
             write_header(directory, self.header())
-        if rank == 0 and self.saved is not None:
-            writer.truncate(self.saved.records_position)
-            node.restore(self.saved.node)
+        if rank == 0 and self.checkpoint is not None:
+            writer.truncate(self.checkpoint.records_position)
+            node.restore(self.checkpoint.node)
         return writer
 
-    def _journalled(self, rank: int, sends_records: RecordLines) -> None:
+    def _write_remote_records(self, rank: int, received: RecordLines) -> None:
+        records = map(RECORD_DECODER.decode, received.lines)
         if self.rank_info.directory is not None:
             with RankWriter(self.rank_info.directory, rank) as writer:
-                for line in sends_records.lines:
-                    writer.write(RECORD_DECODER.decode(line))
-        elif self.rank:  # rank 0 is lost, and this one has to say how the run went
-            for line in sends_records.lines:
-                self.memory.write(RECORD_DECODER.decode(line))
+                for record in records:
+                    writer.write(record)
+        elif self.rank:  # rank 0 is lost, so this rank summarizes the run
+            for record in records:
+                self.memory.write(record)
 
-    def _checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to go on from; rank 0 has it, and the others are told by rank 0."""
+    def _load_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to resume from; only rank 0 reads it, and the others get its state in messages."""
         holds_rank_0 = self.rank_info.alone or self.rank_info.rank == 0
         if not self.rank_info.resume or self.rank_info.directory is None or not holds_rank_0:
             return None
-        saved = read_checkpoint(self.rank_info.directory)
-        saved.check_fits(self._flat.layout.fingerprint(), describe_strategy(self.strategy))
-        return saved
+        checkpoint = read_checkpoint(self.rank_info.directory)
+        checkpoint.check_fits(self._flat.layout.fingerprint(), describe_strategy(self.strategy))
+        return checkpoint
 
 
 def describe_strategy(strategy: Strategy) -> str:
-    """A strategy as text that is the same in every process; a function's place in memory is not.
-
-    Without a compression it says nothing of that, as it did before there was any.
-    """
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))
-    return text.replace("compression=None, ", "").replace("(compression=None)", "()")
+    """A strategy as text that is the same in every process: without memory addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))

@@ -1,4 +1,10 @@
-"""A live computation: how far it may go, and how it is held up on purpose."""
+"""The live engine: one node, the wall clock and real messages.
+
+A node is protected by a monitor (one lock and condition per `NodeRunner`) and has no thread of its own. The thread that
+has an event takes the lock, lets the node handle the event and carries out the actions that it returns: the thread of
+the training loop for results, a background thread for messages and timers, an evaluation thread for evaluations. So a
+user's own training loop and the one of `offbeat train` are driven in the same way.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +60,7 @@ from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lo
 
 
 class Clock:
-    """Seconds since the run began; a rank that joins later sets it by the hub's."""
+    """Seconds since the start of the run; a rank that joins later synchronizes it with rank 0."""
 
     def __init__(self, elapsed_seconds: float = 0.0) -> None:
         self._zero = time.monotonic() - elapsed_seconds
@@ -63,18 +69,18 @@ class Clock:
         return time.monotonic() - self._zero
 
     def set(self, elapsed_seconds: float, at_monotonic: float) -> None:
-        """It was `elapsed_seconds` when this machine's monotonic clock said `at_monotonic`."""
+        """Synchronize: the run had lasted `elapsed_seconds` when `time.monotonic()` was `at_monotonic`."""
         self._zero = at_monotonic - elapsed_seconds
 
 
 @dataclass
 class LiveRound:
-    """The outstanding computation: what was asked for, since when, and how it is held up."""
+    """The outstanding computation of a rank, with its injected delay."""
 
     action: Compute
     start: float
-    began: float
-    """When it was accepted, by the machine's own clock: there the anytime clock starts."""
+    start_monotonic: float
+    """`time.monotonic()` when it was accepted, where the time limit of a `Seconds` budget starts."""
     delay_seconds: float
     factor: float
     call_seconds: float
@@ -83,24 +89,24 @@ class LiveRound:
     idle_seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def wanted(self) -> int:
-        """How many samples the next micro-batch has; 0 where the round is over."""
+    def next_microbatch_size(self) -> int:
+        """Samples of the next micro-batch; 0 if the round is over."""
         if self.cancelled.is_set():
             return 0
         budget, microbatch = self.action.budget, self.action.microbatch
         if isinstance(budget, Samples):
             return min(microbatch, budget.count - self.samples)
         assert isinstance(budget, Seconds)
-        if self.samples and time.monotonic() - self.began >= budget.seconds:
+        if self.samples and time.monotonic() - self.start_monotonic >= budget.seconds:
             return 0
         return microbatch if budget.samples_max is None else min(microbatch, budget.samples_max - self.samples)
 
-    def hold_up(self) -> None:
-        """The induced delay before the first micro-batch."""
+    def inject_delay(self) -> None:
+        """Wait for the injected delay before the first micro-batch."""
         self._sleep(self.delay_seconds)
 
-    def stretch(self, seconds: float) -> None:
-        """A micro-batch took so many seconds; let it have taken as much longer as this worker is slower."""
+    def inject_slowdown(self, seconds: float) -> None:
+        """Wait for as long as this worker should be slower at a micro-batch that took `seconds`."""
         self._sleep(seconds * (self.factor - 1.0) + self.call_seconds)
 
     def _sleep(self, seconds: float) -> None:
@@ -110,58 +116,51 @@ class LiveRound:
             self.induced_seconds += time.monotonic() - before
 
 
-# The live engine: one node, real time, real messages.
-#
-# A node is a monitor, not a thread: whoever has an event takes the lock, lets the node handle it, and carries out what
-# it asks for. The thread that computes hands in its own gradients; a background thread hands in messages and timers;
-# an evaluating thread hands in what it measured. So a user's own training loop and ours are the same thing.
-
-
 WAIT_SECONDS_MAX = 3600.0
-"""Clocks of the system do not take any number."""
+"""Longest single wait: system calls overflow on very large timeouts."""
 
 LEAVE_SECONDS = 10.0
-"""How long a node that was asked to leave may take before it is left behind."""
+"""How long a node may take to finish after `Leave` before it is abandoned."""
 
 ResultEvent = Callable[..., GradientReady | StepReady]
-"""Makes the event by which a computation ends: one of the two, which have the same fields in the same order."""
+"""Creates the event that ends a computation; both kinds have the same fields in the same order."""
 
-JOURNAL = "journal "
-"""How the keys of journals begin: the node has not sent them, and is not told that they have left."""
-JOURNAL_SECONDS = 1.0
-TRAFFIC_SECONDS = 1.0
-"""How long what was sent and received may go unrecorded, while the process lives."""
+RECORDS_KEY = "journal "
+"""Prefix of the keys of `RecordLines` messages, which the node has not sent and gets no `Sent` for."""
+RECORDS_FLUSH_SECONDS = 1.0
+TRAFFIC_RECORD_SECONDS = 1.0
+"""Interval between two records of traffic, and thus what a killed process leaves unrecorded at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutboxDue:
-    """What waits for this peer may leave."""
+    """The rate limit lets the next queued message to this peer leave."""
 
     peer: int
 
 
 Due = str | Arrived | Lost | OutboxDue
-"""What becomes due: a timer by its name, a message or a loss that was held up, a turn."""
+"""An entry of the heap: a timer (its name), a delayed message, a delayed loss, or an outbox turn."""
 
 
 class NodeRunner:
-    """One node with everything that makes its actions happen."""
+    """Drives one node: feeds it events and carries out its actions. Methods may be called from any thread."""
 
     finish: Finish | None = None
     linked_at_end: frozenset[int] = frozenset()
-    """The peers that were there when the node finished."""
+    """The peers that were linked when the node finished."""
     on_failure: Callable[[BaseException], None] | None = None
     _error: BaseException | None = None
     _round: LiveRound | None = None
     _leaving = False
     _closed = False
-    _free_since = 0.0
+    _idle_since = 0.0
     _send_seconds = 0.0
-    _flushed_at = 0.0
-    _counted_at = 0.0
-    _clock_set = False
-    _dated = False
-    _use_recorded = False
+    _records_flushed_at = 0.0
+    _traffic_recorded_at = 0.0
+    _is_synchronized = False
+    _has_flushed_early_records = False
+    _link_use_recorded = False
 
     def __init__(
         self,
@@ -173,18 +172,28 @@ class NodeRunner:
         writer: Writer,
         load: Callable[[Tensor, Buffers], None] | None = None,
         evaluate: Measure | None = None,
-        induced: InjectedDelay | None = None,
+        injected_delay: InjectedDelay | None = None,
         on_remote_records: Callable[[int, RecordLines], None] | None = None,
         device: torch.device | None = None,
         irreplaceable: Iterable[int] = (),
-        returned: bool = False,
+        is_rejoining: bool = False,
         bytes_per_second: float | None = None,
     ) -> None:
-        """`load` takes the values of an accepted `Compute` into the model; without it this rank does not compute.
+        """Build the runner; nothing happens before `start`.
 
-        Peers that are `irreplaceable` do not come back once they are lost. A rank that has lost all of them gives up.
-        So does one that has `returned` to a run, when all are gone before it has learnt from them how far that was.
-        With `bytes_per_second`, no more than that leaves for each peer; what would be more waits.
+        node: the node to drive.
+        transport: the links of this rank.
+        rank: this rank.
+        clock: time since the start of the run; synchronized with rank 0 at the first join.
+        writer: receives the records of this rank.
+        load: copies the parameters and buffers of a `Compute` into the model; None for a rank that does not compute.
+        evaluate: measures loss and accuracy, on a thread of its own; None if this rank does not evaluate.
+        injected_delay: delay added on purpose; None for none.
+        on_remote_records: receives the records that other ranks send here.
+        device: where the node's tensors are; received tensors are copied there.
+        irreplaceable: peers that cannot come back; the run fails once all of them are lost.
+        is_rejoining: this rank was restarted; the run fails if all peers are lost before it got their state.
+        bytes_per_second: rate limit per peer; None for no limit.
         """
         self.rank = rank
         self.clock = clock
@@ -192,43 +201,43 @@ class NodeRunner:
         self._transport = transport
         self._writer = writer
         self._load = load
-        self._induced = induced or InjectedDelay()
-        self._on_journal = on_remote_records
+        self._injected_delay = injected_delay or InjectedDelay()
+        self._on_remote_records = on_remote_records
         self._irreplaceable = set(irreplaceable)
-        self._knows_nothing = returned
+        self._awaits_state = is_rejoining
         self._device = device if device is not None and device.type != "cpu" else None
         self._monitor = threading.Condition()
-        self._known: dict[int, int] = {}
-        """peer → the incarnation that the node has been told of"""
-        self._met: set[int] = set()
-        self._unmet: dict[int, list[Send]] = {}
-        """What waits for peers that have not joined for the first time."""
+        self._linked: dict[int, int] = {}
+        """peer → the incarnation announced to the node"""
+        self._ever_linked: set[int] = set()
+        self._before_link: dict[int, list[Send]] = {}
+        """peer → messages to a peer that has not joined yet"""
         self._traffic = TrafficCounter(rank)
-        self._undated: list[Record] = []
-        """Records from before the clock was set; see `_date`."""
+        self._records_before_sync: list[Record] = []
+        """Records from before the clock was synchronized; see `_write_early_records`."""
         self._due: list[tuple[float, int, Due]] = []
-        """A heap of what becomes due when: timers, messages held up, losses behind them, turns of those that wait."""
+        """A heap of (time, entry number, entry)."""
         self._timers: dict[str, int] = {}
-        """name → the number of the entry that counts"""
-        self._limited = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.weight)
-        self._turns: dict[int, int] = {}
-        """peer → the number of the entry at which what waits for it may leave"""
-        self._used: dict[int, int] = {}
-        """peer → bytes that have left for it, without records"""
-        self._numbers = itertools.count()
-        self._thread = threading.Thread(target=self._serve, name=f"offbeat rank {rank}", daemon=True)
+        """name → the number of its valid heap entry"""
+        self._rate_limited = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.weight)
+        self._outbox_turns: dict[int, int] = {}
+        """peer → the number of its valid `OutboxDue` entry"""
+        self._bytes_sent_to: dict[int, int] = {}
+        """peer → bytes sent to it, without records"""
+        self._entry_numbers = itertools.count()
+        self._thread = threading.Thread(target=self._receive_loop, name=f"offbeat rank {rank}", daemon=True)
         self._evaluator = (
             None if evaluate is None else Evaluator(evaluate, self._deliver_evaluated, self.fail, clock.now)
         )
 
-    # From outside
+    # Public interface
 
     def start(self) -> None:
-        """Let the node begin."""
+        """Deliver `Started` and start the background thread."""
         with self._monitor:
-            self._free_since = self._counted_at = self.clock.now()
-            self._traffic.begin(self._counted_at)
-            self._guarded(lambda: self._handle(Started(self.clock.now())))
+            self._idle_since = self._traffic_recorded_at = self.clock.now()
+            self._traffic.begin(self._traffic_recorded_at)
+            self._run_guarded(lambda: self._handle(Started(self.clock.now())))
         self._thread.start()
 
     @property
@@ -236,7 +245,7 @@ class NodeRunner:
         return self.finish is not None or self._error is not None
 
     def next_round(self) -> LiveRound | None:
-        """Wait for something to compute; None once there will be nothing any more."""
+        """Block until the node asks for a computation; None once the run has ended."""
         with self._monitor:
             while self._round is None and not self.ended:
                 self._monitor.wait()
@@ -245,9 +254,13 @@ class NodeRunner:
     def complete(
         self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, ready: ResultEvent = GradientReady
     ) -> None:
-        """The outstanding round has ended with this sum of gradients over its samples, or with this step.
+        """End the outstanding round.
 
-        `loss` is a sum over the samples as well; None where a step does not say. The tensor is the engine's from here.
+        result: the sum of gradients over its samples, or the optimizer step; owned by the engine from here on.
+        loss: the sum of the losses over its samples; None if unknown.
+        buffers: the model's buffers after the round.
+        finite: whether result, loss and buffers are finite.
+        ready: the kind of event that the node gets.
         """
         with self._monitor:
             done, self._round = self._round, None
@@ -257,18 +270,9 @@ class NodeRunner:
             seconds = now - done.start
             draws = (action.draw, action.draw + done.samples)
             event = ready(
-                now,
-                result,
-                done.samples,
-                loss,
-                buffers,
-                action.version,
-                draws,
-                seconds,
-                done.induced_seconds,
-                finite,
+                now, result, done.samples, loss, buffers, action.version, draws, seconds, done.induced_seconds, finite
             )
-            self._free_since = now
+            self._idle_since = now
             record = Round(
                 at=now,
                 rank=self.rank,
@@ -284,60 +288,61 @@ class NodeRunner:
                 finite=finite,
             )
 
-            def hand_in() -> None:
+            def write_and_handle() -> None:
                 if done.samples:
                     self._writer.write(record)
                 self._handle(event)
-                if now - self._flushed_at >= JOURNAL_SECONDS:
-                    self._flush_journal()
+                if now - self._records_flushed_at >= RECORDS_FLUSH_SECONDS:
+                    self._flush_records()
 
-            self._guarded(hand_in)
+            self._run_guarded(write_and_handle)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the node has finished, or something has failed; whether it has."""
+        """Wait until the node has finished or failed, at most `timeout` seconds; returns whether it has."""
         with self._monitor:
             return self._monitor.wait_for(lambda: self.ended, timeout)
 
-    def leave(self, give_up: Callable[[], None] | None = None, *, stay: bool = False) -> None:
-        """Ask the node to end in order. `give_up` completes a computation that is outstanding, and has no samples then.
+    def leave(self, complete_empty: Callable[[], None] | None = None, *, stay: bool = False) -> None:
+        """Ask the node to finish in order, and wait until it has.
 
-        With `stay` the node goes on serving its peers until they have come to their ends, however long that takes.
-        Without, what waits for the rate limit leaves at once: whoever leaves does not want to wait for it.
+        complete_empty: completes an outstanding computation, which then has no samples.
+        stay: keep serving the peers until they have finished, however long that takes; otherwise wait for at most
+            `LEAVE_SECONDS` and send queued messages at once, whatever the rate limit.
         """
         with self._monitor:
             self._leaving = True
             if not stay:
-                self._hurry()
+                self._lift_rate_limit()
             if not self.ended:
-                self._guarded(lambda: self._handle(Leave(self.clock.now(), stay)))
+                self._run_guarded(lambda: self._handle(Leave(self.clock.now(), stay)))
             waiting = self._round is not None and not self._round.cancelled.is_set()
-            if waiting:  # a node that does not know of leaving goes on, and is left behind
+            if waiting:  # the node ignored `Leave`: it is abandoned
                 return
-            if self._round is not None and give_up is not None and not self.ended:
+            if self._round is not None and complete_empty is not None and not self.ended:
                 self._round.samples = 0
-                give_up()
+                complete_empty()
         self.wait(None if stay else LEAVE_SECONDS)
 
-    def inspect(self, look: Callable[[Node], None]) -> None:
-        """Look at the node while nothing happens to it: a checkpoint does."""
+    def inspect(self, read: Callable[[Node], None]) -> None:
+        """Call `read(node)` while the node handles no event, for checkpoints."""
         with self._monitor:
-            look(self._node)
+            read(self._node)
 
     def linked(self) -> frozenset[int]:
-        """The peers that are there."""
+        """The peers that are linked now."""
         with self._monitor:
-            return frozenset(self._known)
+            return frozenset(self._linked)
 
     def close(self, linger_seconds: float = 5.0) -> None:
-        """End the threads and say goodbye to the peers.
+        """Stop the threads and close the transport.
 
-        What waits for the rate limit leaves before: all of it where the node has come to its end in order, however long
-        that takes, and otherwise as much as can in these seconds.
+        Messages queued by the rate limit are sent before: all of them if the node has finished in order, otherwise as
+        many as fit into `linger_seconds`.
         """
         try:
             with self._monitor:
-                self._let_leave(linger_seconds)
-        finally:  # whoever is interrupted here does not want to wait any longer, and closes all the same
+                self._drain_outbox(linger_seconds)
+        finally:  # an interrupt ends the wait, not the closing
             self._close(linger_seconds)
 
     def _close(self, linger_seconds: float) -> None:
@@ -351,7 +356,7 @@ class NodeRunner:
             self._thread.join(linger_seconds)
 
     def check(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the error that ended the run, if there is one."""
         if self._error is not None:
             raise self._error
         if self.finish is not None and self.finish.failure is not None:
@@ -364,33 +369,33 @@ class NodeRunner:
         return self.finish.failure if self.finish is not None else None
 
     def write_last(self, record: Ended) -> None:
-        """Write the last record. Where not even that can be written, that is the failure."""
+        """Write the last records of this rank; a failure to do so fails the run."""
         with self._monitor:
-            self._guarded(self._date)
-            self._guarded(lambda: self._record_traffic(record.at))
-            self._guarded(lambda: self._record_link_use(record.at))
-            self._guarded(lambda: self._writer.write(record))
+            self._run_guarded(self._write_early_records)
+            self._run_guarded(lambda: self._record_traffic(record.at))
+            self._run_guarded(lambda: self._record_link_use(record.at))
+            self._run_guarded(lambda: self._writer.write(record))
 
     # The background thread
 
-    def _serve(self) -> None:
+    def _receive_loop(self) -> None:
         try:
             while not self._closed:
-                self._turn(self._transport.receive(self._next_due()))
+                self._process(self._transport.receive(self._next_due()))
         except BaseException as error:
             self.fail(error)
 
-    def _turn(self, incoming: Incoming | None) -> None:
-        """What has come in, then what has become due. Its tensors are free again when this returns."""
+    def _process(self, incoming: Incoming | None) -> None:
+        """Handle what was received, then what is due. The tensors of `incoming` are reused after this returns."""
         with self._monitor:
             if self._closed:
                 return
             if incoming is not None:
-                self._guarded(lambda: self._take(incoming))
-            self._guarded(self._fire)
+                self._run_guarded(lambda: self._handle_incoming(incoming))
+            self._run_guarded(self._process_due)
             now = self.clock.now()
             if (due := self._traffic_due()) is not None and due <= now:
-                self._guarded(lambda: self._record_traffic(now))
+                self._run_guarded(lambda: self._record_traffic(now))
 
     def _next_due(self) -> float | None:
         with self._monitor:
@@ -401,138 +406,144 @@ class NodeRunner:
             return None if due is None else min(WAIT_SECONDS_MAX, max(0.0, due - self.clock.now()))
 
     def _is_stale(self, number: int, entry: Due) -> bool:
-        """Whether it is a timer that was cleared or set anew, or a turn that has been moved."""
+        """Whether a timer was cleared or set again, or an outbox turn was moved."""
         if isinstance(entry, OutboxDue):
-            return self._turns.get(entry.peer) != number
+            return self._outbox_turns.get(entry.peer) != number
         return isinstance(entry, str) and self._timers.get(entry) != number
 
-    def _fire(self) -> None:
+    def _process_due(self) -> None:
         while self._due and self._due[0][0] <= self.clock.now():
             _, number, entry = heapq.heappop(self._due)
             if isinstance(entry, Arrived):
-                self._arrived(entry)
+                self._deliver_message(entry)
             elif isinstance(entry, Lost):
-                self._take(entry)
+                self._handle_incoming(entry)
             elif self._is_stale(number, entry):
                 continue
             elif isinstance(entry, OutboxDue):
-                del self._turns[entry.peer]
-                self._pace(entry.peer)
+                del self._outbox_turns[entry.peer]
+                self._send_ready(entry.peer)
             else:
                 del self._timers[entry]
                 self._handle(TimerFired(self.clock.now(), entry))
 
-    def _take(self, incoming: Incoming) -> None:
+    def _handle_incoming(self, incoming: Incoming) -> None:
         now = self.clock.now()
         match incoming:
             case Arrived():
-                delay = self._induced.delay(incoming.source, incoming.nbytes, now)
+                delay = self._injected_delay.delay(incoming.source, incoming.nbytes, now)
                 if delay > 0:
-                    heapq.heappush(self._due, (now + delay, next(self._numbers), incoming))
+                    self._schedule(now + delay, incoming)
                 else:
-                    self._arrived(incoming)
+                    self._deliver_message(incoming)
             case Departed(to=to, key=key):
                 self._traffic.sent(MessageSize(incoming.kind, incoming.nbytes, incoming.nbytes_uncompressed))
                 self._send_seconds = incoming.seconds
-                if not (key or "").startswith(JOURNAL):
-                    self._used[to] = self._used.get(to, 0) + incoming.nbytes
-                    if self._known.get(to) == incoming.incarnation:
+                if not (key or "").startswith(RECORDS_KEY):
+                    self._bytes_sent_to[to] = self._bytes_sent_to.get(to, 0) + incoming.nbytes
+                    if self._linked.get(to) == incoming.incarnation:
                         self._handle(Sent(now, to, key))
             case Joined(peer=peer, incarnation=incarnation):
-                self._set_clock(peer)
-                if (before := self._known.pop(peer, None)) is not None:
-                    self._give_up(peer)
+                self._synchronize_clock()
+                if (before := self._linked.pop(peer, None)) is not None:
+                    self._drop_queued(peer)
                     self._handle(PeerLost(self.clock.now(), peer, before))
-                self._known[peer] = incarnation
-                self._met.add(peer)
-                if self._limited is not None:
-                    self._limited.open(peer, time.monotonic())
-                for send in self._unmet.pop(peer, []):
+                self._linked[peer] = incarnation
+                self._ever_linked.add(peer)
+                if self._rate_limited is not None:
+                    self._rate_limited.open(peer, time.monotonic())
+                for send in self._before_link.pop(peer, []):
                     self._send(send)
                 self._handle(PeerJoined(self.clock.now(), peer, incarnation))
-                self._flush_journal()
+                self._flush_records()
             case Lost(peer=peer, incarnation=incarnation):
                 held = [due for due, _, item in self._due if isinstance(item, Arrived) and item.source == peer]
                 last = max(held, default=now)
-                if last > now:  # what is held up has arrived before the link was lost
-                    heapq.heappush(self._due, (last, next(self._numbers), incoming))
-                elif self._known.get(peer) == incarnation:
-                    del self._known[peer]
-                    self._give_up(peer)
-                    if self._knows_nothing and not self._known and not self.ended:
-                        raise RunFailed(f"rank {self.rank} came back when the others were ending, or were lost as well")
+                if last > now:  # delayed messages arrived before the link was lost
+                    self._schedule(last, incoming)
+                elif self._linked.get(peer) == incarnation:
+                    del self._linked[peer]
+                    self._drop_queued(peer)
+                    if self._awaits_state and not self._linked and not self.ended:
+                        raise RunFailed(
+                            f"rank {self.rank} came back when the other ranks were ending, or were lost as well"
+                        )
                     self._handle(PeerLost(now, peer, incarnation))
                     if peer in self._irreplaceable:
-                        self._miss(peer, incoming.why)
+                        self._lose_irreplaceable(peer, incoming.why)
             case Refused(why=why):
                 raise RunFailed(why)
 
-    def _miss(self, peer: int, why: str) -> None:
+    def _lose_irreplaceable(self, peer: int, why: str) -> None:
         self._irreplaceable.remove(peer)
         if not self._irreplaceable and why != CLOSED and not self.ended:
-            raise RunFailed(f"rank {peer} was lost ({why}), and nobody is left to go on with")
+            raise RunFailed(f"rank {peer} was lost ({why}), and no peer is left to continue with")
 
-    def _set_clock(self, peer: int) -> None:
-        """Take the time from rank 0, once, so that the records of all ranks can be laid side by side."""
-        told = self._transport.elapsed_at_join
-        if told is not None and not self._clock_set:
-            self._clock_set = True
+    def _synchronize_clock(self) -> None:
+        """Adopt the time of rank 0, once, so that the records of all ranks share one time axis."""
+        elapsed = self._transport.elapsed_at_join
+        if elapsed is not None and not self._is_synchronized:
+            self._is_synchronized = True
             before = self.clock.now()
-            self.clock.set(*told)
+            self.clock.set(*elapsed)
             shift = self.clock.now() - before
             self._due = [(due + shift, number, entry) for due, number, entry in self._due]
-            self._free_since += shift
-            self._counted_at += shift
+            self._idle_since += shift
+            self._traffic_recorded_at += shift
             self._traffic.shift(shift)
-            self._date(shift)
+            self._write_early_records(shift)
 
-    def _knows_the_time(self) -> bool:
-        return self._clock_set or self._dated or self.rank == 0
+    def _has_run_time(self) -> bool:
+        return self._is_synchronized or self._has_flushed_early_records or self.rank == 0
 
-    def _record(self, record: Record) -> None:
-        if self._knows_the_time():
+    def _write_record(self, record: Record) -> None:
+        if self._has_run_time():
             self._writer.write(record)
         else:
-            self._undated.append(record)
+            self._records_before_sync.append(record)
 
-    def _date(self, shift: float = 0.0) -> None:
-        """Write what was recorded by a clock that had not been set: now it is, or there is no more time to wait."""
-        self._dated, undated, self._undated = True, self._undated, []
+    def _write_early_records(self, shift: float = 0.0) -> None:
+        """Write the records from before the clock was synchronized: it is now, or they cannot wait any longer."""
+        self._has_flushed_early_records, undated, self._records_before_sync = True, self._records_before_sync, []
         for record in undated:
             self._writer.write(msgspec.structs.replace(record, at=record.at + shift))
 
-    def _arrived(self, arrived: Arrived) -> None:
+    def _deliver_message(self, arrived: Arrived) -> None:
         message = arrived.message
-        if self._known.get(arrived.source) != arrived.incarnation:
-            return  # held up for so long that its link is gone
+        if self._linked.get(arrived.source) != arrived.incarnation:
+            return  # delayed for so long that its link is gone
         self._traffic.received(message_size(message, arrived.nbytes))
         if isinstance(message, RecordLines):
-            if self._on_journal is not None:
-                self._on_journal(arrived.source, message)
+            if self._on_remote_records is not None:
+                self._on_remote_records(arrived.source, message)
             return
-        if self._device is not None:  # what was received lies in host memory, and the node's tensors where the model is
+        if self._device is not None:  # messages are received into host memory
             message = message.with_tensors(tensor.to(self._device) for tensor in message.tensors())
         self._handle(MessageArrived(self.clock.now(), arrived.source, message, lambda: message))
 
     def _deliver_evaluated(self, event: Event) -> None:
         with self._monitor:
-            self._guarded(lambda: self._handle(event))
+            self._run_guarded(lambda: self._handle(event))
 
-    # The monitor: the lock is held from here on
+    # Called with the lock held
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """An error in a node ends the participant; whoever waits for it gets to know."""
+    def _run_guarded(self, work: Callable[[], None]) -> None:
+        """An error in a node ends this runner and wakes all threads that wait for it."""
         try:
             work()
         except Exception as error:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Something went wrong that no node can mend."""
+        """End the run of this rank with an error. May be called with or without the lock."""
         with self._monitor:
             if self.ended:
                 return
-            self._error = error if isinstance(error, OffbeatError) else _Unexpected(self.rank, error)
+            failure = error
+            if not isinstance(error, OffbeatError):
+                failure = RunFailed(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+            self._error = failure
             self._monitor.notify_all()
         if self.on_failure is not None:
             self.on_failure(self._error)
@@ -541,16 +552,16 @@ class NodeRunner:
         if self.ended:
             return
         for action in list(self._node.handle(event)):
-            self._do(action)
+            self._execute(action)
 
-    def _do(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         match action:
             case Report(record=record):
-                self._record(record)
+                self._write_record(record)
             case Send():
                 self._send(action)
             case Compute():
-                self._accept(action)
+                self._begin_round(action)
             case Cancel():
                 if self._round is not None:
                     self._round.cancelled.set()
@@ -566,77 +577,78 @@ class NodeRunner:
                     )
                 self._evaluator.put(action)
             case Finish():
-                self.finish, self.linked_at_end = action, frozenset(self._known)
+                self.finish, self.linked_at_end = action, frozenset(self._linked)
                 self._monitor.notify_all()
 
     def _send(self, send: Send) -> None:
         if isinstance(send.message, Stopped):
-            self._end_journal()
-        incarnation = self._known.get(send.to)
-        if incarnation is not None and self._limited is not None:
-            self._limited.put(send)
-            self._pace(send.to)
+            self._send_last_records()
+        incarnation = self._linked.get(send.to)
+        if incarnation is not None and self._rate_limited is not None:
+            self._rate_limited.put(send)
+            self._send_ready(send.to)
         elif incarnation is not None:
             self._transport.send(send.to, incarnation, send.message, send.supersedes)
-        elif send.to not in self._met:  # links take a moment to come up; in virtual time they are there at once
-            self._unmet.setdefault(send.to, []).append(send)
+        elif send.to not in self._ever_linked:  # unlike in virtual time, links take a moment to come up
+            self._before_link.setdefault(send.to, []).append(send)
 
-    def _accept(self, action: Compute) -> None:
+    def _begin_round(self, action: Compute) -> None:
         if self._load is None:
             raise ContractViolation(f"rank {self.rank} asked for Compute, but by its strategy it does not compute")
         if self._round is not None:
             raise ContractViolation(f"rank {self.rank} asked for a second Compute while one was outstanding")
         now = self.clock.now()
-        delay_seconds, factor = self._induced.next_round_delay()
-        accepted = LiveRound(action, now, time.monotonic(), delay_seconds, factor, self._induced.call_seconds)
-        accepted.idle_seconds = max(0.0, now - self._free_since)
-        self._date()
-        self._knows_nothing = False
+        delay_seconds, factor = self._injected_delay.next_round_delay()
+        live_round = LiveRound(action, now, time.monotonic(), delay_seconds, factor, self._injected_delay.call_seconds)
+        live_round.idle_seconds = max(0.0, now - self._idle_since)
+        self._write_early_records()
+        self._awaits_state = False
         self._load(action.parameters, action.buffers)
         if self._leaving:
-            accepted.cancelled.set()
-        self._round = accepted
+            live_round.cancelled.set()
+        self._round = live_round
         self._monitor.notify_all()
 
     def _set_timer(self, name: str, seconds: float) -> None:
-        number = next(self._numbers)
-        self._timers[name] = number
-        heapq.heappush(self._due, (self.clock.now() + seconds, number, name))
+        self._timers[name] = self._schedule(self.clock.now() + seconds, name)
+
+    def _schedule(self, at: float, entry: Due) -> int:
+        """Put an entry on the heap and let the background thread know; returns the entry's number."""
+        number = next(self._entry_numbers)
+        heapq.heappush(self._due, (at, number, entry))
         if threading.current_thread() is not self._thread:
             self._transport.wake()
+        return number
 
     # The rate limit
 
-    def _pace(self, peer: int) -> None:
-        """Let leave what is paid for, and come back when the next will be."""
-        assert self._limited is not None
+    def _send_ready(self, peer: int) -> None:
+        """Send the messages that the rate limit allows now, and schedule the next."""
+        assert self._rate_limited is not None
         now = time.monotonic()
-        while (send := self._limited.take(peer, now)) is not None:
-            self._transport.send(peer, self._known[peer], send.message, send.supersedes)
-        due = self._limited.ready_at(peer, now)
+        while (send := self._rate_limited.take(peer, now)) is not None:
+            self._transport.send(peer, self._linked[peer], send.message, send.supersedes)
+        due = self._rate_limited.ready_at(peer, now)
         if due is not None:
-            number = self._turns[peer] = next(self._numbers)
-            heapq.heappush(self._due, (self.clock.now() + due - now, number, OutboxDue(peer)))
-            if threading.current_thread() is not self._thread:
-                self._transport.wake()
+            self._outbox_turns[peer] = self._schedule(self.clock.now() + due - now, OutboxDue(peer))
         elif self.ended:
             self._monitor.notify_all()
 
-    def _give_up(self, peer: int) -> None:
-        """What waits for a peer that is gone has nowhere to go."""
-        self._turns.pop(peer, None)
-        if self._limited is not None:
-            self._limited.lose(peer)
+    def _drop_queued(self, peer: int) -> None:
+        """Drop the messages queued for a lost peer."""
+        self._outbox_turns.pop(peer, None)
+        if self._rate_limited is not None:
+            self._rate_limited.lose(peer)
             self._monitor.notify_all()
 
-    def _hurry(self) -> None:
-        if self._limited is not None:
-            self._limited.is_lifted = True
-            for peer in list(self._known):
-                self._pace(peer)
+    def _lift_rate_limit(self) -> None:
+        if self._rate_limited is not None:
+            self._rate_limited.is_lifted = True
+            for peer in list(self._linked):
+                self._send_ready(peer)
 
-    def _let_leave(self, linger_seconds: float) -> None:
-        limited, me = self._limited, threading.current_thread()
+    def _drain_outbox(self, linger_seconds: float) -> None:
+        limited, me = self._rate_limited, threading.current_thread()
         if limited is None or not self._thread.is_alive() or self._thread is me:
             return
         now = time.monotonic()
@@ -647,49 +659,51 @@ class NodeRunner:
             self._monitor.wait(min(WAIT_SECONDS_MAX, until - time.monotonic()))
 
     def _record_link_use(self, at: float) -> None:
-        if self._limited is not None and not self._use_recorded:
-            self._use_recorded = True
-            used = {str(peer): nbytes for peer, nbytes in sorted(self._used.items())}
-            rate = self._limited.bytes_per_second
+        if self._rate_limited is not None and not self._link_use_recorded:
+            self._link_use_recorded = True
+            used = {str(peer): nbytes for peer, nbytes in sorted(self._bytes_sent_to.items())}
+            rate = self._rate_limited.bytes_per_second
             self._writer.write(LinkUse(at=at, rank=self.rank, bytes_per_second=rate, used=used))
 
-    # What was sent and received
+    # Traffic
 
     def _traffic_due(self) -> float | None:
-        """When the next record of it is to be written; None where there is nothing new, or the time is not known."""
-        if not self._traffic.moved or self.ended or not self._knows_the_time():
+        """When the next record of traffic is due; None if nothing is new or the clock is not synchronized."""
+        if not self._traffic.moved or self.ended or not self._has_run_time():
             return None
-        return self._counted_at + TRAFFIC_SECONDS
+        return self._traffic_recorded_at + TRAFFIC_RECORD_SECONDS
 
     def _record_traffic(self, at: float) -> None:
-        self._counted_at = at
+        self._traffic_recorded_at = at
         traffic = self._traffic.record(at)
         if traffic is not None:
             self._writer.write(traffic)
 
-    # Records of a rank that shares no disk with rank 0 travel there
+    # Records of a rank that shares no directory with rank 0 are sent there
 
-    def _flush_journal(self) -> None:
-        keeper = self._keeper()
-        if isinstance(self._writer, RemoteRecordWriter) and keeper is not None:
-            self._flushed_at = self.clock.now()
-            for journal in self._writer.take(keeper):
-                self._transport.send(keeper, self._known[keeper], journal, f"{JOURNAL}{next(self._numbers)}")
+    def _flush_records(self) -> None:
+        destination = self._records_destination()
+        if isinstance(self._writer, RemoteRecordWriter) and destination is not None:
+            self._records_flushed_at = self.clock.now()
+            for lines in self._writer.take(destination):
+                self._transport.send(
+                    destination, self._linked[destination], lines, f"{RECORDS_KEY}{next(self._entry_numbers)}"
+                )
 
-    def _keeper(self) -> int | None:
-        """Who keeps the records: rank 0; where it was lost and any rank can, as among equals, the lowest there is."""
-        if 0 in self._known or self._on_journal is None or 0 not in self._met:
-            return 0 if 0 in self._known else None
-        return min((rank for rank in self._known if rank < self.rank), default=None)
+    def _records_destination(self) -> int | None:
+        """The rank that stores the records: rank 0, or the lowest linked rank once a decentralized run has lost it."""
+        if 0 in self._linked or self._on_remote_records is None or 0 not in self._ever_linked:
+            return 0 if 0 in self._linked else None
+        return min((rank for rank in self._linked if rank < self.rank), default=None)
 
-    def _end_journal(self) -> None:
-        """Before Stopped, which is the last that rank 0 waits for."""
+    def _send_last_records(self) -> None:
+        """Send all records before `Stopped`, the last message that rank 0 waits for."""
         if isinstance(self._writer, RemoteRecordWriter):
             ended = self.ended_record()
             self._record_traffic(ended.at)
             self._record_link_use(ended.at)
             self._writer.write(ended)
-            self._flush_journal()
+            self._flush_records()
 
     def ended_record(self) -> Ended:
         return Ended(
@@ -699,11 +713,3 @@ class NodeRunner:
             failure=self.failure,
             rank=self.rank,
         )
-
-
-class _Unexpected(RunFailed):
-    """Something that should not happen; where it came from is chained, for whoever mends it."""
-
-    def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(f"rank {rank} failed: {type(error).__name__}: {error}")
-        self.__cause__ = error

@@ -1,4 +1,4 @@
-"""Who may sit where: rank 0 hands out ranks to whoever joins, and tells them what is trained."""
+"""Assignment of ranks: rank 0 assigns a rank to every process that joins, and sends it the experiment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from offbeat.transports.rendezvous import Assignment, CallRequest
 
 RESERVED_SECONDS = 60.0
-"""For so long a rank is kept for a member that has asked for the terms but has not come yet."""
+"""For how long a rank is reserved for a member that got its assignment but has not connected yet."""
 
 
 @dataclass
 class RankAllocator:
-    """Answers everyone who has shown the token. A member that comes again gets the rank that it had."""
+    """Answers authenticated requests for a rank. A member that asks again gets the rank it had. Thread-safe."""
 
     processes: int
     computing: tuple[int, ...]
@@ -23,11 +23,11 @@ class RankAllocator:
     now: Callable[[], float]
     experiment: bytes | None
     is_elastic: bool
-    """Whether more may come than were expected: not where the data is split among those."""
+    """Whether ranks beyond `processes` may join; not if the data is split among the initial ones."""
     full: str
-    """What who comes then is told."""
+    """The rejection when no rank is free."""
     linked: Callable[[], frozenset[int]] = frozenset
-    """Which ranks are there."""
+    """Returns the ranks that are linked now."""
     _members: dict[str, tuple[int, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -44,9 +44,9 @@ class RankAllocator:
         if member in self._members:
             return self._members[member][0]
         now = time.monotonic()
-        kept = {rank for rank, at in self._members.values() if now - at < RESERVED_SECONDS}
-        free = (rank for rank in self.computing if rank and rank not in self.reserved | linked | kept)
+        pending = {rank for rank, at in self._members.values() if now - at < RESERVED_SECONDS}
+        free = (rank for rank in self.computing if rank and rank not in self.reserved | linked | pending)
         rank = next(free, None)
         if rank is None and self.is_elastic:
-            rank = max([self.processes - 1, *linked, *kept]) + 1
+            rank = max([self.processes - 1, *linked, *pending]) + 1
         return rank

@@ -1,12 +1,12 @@
-"""`offbeat.join`: a user's own training loop as a node's compute.
+"""`offbeat.join`: a training loop of the user's own computes the gradients of a rank.
 
     with offbeat.join(model, strategy, until=offbeat.Samples(1_000_000)) as run:
         for x, y in run.batches(train_set):
             run.backward(F.cross_entropy(model(x), y, reduction="none"))
 
-Started alone, the process holds every rank that the strategy needs, and the loop is the one that computes. Started by
-`offbeat launch`, torchrun, mpirun or srun, it is one rank of many. A rank that does not compute gets no batches: it
-serves until the end.
+Started without a launcher, the process holds every rank that the strategy needs for one worker, and the loop is that
+worker. Started by `offbeat launch`, torchrun, mpirun or srun, it is one rank of many. On a rank that does not compute,
+such as the server, `batches` yields nothing and returns at the end of training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require, require_bandwidth_limit
 from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError
-from offbeat.launch.rank_info import RankInfo
 from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions
@@ -50,12 +49,20 @@ def join(
     resume: bool = False,
     checkpoint_seconds: float | None = 30.0,
 ) -> Session:
-    """Take part in the training of `model`; use it in a `with` statement.
+    """Join the training of `model`; use it in a `with` statement. Raises `ConfigurationError` for values it cannot use.
 
-    `until` is how long to train: `Samples(1_000_000)` or `Seconds(90)`. `evaluate(model)` measures held-out loss and
-    accuracy, on a copy, `every` so often, and never in the way of an update. `bytes_per_second` is what this process
-    may send to each of its peers. With `out`, records and checkpoints are written to that directory, and `resume=True`
-    goes on from there.
+    model: the model that the loop trains; its parameters are overwritten with the newest ones.
+    strategy: the algorithm.
+    until: how long all ranks together train: `Samples(1_000_000)`, `Seconds(90)`, or short, 1_000_000 or "90s".
+    evaluate: `evaluate(model)` returns held-out loss, or (loss, accuracy); called on a copy, in a thread of its own.
+    every: how often to evaluate.
+    target: the loss or accuracy to which the summary gives the time.
+    cluster: delays to inject, and how long a silent peer is waited for.
+    bytes_per_second: rate limit from this process to each of its peers; None for no limit.
+    seed: of the data order, and of all random decisions.
+    out: directory for records and checkpoints; None keeps records in memory.
+    resume: continue the run in `out` from its checkpoint.
+    checkpoint_seconds: interval between two checkpoints; None for no checkpoints.
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
@@ -81,39 +88,38 @@ def join(
 
 
 class Session(SessionBase):
-    """A process's part in a run. `rank`, `processes` and `computes` say which; `summary` how it went."""
+    """The part of one process in a run, around a loop over `batches` that calls `backward`.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        strategy: Strategy,
-        options: SessionOptions,
-        rank_info: RankInfo,
-        evaluate: Evaluation | None,
-    ) -> None:
-        super().__init__(model, strategy, options, rank_info, evaluate)
-        self._pending = 0
-        self._losses: list[Tensor] = []
-        self._entered = False
+    `rank`, `processes` and `computes` describe the process; `summary` and `records` the run, once it has ended.
+    """
+
+    _losses: list[Tensor]
+    """The sums of the losses of the micro-batches of the current round."""
+    _pending = 0
+    """Samples of the micro-batch that `backward` has not been called for yet."""
+    _entered = False
 
     # The loop
 
     def __enter__(self) -> Session:
         require(not self._entered, "this session has been used already; call offbeat.join again")
         self._entered = True
-        self._begin()
+        self._start()
         return self
 
     def batches(self, data: Any, *, split: Split = Shared()) -> Iterator[Any]:  # noqa: B008  (frozen)
-        """Micro-batches, paced by the strategy, until training is over.
+        """Yield micro-batches of the size that the strategy asks for, until the end of training.
 
-        `data` is a pair of tensors, a dataset, a DataLoader, or anything that gives batches. What has a length is
-        drawn in an order that depends on seed and rank alone, so that a restarted worker repeats what was lost;
-        what merely iterates is counted, but cannot be repeated. On a rank that does not compute there are none.
+        On a rank that does not compute, yields nothing and returns at the end of training.
+
+        data: a pair of tensors, a dataset, a DataLoader, or another iterable of batches. Indexable data is drawn in an
+            order that depends on seed and rank alone, so that a restarted worker repeats lost samples; samples of an
+            iterable are counted, but cannot be repeated.
+        split: how the examples are divided among the workers; every worker draws from all of them by default.
         """
         require(self._entered, "the session has not begun; type: with offbeat.join(model, strategy) as run:")
         if not self.computes:
-            self._serve()
+            self._runner.wait()
             return
         source = batch_source_for(
             data,
@@ -125,11 +131,11 @@ class Session(SessionBase):
         )
         while (current := self._runner.next_round()) is not None:
             self._begin_round(current)
-            while wanted := current.wanted():
-                taken = source.take(current.action.draw + current.samples, wanted)
-                if taken is None:
+            while next_microbatch_size := current.next_microbatch_size():
+                batch_and_size = source.take(current.action.draw + current.samples, next_microbatch_size)
+                if batch_and_size is None:
                     return
-                batch, self._pending = taken
+                batch, self._pending = batch_and_size
                 samples, began = self._pending, time.monotonic()
                 yield batch
                 require(
@@ -138,20 +144,25 @@ class Session(SessionBase):
                     "for each",
                 )
                 current.samples += samples
-                current.stretch(time.monotonic() - began)
-            gradient = self._pool.copy(self._flat.gradients)  # used again as soon as the message with it has left
-            self._hand_in(gradient, sum(map(float, self._losses)))
+                current.inject_slowdown(time.monotonic() - began)
+            gradient = self._pool.copy(self._flat.gradients)  # returns to the pool when the message has left
+            self._complete_round(gradient, sum(map(float, self._losses)))
 
     def _begin_round(self, current: LiveRound) -> None:
         self._round = current
         self._losses = []
         self._flat.zero_gradients()
-        current.hold_up()
+        current.inject_delay()
 
     def backward(
         self, loss: Tensor, *, reduction: Literal["none", "sum", "mean"] = "none", samples: int | None = None
     ) -> None:
-        """Differentiate the loss of the micro-batch: one loss per sample, or a scalar that says how it was reduced."""
+        """Accumulate the gradient of the current micro-batch; call it once for each.
+
+        loss: one loss per sample, or a scalar if `reduction` is "sum" or "mean".
+        reduction: how `loss` was reduced over the samples.
+        samples: the size of the micro-batch, as a check; may be left out.
+        """
         count = self._pending
         require(
             count > 0,
@@ -160,50 +171,46 @@ class Session(SessionBase):
         )
         require(
             samples is None or samples == count,
-            f"run.backward was told of {samples} samples, but the micro-batch has {count}; count samples, not tokens "
+            f"run.backward was given samples={samples}, but the micro-batch has {count}; count samples, not tokens "
             "or pixels, or leave samples out",
         )
-        total = summed(loss, reduction, count)
+        total = loss_sum(loss, reduction, count)
         self._flat.bind_gradients()
         total.backward()  # type: ignore[no-untyped-call]
         self._losses.append(total.detach())
         self._pending = 0
 
-    def _serve(self) -> None:
-        """Wait until training is over; a rank that does not compute does nothing else in this thread."""
-        self._runner.wait()
-
     @property
     def begins_round(self) -> bool:
-        """Whether the micro-batch at hand is the first of its round."""
+        """Whether the current micro-batch is the first of its round."""
         return self._round is not None and self._round.samples == 0
 
     @property
     def draw(self) -> int:
-        """The position in this rank's data at which the round at hand began."""
+        """The first draw of the current round: its position in the data order of this rank."""
         return 0 if self._round is None else self._round.action.draw
 
     # The end
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._over(error)
+        self._shut_down(error)
 
-    def _end(self) -> None:
+    def _wait_for_end(self) -> None:
         if self.computes:
-            if not self._runner.ended:  # the loop was left before training was over
+            if not self._runner.ended:  # the loop was left before the end of training
                 self._leave()
         else:
-            self._serve()
+            self._runner.wait()
         others = [runner for rank, runner in self._ranks.runners.items() if rank != self.rank]
         if others:
             self._runner.close(LINGER_SECONDS)
         for runner in others:
-            # It ends by itself, after an evaluation perhaps, unless ours was left behind.
+            # They finish by themselves, perhaps after an evaluation, unless our own node was abandoned.
             runner.wait(None if self._runner.finish is not None else LINGER_SECONDS * 2)
 
 
-def summed(loss: Any, reduction: str, count: int) -> Tensor:
-    """The sum of the losses of a micro-batch."""
+def loss_sum(loss: Any, reduction: str, count: int) -> Tensor:
+    """The sum of the losses of a micro-batch of `count` samples; raises `ConfigurationError` for a wrong shape."""
     if not isinstance(loss, Tensor):
         raise ConfigurationError(f"run.backward takes the tensor of losses, but was given {type(loss).__name__}")
     if reduction == "none":

@@ -1,12 +1,12 @@
-"""Checkpoints: what a run needs to go on from, in one file.
+"""The file format of checkpoints: nested plain values and tensors in one file, without pickle.
 
-A file is a head of fixed size, a tree, the bytes of the tensors, and a digest of all that. The tree is msgpack: plain
-values as they are, everything else as an array that begins with its kind, so that a tuple comes back as a tuple and
-a tensor as a tensor of the same dtype, shape and order in memory. Nothing in a file can be executed.
+A file is a header of fixed size, a tree, the bytes of the tensors, and a SHA-256 digest of all that. The tree is
+msgpack: plain values directly, everything else as an array that begins with its kind, so that tuples stay tuples and
+tensors keep their dtype, shape and memory order. Nothing in a file can be executed.
 
-A checkpoint replaces the one before in one step, and only once it is on the disk: whenever a process is killed or the
-power fails, there is a whole one. Reading checks what a file claims against its size before it allocates, and the
-digest before anything is used.
+A file is replaced atomically and only after it was synced to disk, so a complete one exists whenever a process is
+killed or the power fails. Reading checks the claimed sizes against the file size before it allocates memory, and the
+digest before it returns anything.
 """
 
 from __future__ import annotations
@@ -33,29 +33,32 @@ PARTIAL = ".partial"
 MAGIC = b"offbeat!"
 VERSION = 1
 HEAD = struct.Struct("<8sB7xQQ")
-"""The magic, the version, and how many bytes the tree and the tensors take."""
+"""Magic, format version, bytes of the tree, bytes of the tensors."""
 
 CHUNK_BYTES = 1 << 20
-"""Hashed and moved at a time: what was hashed is still in the cache when it is copied."""
+"""Hashed and copied at a time, so that a chunk is still in the cache when it is copied."""
 
 _SAVING = threading.Lock()
-"""One at a time: the name of what is not finished is always the same, so that killed processes leave at most one."""
+"""Serializes `save`: partial files share one name, so that killed processes leave at most one behind."""
 
-LIST, TUPLE, DICT, TENSOR, BIG = range(5)
-"""How an array of the tree begins."""
+LIST, TUPLE, DICT, TENSOR, BIG_INTEGER = range(5)
+"""The kind of an array in the tree, its first item."""
 
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).removeprefix("torch.").startswith("q")
 }
-"""All but the quantised ones, which are more than their bytes."""
+"""All but the quantized ones, whose scale is not part of their bytes."""
 
-NAMES = {value: name for name, value in DTYPES.items()}
+DTYPE_NAMES = {value: name for name, value in DTYPES.items()}
 
 
 def save(path: Path, state: Any) -> None:
-    """Write nested dictionaries, lists, tuples, plain values and tensors; `path` holds the old or the new, whole."""
+    """Write nested dictionaries, lists, tuples, plain values and tensors, atomically.
+
+    Raises `ContractViolation` for any other type in `state`, and `RunFailed` if the file cannot be written.
+    """
     tensors: list[Tensor] = []
     try:
         tree = msgspec.msgpack.encode(_pack(state, "state", tensors))
@@ -82,11 +85,11 @@ def save(path: Path, state: Any) -> None:
 
 
 def _pack(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
-    """The tree of a value; its tensors, where it may have any, are put aside as they lie in memory, in that order."""
+    """The tree of a value. Its tensors are appended to `tensors`; where that is None, tensors are not allowed."""
     if value is None or isinstance(value, bool | bytes):
         return value
     if isinstance(value, int):
-        return int(value) if -(1 << 63) <= value < 1 << 64 else [BIG, hex(value)]
+        return int(value) if -(1 << 63) <= value < 1 << 64 else [BIG_INTEGER, hex(value)]
     if isinstance(value, float):
         return float(value)
     if isinstance(value, str):
@@ -99,32 +102,33 @@ def _pack(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
         for key, item in value.items():
             packed += _pack(key, f"a key of {where}", None), _pack(item, f"{where}[{key!r}]", tensors)
         return packed
-    if isinstance(value, Tensor) and tensors is not None and value.layout is torch.strided and value.dtype in NAMES:
-        stored, order = _as_it_lies(value.detach().resolve_conj().resolve_neg().cpu())
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES
+    if is_dense and tensors is not None:
+        stored, order = _in_memory_order(value.detach().resolve_conj().resolve_neg().cpu())
         tensors.append(stored)
-        return [TENSOR, NAMES[value.dtype], list(stored.shape), order]
-    found = f"a {value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        return [TENSOR, DTYPE_NAMES[value.dtype], list(stored.shape), order]
+    name = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     raise ContractViolation(
-        f"{where} is {found}, which a checkpoint cannot hold; "
+        f"{where} is a {name}, which a checkpoint cannot hold; "
         "expected dictionaries, lists, tuples, numbers, texts, bytes, None and dense tensors"
     )
 
 
-def _as_it_lies(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """The tensor with its dimensions in the order of memory, so that it is contiguous, and that order.
+def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """The tensor with its dimensions permuted into memory order, hence contiguous, and that permutation.
 
-    Fused optimizers walk through memory: a momentum must come back in the strides of its parameter, channels last too.
+    Fused optimizers need a momentum to have the strides of its parameter, channels-last ones included.
     """
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    lying = tensor.permute(order)
-    if lying.is_contiguous():
-        return lying, order
+    ordered = tensor.permute(order)
+    if ordered.is_contiguous():
+        return ordered, order
     return tensor.contiguous(), list(range(tensor.ndim))
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, where they are."""
-    # Contiguous does not mean a last stride of 1 where there is but one element, or none.
+    """The bytes of a contiguous tensor, without a copy."""
+    # A contiguous tensor of one element or none may have a last stride other than 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -148,7 +152,7 @@ def _write(file: FileIO, data: memoryview) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """A new name is on the disk only once its directory is."""
+    """Sync a directory: a renamed file is on disk only once its directory is."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -159,12 +163,12 @@ def _sync_directory(directory: Path) -> None:
 # Reading
 
 
-class _Corrupt(OffbeatError):
-    """The file is not what was written."""
+class _CorruptFile(OffbeatError):
+    """The file is truncated or corrupt."""
 
 
 def load(path: Path) -> Any:
-    """What `save` was given; each tensor in memory of its own."""
+    """Read what `save` has written, each tensor in its own memory; raises `ConfigurationError`."""
     try:
         with path.open("rb") as file:
             return _read(file, path)
@@ -173,7 +177,7 @@ def load(path: Path) -> Any:
             f"the checkpoint {path} cannot be read ({error.strerror or error}); "
             "name the directory of a run that has made one, or start anew without --resume"
         ) from None
-    except (_Corrupt, RecursionError):
+    except (_CorruptFile, RecursionError):
         raise ConfigurationError(
             f"the checkpoint {path} is cut off or corrupt; restore it from a copy, or start anew without --resume"
         ) from None
@@ -185,7 +189,7 @@ def _read(file: BinaryIO, path: Path) -> Any:
     if head[: len(MAGIC)] != MAGIC:
         raise ConfigurationError(f"{path} is not a checkpoint of offbeat; name one that a run has made")
     if len(head) < HEAD.size:
-        raise _Corrupt
+        raise _CorruptFile
     _, version, tree_bytes, tensor_bytes = HEAD.unpack(head)
     if version != VERSION:
         raise ConfigurationError(
@@ -194,33 +198,33 @@ def _read(file: BinaryIO, path: Path) -> Any:
         )
     digest = hashlib.sha256(head)
     if HEAD.size + tree_bytes + tensor_bytes + digest.digest_size != size:
-        raise _Corrupt
+        raise _CorruptFile
     tree = file.read(tree_bytes)
     digest.update(tree)
     try:
         packed = msgspec.msgpack.decode(tree)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise _Corrupt from None
-    unpacking = _Unpacking(tensor_bytes)
-    state = unpacking.value(packed)
-    if unpacking.left:
-        raise _Corrupt
-    for raw in unpacking.raws:
+        raise _CorruptFile from None
+    unpacker = _Unpacker(tensor_bytes)
+    state = unpacker.value(packed)
+    if unpacker.bytes_left:
+        raise _CorruptFile
+    for raw in unpacker.storages:
         for chunk in _chunks(raw.numpy().data):
             if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
-                raise _Corrupt
+                raise _CorruptFile
             digest.update(chunk)
     if file.read() != digest.digest():
-        raise _Corrupt
+        raise _CorruptFile
     return state
 
 
-class _Unpacking:
-    """From a tree to its value. Tensors get their memory here, once what is left of the file is known to fill it."""
+class _Unpacker:
+    """Turns a tree into its value. Memory of a tensor is allocated only if the file has enough bytes left for it."""
 
     def __init__(self, tensor_bytes: int) -> None:
-        self.left = tensor_bytes
-        self.raws: list[Tensor] = []
+        self.bytes_left = tensor_bytes
+        self.storages: list[Tensor] = []
 
     def value(self, packed: Any) -> Any:
         match packed:
@@ -230,28 +234,28 @@ class _Unpacking:
             case [kind, *items] if kind == DICT and len(items) % 2 == 0:
                 try:
                     return {self.value(k): self.value(v) for k, v in zip(items[::2], items[1::2], strict=True)}
-                except TypeError:  # a key that has no hash
-                    raise _Corrupt from None
+                except TypeError:  # an unhashable key
+                    raise _CorruptFile from None
             case [kind, str() as dtype, [*shape], [*order]] if kind == TENSOR and dtype in DTYPES:
                 return self._tensor(DTYPES[dtype], shape, order)
-            case [kind, str() as digits] if kind == BIG:
+            case [kind, str() as digits] if kind == BIG_INTEGER:
                 try:
                     return int(digits, 16)
                 except ValueError:
-                    raise _Corrupt from None
+                    raise _CorruptFile from None
             case None | bool() | int() | float() | str() | bytes():
                 return packed
-        raise _Corrupt
+        raise _CorruptFile
 
     def _tensor(self, dtype: torch.dtype, shape: list[Any], order: list[Any]) -> Tensor:
         dimensions = range(len(shape))
         if any(type(number) is not int or number < 0 for number in (*shape, *order)):
-            raise _Corrupt
+            raise _CorruptFile
         nbytes = math.prod(shape) * dtype.itemsize
-        countable = math.prod(size or 1 for size in shape) < 1 << 63  # strides are counted even where nothing is
-        if sorted(order) != list(dimensions) or nbytes > self.left or not countable:
-            raise _Corrupt
-        self.left -= nbytes
+        countable = math.prod(size or 1 for size in shape) < 1 << 63  # strides must not overflow, even of empty tensors
+        if sorted(order) != list(dimensions) or nbytes > self.bytes_left or not countable:
+            raise _CorruptFile
+        self.bytes_left -= nbytes
         raw = torch.empty(nbytes, dtype=torch.uint8)
-        self.raws.append(raw)
+        self.storages.append(raw)
         return raw.view(dtype).view(shape).permute([order.index(dimension) for dimension in dimensions])

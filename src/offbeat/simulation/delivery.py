@@ -1,6 +1,6 @@
-"""Which tensors have been sent, and are immutable from then on by contract.
+"""Delivery of messages in virtual time: transmission, propagation, arrival, and links that go down and up.
 
-So the simulator can share them between a thousand ranks without a copy, and notice when somebody changes one.
+`network.py` has the state of the links; this module schedules the events.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offbeat.core.actions import Send
+from offbeat.core.bandwidth import enqueue
 from offbeat.core.events import Event, GradientReady, MessageArrived, PeerJoined, PeerLost, Sent, StepReady
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
@@ -21,7 +22,10 @@ from offbeat.simulation.state import SimulationState
 
 
 class SentTensors:
-    """Tensors by identity, forgotten when they are gone; a tensor's `==` compares elements and cannot serve."""
+    """The tensors that have been sent, by identity; entries disappear with their tensors.
+
+    A sent tensor is immutable by contract, so ranks share it without a copy, and a modification is detected.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -35,19 +39,14 @@ class SentTensors:
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._versions
 
-    def changed(self, tensor: Tensor) -> bool:
-        """Whether it was changed in place after it had been sent; torch counts such changes."""
+    def was_modified(self, tensor: Tensor) -> bool:
+        """Whether a tensor was changed in place after it was sent, by torch's version counter."""
         entry = self._versions.get(id(tensor))
         return entry is not None and entry[1] != tensor._version
 
 
-# Messages in virtual time: they leave one after the other, travel, and arrive unless their link is gone.
-#
-# `network.py` says what they wait for; this makes it happen.
-
-
 class Delivery:
-    """Carries out `Send`."""
+    """Carries out `Send`, and takes links down and up."""
 
     def __init__(self, state: SimulationState) -> None:
         self._state = state
@@ -55,7 +54,7 @@ class Delivery:
         self.traffic = TrafficCounter()
 
     def record_traffic(self, at: float) -> None:
-        """Write what all ranks together have sent and received."""
+        """Write the traffic of all ranks together."""
         traffic = self.traffic.record(at)
         if traffic is not None:
             self._state.writer.write(traffic)
@@ -67,113 +66,117 @@ class Delivery:
         for tensor in send.message.tensors():
             self.sent.add(tensor)
         if link.up and self._state.processes[rank].known.get(send.to) == link.incarnation:
-            link.outboxes[rank].put(send)
+            enqueue(link.outboxes[rank].queue, send)
             self._transmit(rank, link)
 
     def _transmit(self, rank: int, link: LinkState) -> None:
-        """Let leave what can, of what a rank has for one of its peers."""
+        """Start to transmit the queued messages of a rank to one of its peers, as far as possible now."""
         outbox = link.outboxes[rank]
-        while outbox.leaving is None and outbox.queue and self._has_its_turn(rank, link, outbox):
-            leaving = self._begin(rank, link, outbox)
-            if outbox.out is not None:
-                self._state.schedule(self._state.now + leaving.seconds, rank, functools.partial(self._left, leaving))
+        while outbox.transmitting is None and outbox.queue and self._may_transmit(rank, link, outbox):
+            transmission = self._begin_transmission(rank, link, outbox)
+            if outbox.sender_card is not None:
+                ends = self._state.now + transmission.seconds
+                self._state.schedule(ends, rank, functools.partial(self._transmitted, transmission))
             else:
-                self._leave(leaving)
+                self._depart(transmission)
 
-    def _has_its_turn(self, rank: int, link: LinkState, outbox: Outbox) -> bool:
-        """Whether the first in the queue may leave, and the card is free; otherwise its turn will come."""
+    def _may_transmit(self, rank: int, link: LinkState, outbox: Outbox) -> bool:
+        """Whether rate limit and card allow the next message to leave; if not, `_transmit` is called again later."""
         to = outbox.queue[0].to
         if outbox.rate_limit is not None:
             due = outbox.rate_limit.ready_at(outbox.queue[0].message.nbytes, self._state.now)
             if due > self._state.now:
-                if due != outbox.alarm:
-                    outbox.alarm = due
-                    self._state.schedule(due, rank, functools.partial(self._ready, rank, link, due))
+                if due != outbox.ready_at_scheduled:
+                    outbox.ready_at_scheduled = due
+                    self._state.schedule(due, rank, functools.partial(self._rate_limit_ready, rank, link, due))
                 return False
-        if outbox.out is not None and outbox.out.sending is not None:
-            outbox.out.waiting[to] = None
+        if outbox.sender_card is not None and outbox.sender_card.sending is not None:
+            outbox.sender_card.waiting[to] = None
             return False
         return True
 
-    def _ready(self, rank: int, link: LinkState, due: float) -> None:
+    def _rate_limit_ready(self, rank: int, link: LinkState, due: float) -> None:
         outbox = link.outboxes[rank]
-        if outbox.alarm == due:
-            outbox.alarm = None
+        if outbox.ready_at_scheduled == due:
+            outbox.ready_at_scheduled = None
             self._transmit(rank, link)
 
-    def _begin(self, rank: int, link: LinkState, outbox: Outbox) -> Transmission:
-        send = outbox.leaving = outbox.queue.popleft()
-        weight = message_size(send.message)
-        self.traffic.sent(weight)
+    def _begin_transmission(self, rank: int, link: LinkState, outbox: Outbox) -> Transmission:
+        send = outbox.transmitting = outbox.queue.popleft()
+        size = message_size(send.message)
+        self.traffic.sent(size)
         if outbox.rate_limit is not None:
-            outbox.rate_limit.consume(weight.nbytes)
-            outbox.limited_bytes += weight.nbytes
+            outbox.rate_limit.consume(size.nbytes)
+            outbox.limited_bytes += size.nbytes
         seconds = 0.0
-        if outbox.out is not None:
-            outbox.out.sending = send
-            seconds = weight.nbytes / outbox.out.bytes_per_second
-        return Transmission(rank, send, link, link.incarnation, weight, self._state.now, seconds)
+        if outbox.sender_card is not None:
+            outbox.sender_card.sending = send
+            seconds = size.nbytes / outbox.sender_card.bytes_per_second
+        return Transmission(rank, send, link, link.incarnation, size, self._state.now, seconds)
 
-    def _left(self, leaving: Transmission) -> None:
-        """The last byte has left: the card goes on with the next whose turn it is."""
-        rank, card = leaving.rank, leaving.link.outboxes[leaving.rank].out
-        if leaving.counts:
-            self._leave(leaving)
-            self._transmit(rank, leaving.link)
-        if card is None or card.sending is not leaving.send:
+    def _transmitted(self, transmission: Transmission) -> None:
+        """The last byte has left: the card continues with the next waiting peer."""
+        rank, card = transmission.rank, transmission.link.outboxes[transmission.rank].sender_card
+        if transmission.is_current:
+            self._depart(transmission)
+            self._transmit(rank, transmission.link)
+        if card is None or card.sending is not transmission.send:
             return
         card.sending = None
         while card.sending is None and (peer := card.next()) is not None:
             self._transmit(rank, self.link(rank, peer))
 
-    def _leave(self, leaving: Transmission) -> None:
-        rank, send = leaving.rank, leaving.send
-        self._state.processes[rank].send_seconds = leaving.seconds
+    def _depart(self, transmission: Transmission) -> None:
+        rank, send = transmission.rank, transmission.send
+        self._state.processes[rank].send_seconds = transmission.seconds
         self._state.emit(self._state.now, rank, lambda at: Sent(at, send.to, send.supersedes))
-        free_at = self._travel(leaving)
+        free_at = self._propagate(transmission)
         if free_at > self._state.now:
-            self._state.schedule(free_at, rank, functools.partial(self._free, leaving))
+            self._state.schedule(free_at, rank, functools.partial(self._receiver_ready, transmission))
         else:
-            self._end(leaving)
+            self._end_transmission(transmission)
 
-    def _free(self, leaving: Transmission) -> None:
-        """The receiver's card has had time for a message, so the next of its link may begin to leave."""
-        if leaving.counts:
-            self._end(leaving)
-            self._transmit(leaving.rank, leaving.link)
+    def _receiver_ready(self, transmission: Transmission) -> None:
+        """The receiver's card has received the message, so the next one of its link may start."""
+        if transmission.is_current:
+            self._end_transmission(transmission)
+            self._transmit(transmission.rank, transmission.link)
 
-    def _end(self, leaving: Transmission) -> None:
-        leaving.link.outboxes[leaving.rank].leaving = None
-        if self._state.processes[leaving.rank].finish is not None:
-            self.close(leaving.rank, leaving.send.to)
+    def _end_transmission(self, transmission: Transmission) -> None:
+        transmission.link.outboxes[transmission.rank].transmitting = None
+        if self._state.processes[transmission.rank].finish is not None:
+            self.close(transmission.rank, transmission.send.to)
 
-    def _travel(self, leaving: Transmission) -> float:
-        """Let a message that has left arrive; returns when its link is free for the next."""
-        send, now, outbox = leaving.send, self._state.now, leaving.link.outboxes[leaving.rank]
+    def _propagate(self, transmission: Transmission) -> float:
+        """Schedule the arrival of a message that has left; returns when its link is free for the next one."""
+        send, now, outbox = transmission.send, self._state.now, transmission.link.outboxes[transmission.rank]
         delay = outbox.config.latency_seconds
         last = now + delay
         if outbox.config.delay_std_seconds > 0:
             delay += outbox.config.draw_delay(self._state.processes[send.to].delay_random)
         arrives = now + delay
         free_at = now
-        if outbox.into is not None:
+        if outbox.receiver_card is not None:
             latency = outbox.config.latency_seconds
-            received = outbox.into.receive(leaving.began + latency, last, leaving.weight.nbytes)
+            received = outbox.receiver_card.receive(transmission.started_at + latency, last, transmission.size.nbytes)
             if received > last:
                 arrives, free_at = received + delay - latency, received - latency
-        arrival = Arrival(self, leaving.rank, send, leaving.link, leaving.incarnation, leaving.weight)
         outbox.last_arrival = max(outbox.last_arrival, arrives)
-        self._state.emit(arrives, send.to, arrival)
+        self._state.emit(arrives, send.to, functools.partial(self._arrive, transmission))
         return free_at
 
-    def hold(self, until: float, rank: int, arrival: Arrival) -> None:
-        """Let a message arrive later."""
-        self._state.emit(until, rank, arrival)
-
-    def arrived(self, at: float, source: int, message: Message, weight: MessageSize) -> MessageArrived:
-        self.traffic.received(weight)
+    def _arrive(self, transmission: Transmission, at: float) -> Event | None:
+        """The event of a message that arrives now; None if its link is gone or holds messages back."""
+        link, send, source = transmission.link, transmission.send, transmission.rank
+        if not link.up or link.incarnation != transmission.incarnation:
+            return None
+        if link.held_until > at:
+            self._state.emit(link.held_until, send.to, functools.partial(self._arrive, transmission))
+            return None
+        message = send.message
+        self.traffic.received(transmission.size)
         for tensor in message.tensors():
-            if self.sent.changed(tensor):
+            if self.sent.was_modified(tensor):
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
         if self._state.strict:
             lease = Lease(message.copy())
@@ -181,16 +184,13 @@ class Delivery:
         return MessageArrived(at, source, message, lambda: message)
 
     def close(self, rank: int, peer: int) -> None:
-        """A process that has finished is gone once its last message has arrived; who is left gets to know."""
+        """Take down the link of a finished process once its last message has arrived; the peer gets `PeerLost`."""
         link = self.link(rank, peer)
         outbox = link.outboxes[rank]
-        if not link.up or outbox.leaving is not None or outbox.queue or not self._state.processes[peer].active:
+        if not link.up or outbox.transmitting is not None or outbox.queue or not self._state.processes[peer].active:
             return
-        gone = max(
-            self._state.now + self._state.scenario.cluster.crash_seen_seconds,
-            outbox.last_arrival,
-            link.held_until,
-        )
+        noticed = self._state.now + self._state.scenario.cluster.crash_seen_seconds
+        gone = max(noticed, outbox.last_arrival, link.held_until)
         self._state.schedule(gone, peer, lambda: self.cut(rank, peer, f"end of {rank}", notify=(peer,)))
 
     def announce(self, a: int, b: int) -> None:
@@ -233,22 +233,22 @@ class Delivery:
         assert link is not None
         return link
 
-    def take_back(self, event: Event) -> None:
-        """Overwrite what was lent with an event, unless it was kept or sent."""
-        lent: list[Tensor] = []
+    def revoke_lease(self, event: Event) -> None:
+        """Overwrite the tensors of a handled event, unless they were kept or sent."""
+        tensors: list[Tensor] = []
         if isinstance(event, GradientReady):
-            lent = [event.gradient, *event.buffers]
+            tensors = [event.gradient, *event.buffers]
         elif isinstance(event, StepReady):
-            lent = [event.delta, *event.buffers]
+            tensors = [event.delta, *event.buffers]
         elif isinstance(event, MessageArrived) and isinstance(event.keep, Lease) and not event.keep.kept:
-            lent = list(event.message.tensors())
-        for tensor in lent:
+            tensors = list(event.message.tensors())
+        for tensor in tensors:
             if tensor not in self.sent:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 class Lease:
-    """`keep` of a message whose buffers will be taken back."""
+    """`MessageArrived.keep` in strict mode: records whether the node has kept the message."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
@@ -261,37 +261,17 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Transmission:
-    """A message that has begun to leave, and keeps its card busy for so many seconds."""
+    """A message on its way, from the start of its transmission, which takes `seconds`."""
 
     rank: int
     send: Send
     link: LinkState
     incarnation: int
-    weight: MessageSize
-    began: float
+    size: MessageSize
+    started_at: float
     seconds: float
 
     @property
-    def counts(self) -> bool:
-        """Whether the link is still the one that it leaves by, and busy with it."""
-        return self.link.incarnation == self.incarnation and self.link.outboxes[self.rank].leaving is self.send
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A message under way. It arrives unless the link it left by is gone; a partition may hold it up."""
-
-    delivery: Delivery
-    source: int
-    send: Send
-    link: LinkState
-    incarnation: int
-    weight: MessageSize
-
-    def __call__(self, at: float) -> Event | None:
-        if not self.link.up or self.link.incarnation != self.incarnation:
-            return None
-        if self.link.held_until > at:
-            self.delivery.hold(self.link.held_until, self.send.to, self)
-            return None
-        return self.delivery.arrived(at, self.source, self.send.message, self.weight)
+    def is_current(self) -> bool:
+        """Whether its link has not been cut since, and is still busy with it."""
+        return self.link.incarnation == self.incarnation and self.link.outboxes[self.rank].transmitting is self.send

@@ -1,4 +1,4 @@
-"""Faults in virtual time: ranks die, stand still, are cut off and come back, and links with them."""
+"""Faults in virtual time: crashes, restarts, pauses and partitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FaultInjector:
 
     state: the simulation.
     delivery: cuts and restores the links.
-    rounds: holds up the computation of a paused rank.
+    rounds: extends the computation of a paused rank.
     """
 
     def __init__(self, state: SimulationState, delivery: Delivery, rounds: Rounds) -> None:
@@ -32,7 +32,7 @@ class FaultInjector:
             returns = isinstance(fault, Crash) and fault.back_after_seconds is not None
             require(
                 not returns or state.scenario.strategy.computes(fault.affected[0]),
-                f"rank {fault.affected[0]} holds the parameters and is gone with them when it crashes, so it cannot "
+                f"rank {fault.affected[0]} holds the parameters, which are lost when it crashes, so it cannot "
                 "come back in a simulation; leave back_after_seconds out, or crash a rank that computes",
             )
 
@@ -103,7 +103,7 @@ class FaultInjector:
             return
         until = self._state.now + fault.seconds
         if process.computation is not None:
-            self._rounds.hold_up(process.computation, fault.seconds)
+            self._rounds.pause(process.computation, fault.seconds)
         self._state.sleep(fault.rank, until)
         if fault.seconds > self._state.scenario.cluster.silence_seconds:
             pairs = [(fault.rank, peer) for peer in self._state.network.peers(fault.rank)]
@@ -111,8 +111,8 @@ class FaultInjector:
 
     def _partition(self, fault: Partition) -> None:
         until = self._state.now + fault.seconds
-        inside = set(fault.ranks)
-        pairs = [pair for pair, _ in self._state.network if (pair[0] in inside) != (pair[1] in inside)]
+        isolated = set(fault.ranks)
+        pairs = [pair for pair in self._state.network if (pair[0] in isolated) != (pair[1] in isolated)]
         for a, b in pairs:
             link = self._delivery.link(a, b)
             link.held_until = max(link.held_until, until)
@@ -120,8 +120,8 @@ class FaultInjector:
             self._silence(pairs, until, f"partition at {self._state.now}")
 
     def _silence(self, pairs: list[tuple[int, int]], until: float, reason: str) -> None:
-        """These links are given up after the silence limit, and come back when the silence ends."""
-        given_up = self._state.now + self._state.scenario.cluster.silence_seconds
+        """Cut these links after the silence limit, and restore them at `until`."""
+        cut_at = self._state.now + self._state.scenario.cluster.silence_seconds
 
         def cut() -> None:
             for a, b in pairs:
@@ -131,5 +131,5 @@ class FaultInjector:
             for a, b in pairs:
                 self._delivery.restore(a, b, reason)
 
-        self._state.schedule(given_up, -1, cut)
+        self._state.schedule(cut_at, -1, cut)
         self._state.schedule(until, -1, restore)

@@ -1,7 +1,7 @@
-"""Gradients of the real model: load values, run micro-batches, hand out the sum.
+"""Gradients of the real model: load parameters, run micro-batches, return the sum.
 
-One model serves all ranks of a process. Where nothing in it depends on how a batch is cut (no buffers, so no
-batch statistics), consecutive micro-batches may be run in one call: the sum is the same, up to rounding.
+One model serves all ranks of a process. If nothing in it depends on the size of a batch (no buffers, no batch norm),
+consecutive micro-batches are merged into one call: the sum is the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offbeat.core.workload import Measured, Workload, on_device
 from offbeat.errors import ConfigurationError
 
 SAMPLES_PER_CALL_MAX = 1024
-"""A call of more samples than this is no faster, and needs memory."""
+"""Limit of merged calls: larger ones are not faster, and need more memory."""
 
 
 class GradientResult(NamedTuple):
@@ -38,7 +38,7 @@ class GradientResult(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """Which samples to differentiate, cut how. `key` names the random stream of dropout and the like."""
+    """Which samples to differentiate, in micro-batches of which size. `key` seeds dropout and the like."""
 
     order: Order
     first: int
@@ -48,33 +48,33 @@ class GradientRequest:
 
 
 class GradientComputer:
-    """The model of this process, and how to differentiate and evaluate it."""
+    """Differentiates and evaluates the model of this process."""
 
-    def __init__(self, workload: Workload, seed: int, *, joins: bool = True) -> None:
-        """Without `joins`, every micro-batch is a call of its own, also where that makes no difference to the sum."""
+    def __init__(self, workload: Workload, seed: int, *, merge_microbatches: bool = True) -> None:
+        """Build the model of a workload; `merge_microbatches` allows one call for several micro-batches."""
         self.workload = workload
         self.flat = FlatModule(workload.initial_model(seed))
         self._loaded: tuple[Tensor, int] | None = None
         self.batch_norm = _has_batch_norm(self.flat.module)
-        self._joins_microbatches = joins and not self.flat.buffers and not self.batch_norm
-        self._works = False
+        self._merge_microbatches = merge_microbatches and not self.flat.buffers and not self.batch_norm
+        self._has_succeeded = False
 
-    def gradient(self, parameters: Tensor, buffers: Buffers, batches: GradientRequest) -> GradientResult:
-        """The sum of gradients over the batches, in a tensor of its own."""
+    def gradient(self, parameters: Tensor, buffers: Buffers, request: GradientRequest) -> GradientResult:
+        """The sum of gradients over the requested samples, in a new tensor."""
         self._load(parameters, buffers)
         self.flat.zero_gradients()
-        # The default generator alone: seeding accelerators as well would cost more than a small gradient.
-        torch.default_generator.manual_seed(zlib.crc32(repr((batches.key, batches.first)).encode()))
+        # Only the default generator: seeding accelerators too would cost more than a small gradient.
+        torch.default_generator.manual_seed(zlib.crc32(repr((request.key, request.first)).encode()))
         losses = []
-        for first, stop in self._calls(batches):
-            batch = self.workload.train.drawn(batches.order, first, stop)
+        for first, stop in self._calls(request):
+            batch = self.workload.train.drawn(request.order, first, stop)
             total = self._losses(batch).sum()
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total.detach())
         gradient = self.flat.gradients.clone()
         new_buffers = tuple(buffer.clone() for buffer in self.flat.buffers)
         if new_buffers:
-            self._loaded = None  # training has moved them
+            self._loaded = None  # training has changed them
         loss = sum(map(float, losses))
         statistics = [buffer for buffer in new_buffers if buffer.is_floating_point()]
         finite = math.isfinite(loss) and all(map(is_finite, [gradient, *statistics]))
@@ -82,20 +82,20 @@ class GradientComputer:
 
     def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         batch = on_device(batch, self.flat.parameters.device)
-        if self._works and len(batch[1]) > 1:
+        if self._has_succeeded and len(batch[1]) > 1:
             return self.workload.losses(self.flat.module, batch)
-        with self._explained(batch):
+        with self._explain_errors(batch):
             return self.workload.losses(self.flat.module, batch)
 
     def evaluate(self, parameters: Tensor, buffers: Buffers) -> Measured:
         """Held-out loss and accuracies."""
         self._load(parameters, buffers)
-        with self._explained(self.workload.evaluation_examples.between(0, 2)):
+        with self._explain_errors(self.workload.evaluation_examples.between(0, 2)):
             return Measured(*self.workload.evaluate(self.flat.module))
 
     @contextmanager
-    def _explained(self, batch: tuple[Tensor, Tensor]) -> Iterator[None]:
-        """What fails on the very first batch is a model, a loss and data that do not fit, and is told as such."""
+    def _explain_errors(self, batch: tuple[Tensor, Tensor]) -> Iterator[None]:
+        """Turn an error on the first batch into a `ConfigurationError`: model, loss and data do not fit."""
         try:
             yield
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -104,33 +104,33 @@ class GradientComputer:
                     "the model has batch norm, which needs at least 2 samples at a time, but a micro-batch of 1 was "
                     "asked for; raise microbatch (and batch) to 2 or more"
                 ) from None
-            if self._works:
+            if self._has_succeeded:
                 raise
-            kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.") for tensor in batch]
+            described = [f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.") for tensor in batch]
             raise ConfigurationError(
-                f"the model or the loss failed on its first batch (inputs: {kinds[0]}; targets: {kinds[1]}; "
+                f"the model or the loss failed on its first batch (inputs: {described[0]}; targets: {described[1]}; "
                 f"parameters: {str(self.flat.parameters.dtype).removeprefix('torch.')}): {str(error).splitlines()[0]}"
             ) from error
-        self._works = True
+        self._has_succeeded = True
 
-    def _calls(self, batches: GradientRequest) -> list[tuple[int, int]]:
-        size = batches.microbatch
-        if self._joins_microbatches:
+    def _calls(self, request: GradientRequest) -> list[tuple[int, int]]:
+        size = request.microbatch
+        if self._merge_microbatches:
             size *= max(1, SAMPLES_PER_CALL_MAX // size)
-        stop = batches.first + batches.samples
-        cuts = [*range(batches.first, stop, size), stop]
-        if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and not self._joins_microbatches:
-            del cuts[-2]  # batch norm has no statistics of a single sample
+        stop = request.first + request.samples
+        cuts = [*range(request.first, stop, size), stop]
+        if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and not self._merge_microbatches:
+            del cuts[-2]  # batch norm fails on a single sample
         return list(itertools.pairwise(cuts))
 
     def _load(self, parameters: Tensor, buffers: Buffers) -> None:
-        wanted = (parameters, parameters._version)
-        if self._loaded is not None and self._loaded[0] is parameters and self._loaded == wanted and not buffers:
+        requested = (parameters, parameters._version)
+        if self._loaded is not None and self._loaded[0] is parameters and self._loaded == requested and not buffers:
             return
         self.flat.load(parameters, buffers)
-        self._loaded = wanted
+        self._loaded = requested
 
 
 def _has_batch_norm(module: nn.Module) -> bool:
-    """Batch norm that keeps no statistics has no buffers, and still depends on how a batch is cut."""
+    """Batch norm depends on the size of a batch even if it tracks no statistics and has no buffers."""
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())

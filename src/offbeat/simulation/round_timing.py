@@ -1,6 +1,6 @@
-"""How a round spends virtual time: a delay, then micro-batches one after the other, then what a round costs on top.
+"""How a round spends virtual time: a delay, then micro-batches one after the other, then the fixed cost of a round.
 
-The clock of a time limit starts with the round, before any delay; it is looked at between micro-batches.
+A time limit starts with the round, before any delay, and is checked between micro-batches.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from offbeat.core.actions import Budget, Compute, Samples, Seconds
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """One round's round_delay at one worker's speed."""
+    """The timing of one round: its delay and the speed of its worker."""
 
     speed: Speed
     round_delay: RoundDelay
     microbatch: int
     position: int = 0
-    """How many samples the worker has computed before: where it is in the recorded speed trace."""
+    """Samples that the worker has computed before, its position in the recorded speed trace."""
 
     def seconds(self, samples: int) -> float:
-        """Seconds from the start of the round until so many samples are done."""
+        """Seconds from the start of the round until `samples` samples are done."""
         whole, rest = divmod(samples, self.microbatch)
         if self.speed.speed_trace is None:
             elapsed = self.round_delay.delay_seconds + whole * self._call(self.microbatch)
@@ -33,7 +33,7 @@ class RoundTiming:
         return elapsed + self._call(rest, samples - rest) if rest else elapsed
 
     def samples(self, budget: Budget) -> int:
-        """How many samples this budget allows."""
+        """How many samples a budget allows."""
         if isinstance(budget, Samples):
             return budget.count
         assert isinstance(budget, Seconds)
@@ -41,13 +41,13 @@ class RoundTiming:
         return samples if budget.samples_max is None else min(samples, budget.samples_max)
 
     def samples_when_cancelled(self, elapsed: float, planned: int) -> int:
-        """How many are done at the first boundary after so many seconds; none while it is still held up."""
+        """Samples done at the first micro-batch boundary after `elapsed` seconds; 0 during the initial delay."""
         if elapsed < self.round_delay.delay_seconds:
             return 0
         return min(planned, self._calls_until(elapsed) * self.microbatch)
 
     def _calls_until(self, elapsed: float) -> int:
-        """The smallest number of micro-batches that takes at least so many seconds."""
+        """The smallest number of micro-batches that takes at least `elapsed` seconds, the delay included."""
         left = elapsed - self.round_delay.delay_seconds
         each = self._call(self.microbatch)
         if left <= 0:
@@ -67,7 +67,7 @@ class RoundTiming:
         return self._call(self.microbatch, index * self.microbatch)
 
     def _call(self, samples: int, done: int = 0) -> float:
-        """How long a micro-batch takes that comes after so many samples of the round."""
+        """Seconds of a micro-batch of `samples` samples after `done` samples of the round."""
         factor = self.round_delay.factor
         if self.speed.speed_trace is not None:
             factor *= self.speed.speed_trace.factor_at(self.position + done)
@@ -84,6 +84,6 @@ class Computation:
     start: float
     ends: float
     parameters_version: int
-    """torch's count of in-place changes when it began, to detect a node that changes its parameters meanwhile"""
+    """torch's version counter of the parameters at the start, to detect a node that changes them meanwhile"""
     paused: float = 0.0
     """Seconds of the round during which the process was paused."""

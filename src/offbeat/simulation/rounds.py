@@ -1,7 +1,7 @@
-"""Rounds in virtual time: when a computation ends, and what it yields.
+"""Rounds in virtual time: when a computation ends, and its gradient.
 
-The gradient is computed when the round ends. A round that a crash cuts short then costs nothing, and a thousand
-outstanding ones hold references to parameters, not gradients.
+The gradient is computed when the round ends, so a round that a crash cuts short costs nothing, and a thousand
+outstanding rounds hold references to parameters, not gradients.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Rounds:
         snapshot = self._snapshot(action)
         computation = Computation(snapshot, timing, samples, self._state.now, ends, snapshot.parameters._version)
         process.computation = computation
-        self._compute_ends(rank, computation)
+        self._schedule_end(rank, computation)
 
     def _snapshot(self, action: Compute) -> Compute:
-        """The values as they are now. A tensor that has been sent is immutable by contract and need not be copied."""
+        """Copy the parameters, unless they have been sent: those are immutable by contract."""
         if action.parameters in self._delivery.sent or action.parameters is self._state.initial:
             return action
         return Compute(
@@ -60,14 +60,14 @@ class Rounds:
             action.microbatch,
         )
 
-    def _compute_ends(self, rank: int, computation: Computation) -> None:
+    def _schedule_end(self, rank: int, computation: Computation) -> None:
         def event(at: float) -> Event | None:
             if self._state.processes[rank].computation is not computation:
                 return None
-            if computation.ends > at:  # it was paused
-                self._compute_ends(rank, computation)
+            if computation.ends > at:  # the round was extended by a pause
+                self._schedule_end(rank, computation)
                 return None
-            return self._computed(rank, computation)
+            return self._end_round(rank, computation)
 
         self._state.emit(computation.ends, rank, event)
 
@@ -81,33 +81,29 @@ class Rounds:
             return
         ends = computation.start + computation.paused + computation.timing.seconds(samples) if samples else 0.0
         process.computation = dataclasses.replace(computation, samples=samples, ends=max(self._state.now, ends))
-        self._compute_ends(rank, process.computation)
+        self._schedule_end(rank, process.computation)
 
-    def _computed(self, rank: int, computation: Computation) -> GradientReady | StepReady:
-        process, action = self._state.processes[rank], computation.action
+    def _end_round(self, rank: int, computation: Computation) -> GradientReady | StepReady:
+        process, action, now = self._state.processes[rank], computation.action, self._state.now
         if action.parameters._version != computation.parameters_version:
-            raise ContractViolation(f"rank {rank} changed a tensor that it had sent, while it was differentiated at")
+            raise ContractViolation(f"rank {rank} changed a tensor that it had sent, while its gradient was computed")
         process.computation = None
         process.position += computation.samples
-        batches = GradientRequest(
-            self._order(rank),
-            action.draw,
-            computation.samples,
-            action.microbatch,
-            (self._state.scenario.seed, rank),
-        )
-        result = self._state.gradient_computer.gradient(action.parameters, action.buffers, batches)
+        key = (self._state.scenario.seed, rank)
+        request = GradientRequest(self._order(rank), action.draw, computation.samples, action.microbatch, key)
+        result = self._state.gradient_computer.gradient(action.parameters, action.buffers, request)
         gradient, finite = result.gradient, result.finite
         if self._is_corrupt(rank):
             gradient, finite = gradient.fill_(float("nan")), False
         draws = (action.draw, action.draw + computation.samples)
-        induced = min(computation.timing.round_delay.delay_seconds, self._state.now - computation.start)
+        seconds = now - computation.start
+        induced = min(computation.timing.round_delay.delay_seconds, seconds)
         self._state.writer.write(
             Round(
-                at=self._state.now,
+                at=now,
                 rank=rank,
                 start=computation.start,
-                seconds=self._state.now - computation.start,
+                seconds=seconds,
                 induced_seconds=induced,
                 samples=computation.samples,
                 loss=result.loss,
@@ -118,37 +114,34 @@ class Rounds:
                 finite=finite,
             )
         )
-        process.free_since = self._state.now
+        process.free_since = now
         if self._state.scenario.user_optimizer is not None:
-            kind, value = StepReady, self._user_step(process, action.parameters, gradient, computation.samples)
+            event_type, value = StepReady, self._user_step(process, action.parameters, gradient, computation.samples)
         else:
-            kind, value = GradientReady, gradient  # type: ignore[assignment]
-        return kind(
-            self._state.now,
+            event_type, value = GradientReady, gradient  # type: ignore[assignment]
+        return event_type(
+            now,
             value,
             computation.samples,
             result.loss,
             result.buffers,
             action.version,
             draws,
-            self._state.now - computation.start,
+            seconds,
             induced,
             finite,
         )
 
     def _user_step(self, process: Process, parameters: Tensor, gradient: Tensor, samples: int) -> Tensor:
-        """The change that the worker's own optimizer makes of this gradient."""
+        """The step of the worker's own optimizer for this gradient."""
         assert self._state.scenario.user_optimizer is not None
         if process.stepper is None:
-            own = parameters.clone()
-            process.stepper = (
-                self._state.scenario.user_optimizer.build(own, self._state.gradient_computer.flat.layout),
-                own,
-            )
-        stepper, own = process.stepper
-        own.copy_(parameters)
+            parameters_copy, layout = parameters.clone(), self._state.gradient_computer.flat.layout
+            process.stepper = self._state.scenario.user_optimizer.build(parameters_copy, layout), parameters_copy
+        stepper, parameters_copy = process.stepper
+        parameters_copy.copy_(parameters)
         stepper.step(gradient / max(1, samples), samples)
-        return own - parameters
+        return parameters_copy - parameters
 
     def _is_corrupt(self, rank: int) -> bool:
         faults = (f for f in self._state.scenario.cluster.faults if isinstance(f, Corrupt) and f.rank == rank)
@@ -161,7 +154,7 @@ class Rounds:
         self._state.emit(self._state.now, rank, lambda at: Evaluated(at, action.version, *measured))
 
     def record_consensus(self, at: float, processes: Iterable[Process]) -> None:
-        """Write down how far these are apart, where two of them or more have parameters of their own."""
+        """Record the consensus distance of these processes, if at least two of them have replicas."""
         replicas = [replica for process in processes if (replica := _replica(process)) is not None]
         if len(replicas) < 2:
             return
@@ -177,8 +170,8 @@ class Rounds:
             self._orders[rank] = Order(indices, seed, rank)
         return self._orders[rank]
 
-    def hold_up(self, computation: Computation, seconds: float) -> None:
-        """A pause adds to the round. The clock of a time limit runs on meanwhile, so what is left of it shrinks."""
+    def pause(self, computation: Computation, seconds: float) -> None:
+        """Extend a round by a pause. The time limit of a `Seconds` budget keeps running, so fewer samples may fit."""
         budget, done = computation.action.budget, self._state.now - computation.start - computation.paused
         computation.paused += seconds
         if isinstance(budget, Seconds):
@@ -189,15 +182,15 @@ class Rounds:
 
 
 def _replica(process: Process) -> Tensor | None:
-    """The parameters that a process has as its own; of one that has finished, those that it finished with."""
+    """The replica of a process; if it has finished, the parameters that it finished with."""
     replica = process.node.replica()
     return replica if replica is None or process.finish is None else process.finish.parameters
 
 
 def consensus_distance(replicas: Sequence[Tensor]) -> float:
-    """The mean of ‖x_i − mean of x‖², in one pass and float64; exactly 0 where all are equal.
+    """The mean of ‖x_i − mean of x‖², in one pass and float64; exactly 0 if all are equal.
 
-    Differences from the first replica are summed, not the replicas: what all have in common costs no digits.
+    Differences from the first replica are summed instead of the replicas, against cancellation.
     """
     first = replicas[0].double()
     total, difference = torch.zeros_like(first), torch.empty_like(first)
@@ -208,4 +201,4 @@ def consensus_distance(replicas: Sequence[Tensor]) -> float:
         squares += float(difference @ difference)
     mean = total / len(replicas)
     distance = squares / len(replicas) - float(mean @ mean)
-    return 0.0 if distance < 0 else distance  # by rounding; what is not a number stays so
+    return 0.0 if distance < 0 else distance  # negative by rounding; NaN stays NaN

@@ -1,8 +1,8 @@
 """The virtual-time engine: all nodes in one process, real gradients, no waiting.
 
-One heap of (time, sequence, rank, happening). The next happening is taken, the clock jumps to it, the node of
-that rank handles it, and its actions put new happenings on the heap. All randomness comes from streams derived
-from the seed, per rank and purpose, and ties are broken by sequence: same seed, same bytes.
+A heap of (time, sequence number, rank, entry). The loop takes the next entry, advances the clock to its time, lets the
+node of that rank handle its event, and the node's actions put new entries on the heap. All randomness comes from
+streams derived from the seed, per rank and purpose, and ties are broken by sequence number: same seed, same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offbeat.simulation.state import PendingEvent, Scenario, SimulationState
 
 
 class Observer(Protocol):
-    """Looks on. `before` may swap the node of that rank; `after` sees what it asked for."""
+    """Called for each event that a node handles: `before` may replace the node, `after` gets its actions."""
 
     def before(self, simulation: Simulation, rank: int, event: Event) -> None: ...
     def after(self, simulation: Simulation, rank: int, event: Event, actions: list[Action]) -> None: ...
@@ -34,7 +34,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SimulationResult:
-    """How it ended."""
+    """How a simulation ended: virtual seconds, handled events, and the `Finish` of each rank that has finished."""
 
     seconds: float
     events: int
@@ -71,66 +71,66 @@ class Simulation(SimulationState):
         self.fault_injector = FaultInjector(self, self.delivery, self.rounds)
 
     def run(self) -> SimulationResult:
-        """Run to the end."""
+        """Run to the end; raises `ContractViolation` if a node breaks the contract."""
         for rank in range(self.size):
             self.emit(0.0, rank, Started)
-        for (a, b), _ in self.network:
+        for a, b in self.network:
             self.delivery.announce(a, b)
         self.fault_injector.schedule_faults()
         with torch.random.fork_rng(devices=[]):
-            while self._heap and (self.active or self._will_begin_again()):
-                self.now, _, rank, happening = heapq.heappop(self._heap)
-                if isinstance(happening, PendingEvent):
-                    self._dispatch(rank, happening)
+            while self._heap and (self.active or self._will_restart()):
+                self.now, _, rank, entry = heapq.heappop(self._heap)
+                if isinstance(entry, PendingEvent):
+                    self._dispatch(rank, entry)
                 else:
-                    happening()
-        return self._outcome()
+                    entry()
+        return self._result()
 
-    def _will_begin_again(self) -> bool:
-        """Whether all are gone, nobody has come to an end, and somebody will be back."""
+    def _will_restart(self) -> bool:
+        """Whether no rank has finished and a crashed one will be restarted."""
         return self.fault_injector.restarts_pending > 0 and all(process.finish is None for process in self.processes)
 
-    def _outcome(self) -> SimulationResult:
-        """The hub's finish decides, where there is one; others may wait for it in vain. Among peers one is enough."""
+    def _result(self) -> SimulationResult:
+        """Write the last records. With a server, its finish decides; in a decentralized run one success is enough."""
         finishes = {rank: process.finish for rank, process in enumerate(self.processes) if process.finish is not None}
-        stuck = [rank for rank, process in enumerate(self.processes) if process.active]
-        ends = {rank: finish.failure for rank, finish in finishes.items()}
-        one_is_enough = not self.scenario.strategy.is_required(0) and None in ends.values()
-        failure = None if not ends or one_is_enough else ends[min(ends)]
-        if stuck and failure is None:
-            failure = f"nothing was left to happen at {self.now:g} s, but rank {stuck[0]} had not finished"
-        done = [self.processes[rank].finished_at for rank, finish in finishes.items() if finish.failure is None]
-        seconds = max(done) if done and failure is None else self.now
+        unfinished = [rank for rank, process in enumerate(self.processes) if process.active]
+        failures = {rank: finish.failure for rank, finish in finishes.items()}
+        any_success_suffices = not self.scenario.strategy.is_required(0) and None in failures.values()
+        failure = None if not failures or any_success_suffices else failures[min(failures)]
+        if unfinished and failure is None:
+            failure = f"nothing was left to happen at {self.now:g} s, but rank {unfinished[0]} had not finished"
+        finish_times = [self.processes[rank].finished_at for rank, finish in finishes.items() if finish.failure is None]
+        seconds = max(finish_times) if finish_times and failure is None else self.now
         self.rounds.record_consensus(seconds, (process for process in self.processes if process.alive))
         self.delivery.record_traffic(seconds)
         self._record_link_use(seconds)
-        sent = self.delivery.traffic
+        traffic = self.delivery.traffic
         self.writer.write(
-            Ended(at=seconds, bytes_sent=sent.bytes_sent, messages_sent=sent.messages_sent, failure=failure)
+            Ended(at=seconds, bytes_sent=traffic.bytes_sent, messages_sent=traffic.messages_sent, failure=failure)
         )
         return SimulationResult(seconds, self.events, finishes, failure)
 
     def _record_link_use(self, at: float) -> None:
-        """Write down the bytes that each rank has sent under a bandwidth limit, where there is one."""
+        """Record the bytes that each rank has sent under a rate limit, if there is one."""
         limit = self.scenario.bytes_per_second
         if limit is not None:
             for rank in range(self.size):
                 used = {str(peer): nbytes for peer, nbytes in self.network.limited_bytes(rank).items()}
                 self.writer.write(LinkUse(at=at, rank=rank, bytes_per_second=limit, used=used))
 
-    def _dispatch(self, rank: int, delivery: PendingEvent) -> None:
+    def _dispatch(self, rank: int, pending: PendingEvent) -> None:
         process = self.processes[rank]
-        if not process.active or process.life != delivery.life:
+        if not process.active or process.life != pending.life:
             return
         if process.asleep:
-            process.deferred_events.append(delivery)
+            process.deferred_events.append(pending)
             return
-        event = delivery.event(self.now)
+        event = pending.event(self.now)
         if event is not None:
             self._handle(rank, event)
 
     def _wake(self, rank: int) -> None:
-        """First what was asked for before it fell asleep, then what has come in since, in order."""
+        """Resume a rank: carry out its deferred actions, then handle its deferred events, in order."""
         process = self.processes[rank]
         process.asleep = False
         actions, process.deferred_actions = process.deferred_actions, []
@@ -153,7 +153,7 @@ class Simulation(SimulationState):
             self._observer.after(self, rank, event, actions)
         self._carry_out(rank, actions)
         if self.strict:
-            self.delivery.take_back(event)
+            self.delivery.revoke_lease(event)
 
     def _carry_out(self, rank: int, actions: Iterable[Action]) -> None:
         process = self.processes[rank]
@@ -165,9 +165,9 @@ class Simulation(SimulationState):
             elif process.asleep:
                 process.deferred_actions.append(action)
             else:
-                self._do(rank, action)
+                self._execute(rank, action)
 
-    def _do(self, rank: int, action: Action) -> None:
+    def _execute(self, rank: int, action: Action) -> None:
         match action:
             case Send():
                 self.delivery.send(rank, action)
