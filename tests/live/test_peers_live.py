@@ -250,7 +250,7 @@ def test_peers_over_mpi_go_on_when_rank_0_is_killed_in_the_second_run(tmp_path: 
         assert read_result(each) is not None
     (sentence,) = [line for line in errors.splitlines() if line.startswith("offbeat: ")]
     assert sentence.startswith("offbeat: rank 1 on ")
-    assert sentence.endswith(": rank 0 was lost; this is what is known here of how it went on without it")
+    assert sentence.endswith(": rank 0 was lost; these results are from the records of this rank")
 
 
 def updates_of(run: Path) -> list[Update]:

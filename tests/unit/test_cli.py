@@ -140,7 +140,6 @@ def test_the_options_of_a_command_change_only_on_purpose(command: str) -> None:
 
 def test_the_commands_change_only_on_purpose() -> None:
     assert list(cli.COMMANDS) == list(COMMANDS)
-    assert list(cli.USAGES) == list(COMMANDS)
 
 
 @pytest.mark.parametrize("known", [all_flags, flags.live_flags])

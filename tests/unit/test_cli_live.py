@@ -72,7 +72,7 @@ def test_each_strategy_and_seed_is_a_live_run_and_they_are_compared(
     assert "speed-up" in said.out
     assert "offbeat: [1/4] fmb, seed 0: something to read" in said.err
     assert "  worker 3: 0 samples" in said.err
-    assert "To run it again: offbeat train THIS-FILE" in Path("runs/quadratic-001/experiment.toml").read_text()
+    assert "To repeat it: offbeat train THIS-FILE" in Path("runs/quadratic-001/experiment.toml").read_text()
 
 
 def test_what_is_left_open_suits_real_processes(runs: Runs) -> None:
@@ -139,7 +139,7 @@ def test_an_interrupt_says_how_to_go_on(
     monkeypatch.setattr(train_command, "checkpoint_path", lambda directory: directory)
     assert main([*QUADRATIC, "--quiet"]) == 130
     assert capsys.readouterr().err == (
-        f"{kept}2; to go on with this run type: offbeat train --resume runs/quadratic-002/fmb-seed0\n"
+        f"{kept}2; to continue this run type: offbeat train --resume runs/quadratic-002/fmb-seed0\n"
     )
 
 
@@ -177,7 +177,7 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
         (["train"], "neither a workload nor a strategy is named"),
         (["train", "quadratic"], "no strategy is named"),
         (["train", "none.toml"], "the experiment file none.toml cannot be read"),
-        (["train", "e.toml", "fmb"], "e.toml says what is trained, so 'fmb' is one word too many"),
+        (["train", "e.toml", "fmb"], "e.toml describes the whole experiment, so 'fmb' is one word too many"),
         (["train", "e.toml", "--batch", "3"], "--batch does not go with an experiment file; write it into e.toml"),
         ([*QUADRATIC, "--faults", "partition:1:3:4"], "the fault 'partition' can only be simulated"),
         ([*QUADRATIC, "--faults", "crash:2:3", "--workers", "2", "--local-workers", "1"], "is not started here"),
@@ -189,11 +189,11 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
         ([*QUADRATIC, "--threads", "0"], "--threads must be greater than 0, but is 0"),
         (["train", "--resume", "/nowhere"], "there is no run at /nowhere"),
         (["train", "--resume", "many"], "many holds 2 runs; name one of them: --resume many/a"),
-        (["train", "--resume", "many/a", "fmb"], "--resume goes on with what was trained; leave out fmb"),
+        (["train", "--resume", "many/a", "fmb"], "--resume takes workload and strategy from the run; leave out fmb"),
         (["train", "--resume", "many/a", "--out", "o"], "leave out --out"),
         (["train", "--resume", "many/a", "--workers", "3"], "--workers cannot be changed on --resume; --until can"),
-        (["train", "--resume", "simulated"], "was run in virtual time"),
-        (["train", "--resume", "unnamed"], "unnamed trained what has no name; go on from the script"),
+        (["train", "--resume", "simulated"], "simulated was simulated; to repeat it type: offbeat replay"),
+        (["train", "--resume", "unnamed"], "trained a workload or strategy without a name; resume it"),
         (["launch"], "no script is named; type, for example: offbeat launch -n 4 train.py"),
         (["launch", "-n", "4"], "no script is named"),
         (["launch", "-n", "4", "none.py"], "there is no script none.py"),
@@ -204,7 +204,7 @@ def test_resume_goes_on_with_one_run_as_it_was(runs: Runs, capsys: pytest.Captur
         (["launch", "-n", "2", "--listen", "0.0.0.0:0", "script.py"], "lets other machines in, which needs a token"),
         (["launch", "-n", "2", "--listen", "here", "script.py"], "'here' is not an address; type HOST:PORT"),
         (["launch", "-n", "2", "--token-file", "none", "script.py"], "the token file none cannot be read"),
-        (["launch", "-n", "2", "--resume", "none", "script.py"], "there is no run at none to go on with"),
+        (["launch", "-n", "2", "--resume", "none", "script.py"], "there is no run at none to continue"),
         (["launch", "-n", "2", "--resume", "a", "--out", "b", "script.py"], "leave out --out"),
         (["launch", "-n", "2", "--out", "many", "script.py"], "many already holds 2 runs"),
         (["launch", "-n", "2", "--transport", "mpx", "script.py"], "unknown transport 'mpx'; did you mean 'mpi'?"),

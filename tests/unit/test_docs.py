@@ -25,7 +25,7 @@ import msgspec
 import pytest
 
 import offbeat as ob
-from offbeat.cli import COMMANDS, USAGES, class_lookup, flags, main
+from offbeat.cli import COMMANDS, class_lookup, flags, main
 from offbeat.cli.launch_commands import launch, work
 from offbeat.cli.options import Output
 from offbeat.cli.train_command import train
@@ -337,7 +337,7 @@ def test_the_cluster_page_lists_every_preset_field_straggle_and_fault() -> None:
 def test_the_command_page_lists_every_command_key_and_record() -> None:
     page = "docs/command_line.md"
     assert list(COMMANDS) == re.findall(r"^offbeat (\w+)", blocks(page, "text")[0][1], re.MULTILINE)
-    assert "\n".join(USAGES.values()) + "\n" == blocks(page, "text")[0][1]
+    assert "".join(f"{command.usage}\n" for command in COMMANDS.values()) == blocks(page, "text")[0][1]
     assert sorted(first_cells(page, "key of a run | meaning")) == sorted(Summary.__struct_fields__)
     kinds: dict[str, Any] = {kind.__struct_config__.tag: kind for kind in AnyRecord.__args__}
     assert first_cells(page, "record | when | besides `at`") == list(kinds)

@@ -14,7 +14,7 @@ import pytest
 from made_records import a_round
 
 import offbeat as ob
-from offbeat.cli import SWITCHES, WORDS_BEFORE_SCRIPT, _separate_script, application, main
+from offbeat.cli import ARGUMENTS_BEFORE_SCRIPT, SWITCHES, _separate_script, application, main
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.lab.worker_main import local_ranks
@@ -237,7 +237,7 @@ def test_what_comes_after_the_script_goes_to_the_script(argv: str, apart: str) -
     assert _separate_script(argv.split()) == apart.split()
 
 
-@pytest.mark.parametrize("command", list(WORDS_BEFORE_SCRIPT))
+@pytest.mark.parametrize("command", list(ARGUMENTS_BEFORE_SCRIPT))
 def test_the_options_without_a_value_are_known_before_anything_is_parsed(command: str) -> None:
     arguments = application()[command].assemble_argument_collection(parse_docstring=False)
     flags = {name for argument in arguments if argument.hint is bool for name in argument.names}

@@ -1,4 +1,4 @@
-"""What the view of a live run makes of records."""
+"""The state of a live run, computed from records, and how it is shown."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ import pytest
 from made_records import a_round, a_small_run, a_traffic, an_update
 from rich.console import Console
 
-from offbeat.cli.live_view import (
-    LINE_SECONDS,
-    RECENT_SECONDS,
-    LineWatcher,
-    RunState,
-    RunWatcher,
-    render_run,
-    watch_run,
-    worker_line,
-)
+from offbeat.cli.live_view import LINE_SECONDS, LineWatcher, RunWatcher, render_run, watch_run
+from offbeat.cli.run_state import RECENT_SECONDS, RunState
 from offbeat.lab.experiment import Experiment
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.process_settings import hub_or_worker_name, rank_names
@@ -47,10 +39,10 @@ def joined(at: float, peer: int, incarnation: int = 0, there: bool = True, rank:
     return Membership(at=at, rank=rank, peer=peer, incarnation=incarnation, joined=there)
 
 
-# The board
+# The state
 
 
-def test_a_run_is_told_in_a_few_facts() -> None:
+def test_a_run_is_described_by_a_few_facts() -> None:
     assert state().facts() == [
         "8 s",
         "version 1",
@@ -62,17 +54,17 @@ def test_a_run_is_told_in_a_few_facts() -> None:
     ]
 
 
-def test_before_anything_has_happened_little_is_said() -> None:
+def test_before_the_first_record_there_are_three_facts() -> None:
     assert RunState([1]).facts() == ["0 s", "version 0", "0 samples"]
 
 
-def test_each_worker_has_its_seconds_its_staleness_and_its_lives() -> None:
+def test_each_worker_has_its_seconds_its_staleness_and_its_starts() -> None:
     first, second = state().workers.values()
-    assert (first.compute_seconds, first.idle_seconds, first.samples, first.lives) == (4.0, 0.0, 20, 1)
-    assert (second.compute_seconds, second.idle_seconds, second.idle_share, second.lives) == (2.0, 2.0, 0.5, 2)
+    assert (first.compute_seconds, first.idle_seconds, first.samples, first.starts) == (4.0, 0.0, 20, 1)
+    assert (second.compute_seconds, second.idle_seconds, second.idle_share, second.starts) == (2.0, 2.0, 0.5, 2)
     assert (first.staleness_mean, second.staleness_mean) == (0.0, 3.0)
-    assert worker_line(second) == (
-        "20 samples in 2 rounds, compute 2.0 s, idle 2.0 s, send 0.0 s, staleness 3.0, 2 lives"
+    assert second.summary_line() == (
+        "20 samples in 2 rounds, compute 2.0 s, idle 2.0 s, send 0.0 s, staleness 3.0, 2 starts"
     )
 
 
@@ -99,7 +91,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert made.samples_per_second == made.computed_per_second(made.workers[1]) == 10 / RECENT_SECONDS
 
 
-def test_bytes_a_second_are_added_up_over_those_who_have_told_lately() -> None:
+def test_bytes_per_second_are_summed_over_ranks_with_recent_traffic() -> None:
     made = RunState([1, 2])
     assert made.bytes_per_second is None
     made.add([a_traffic(1.0, rank=1, since=0.5, Gradient=1000)])
@@ -112,13 +104,13 @@ def test_bytes_a_second_are_added_up_over_those_who_have_told_lately() -> None:
     assert made.bytes_per_second == pytest.approx(10)
 
 
-def test_workers_that_were_not_expected_are_shown_and_the_hub_is_not_one() -> None:
+def test_workers_that_were_not_expected_are_shown_and_the_hub_is_not() -> None:
     made = RunState([1])
     made.add([joined(0.0, 0, rank=1), joined(1.0, 7)])
     assert sorted(made.workers) == [1, 7]
 
 
-def test_an_evaluation_that_is_late_does_not_replace_a_newer_one() -> None:
+def test_a_late_evaluation_does_not_replace_a_newer_one() -> None:
     made = RunState()
     later, earlier = (Evaluation(at, 0, version, 0, 1.0 / version, None) for at, version in ((2.0, 2), (1.0, 1)))
     made.add([later, earlier])
@@ -139,7 +131,7 @@ def test_the_table_has_a_row_for_each_worker() -> None:
     ]
 
 
-def test_the_table_can_be_drawn_before_anybody_is_there() -> None:
+def test_the_table_can_be_drawn_before_a_worker_has_joined() -> None:
     assert "expected" in drawn(RunState([1, 2]))
 
 
@@ -151,7 +143,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_of_the_run(capsys:
     assert [line.split(",")[1] for line in said] == [" seed 0: 5 s", " seed 0: 10 s"]
 
 
-def test_the_last_lines_tell_of_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_describe_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LineWatcher("fmb, seed 0", HUB, RunState([1, 2]))
     lines.records(a_small_run().records)
     lines.ended()
@@ -161,13 +153,13 @@ def test_the_last_lines_tell_of_each_worker(capsys: pytest.CaptureFixture[str]) 
     assert len(said) == 3
 
 
-def test_notices_are_said_and_the_words_of_processes_are_labelled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notices_are_printed_and_the_output_of_processes_is_labelled(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LineWatcher("fmb, seed 0", HUB, RunState([1]))
     lines.records([Notice(1.0, 0, "raise samples_max")])
     lines.say("worker 1 was killed by SIGKILL")
     lines.line(1, "Traceback (most recent call last):")
     lines.line(0, "a warning")
-    lines.line(0, "offbeat: why it ended is said elsewhere")
+    lines.line(0, "offbeat: the reason of its end is printed by the supervisor")
     assert capsys.readouterr().err.splitlines() == [
         "offbeat: fmb, seed 0: raise samples_max",
         "offbeat: worker 1 was killed by SIGKILL",
@@ -176,14 +168,14 @@ def test_notices_are_said_and_the_words_of_processes_are_labelled(capsys: pytest
     ]
 
 
-def test_where_quiet_is_wanted_only_trouble_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_watcher_prints_problems_only(capsys: pytest.CaptureFixture[str]) -> None:
     with watch_run(EXPERIMENT, quiet=True) as watcher:
         watcher.records(a_small_run().records)
     assert isinstance(watcher, RunWatcher)
     assert capsys.readouterr().err == ""
 
 
-def test_where_everybody_computes_they_are_peers() -> None:
+def test_ranks_that_all_compute_are_called_peers() -> None:
     @dataclass(frozen=True)
     class Peers(FixedMinibatch):
         def computes(self, rank: int) -> bool:
@@ -193,7 +185,7 @@ def test_where_everybody_computes_they_are_peers() -> None:
     assert [rank_names(FixedMinibatch())(rank) for rank in range(2)] == ["hub", "worker 1"]
 
 
-def test_peers_have_no_version_in_common_and_their_samples_are_added_up() -> None:
+def test_peers_have_no_common_version_and_their_samples_are_summed() -> None:
     made = RunState([0, 1])
     update = an_update(1.0, 10, (0, 0, 10, 0))
     assert made.facts()[1] == "version 0"
@@ -201,24 +193,24 @@ def test_peers_have_no_version_in_common_and_their_samples_are_added_up() -> Non
     assert made.facts()[1:3] == ["2 updates", "20 samples"]
 
 
-def test_who_is_started_again_meets_everybody_and_only_its_own_life_is_counted() -> None:
+def test_a_restarted_rank_sees_all_others_join_and_only_its_own_start_is_counted() -> None:
     made = RunState([0, 1, 2])
     made.add([joined(0.0, 1, rank=rank) for rank in (0, 2)])
     made.add([joined(1.0, 1, there=False, rank=rank) for rank in (0, 2)])
     made.add([joined(2.0, 1, 1, rank=rank) for rank in (0, 2)])
     made.add([joined(2.0, peer, 1, rank=1) for peer in (0, 2)])
-    assert [worker.lives for _, worker in sorted(made.workers.items())] == [1, 2, 1]
+    assert [worker.starts for _, worker in sorted(made.workers.items())] == [1, 2, 1]
 
 
 EXPERIMENT = Experiment(Quadratic(), FixedMinibatch(), workers=2)
 
 
-def test_on_a_terminal_what_is_said_appears_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    class ScreenWatcher(io.StringIO):
+def test_on_a_terminal_messages_appear_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    terminal: Any = ScreenWatcher()
+    terminal: Any = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")

@@ -45,11 +45,11 @@ def test_the_page_about_graphs_shows_what_is_printed(capsys: Captured) -> None:
     assert "```text\n" + "".join(f"{line.rstrip()}\n" for line in text.splitlines()) + "```" in page
 
 
-def test_sixteen_peers_and_rate_one_are_what_is_meant_if_nothing_is_said(capsys: Captured) -> None:
+def test_sixteen_peers_and_rate_one_are_the_defaults(capsys: Captured) -> None:
     assert printed(capsys, "exponential") == printed(capsys, "exponential", "--peers", "16", "--rate", "1.0")
 
 
-def test_a_neighbour_that_counts_twice_is_marked(capsys: Captured) -> None:
+def test_a_neighbour_over_a_double_edge_is_marked(capsys: Captured) -> None:
     assert "1 2 4×2 6 7" in printed(capsys, "exponential", "-n", "8")
 
 
@@ -91,14 +91,14 @@ def test_a_large_graph_is_not_drawn_in_text(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("words", [["complete", "-n", "4"], ["cycle", "-n", "2"]])
-def test_where_acceleration_gains_nothing_it_says_so(words: list[str], capsys: Captured) -> None:
+def test_where_acceleration_gains_nothing_the_sentence_tells_it(words: list[str], capsys: Captured) -> None:
     assert "acceleration has nothing to gain here" in printed(capsys, *words)
 
 
-def test_one_peer_has_nobody(capsys: Captured) -> None:
-    assert "One peer has nobody to average with." in printed(capsys, "star", "-n", "1")
+def test_one_peer_has_no_other_to_average_with(capsys: Captured) -> None:
+    assert "One peer has no other to average with." in printed(capsys, "star", "-n", "1")
     assert sentences(Topology(Star(), 1), Topology(Star(), 1).constants(1.0)) == [
-        "One peer has nobody to average with."
+        "One peer has no other to average with."
     ]
 
 

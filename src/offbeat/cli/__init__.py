@@ -1,8 +1,9 @@
 """The command line. `main` turns every outcome into an exit code and every error into one sentence.
 
-0 done · 1 the run failed · 2 the command was wrong · 130 interrupted · 141 nobody reads the output any more
+0 done · 1 the run failed · 2 the command was wrong · 130 interrupted · 141 standard output was closed by its reader
 
-A command is imported when it is called, since deriving its flags takes all strategies, workloads and torch.
+Command functions are in the modules `*_command.py` and `*_commands.py`; each is imported when its command is called,
+since deriving flags takes all strategies, workloads and torch. May import everything but `api`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import cyclopts
 
@@ -21,111 +23,147 @@ HELP = """Train one model on many machines without making the fast ones wait.
 
 Try:  offbeat simulate digits fmb amb async-timed --straggle niagara"""
 
+
+class Command(NamedTuple):
+    """One command: where its function is, as `module:function` below `offbeat.cli`, its usage line and its help."""
+
+    function: str
+    usage: str
+    help: str
+
+
 COMMANDS = {
-    "simulate": (
+    "simulate": Command(
+        "experiment_commands:simulate",
+        "offbeat simulate WORKLOAD STRATEGY... [NAME.FIELD=VALUE ...] [OPTIONS]",
         """Run strategies on a workload in virtual time, and compare them.
 
-        Gradients are real and time is virtual: nobody waits for a simulated machine, and the same seed always gives
-        the same records. 'offbeat strategies' and 'offbeat workloads' list what there is.""",
-        "experiment_commands:simulate",
+        Gradients are real and time is virtual: a simulated delay costs no time, and the same seed always gives the
+        same records. 'offbeat strategies' and 'offbeat workloads' list the names.""",
     ),
-    "train": (
+    "train": Command(
+        "train_command:train",
+        "offbeat train WORKLOAD STRATEGY... [OPTIONS]  |  offbeat train FILE.toml  |  offbeat train --resume RUN",
         """Train on real processes of this machine, and of others that join.
 
         Takes what 'offbeat simulate' takes, and gives the same records, table and page. Workers on other machines
         join with 'offbeat work'.""",
-        "train_command:train",
     ),
-    "compare": (
-        """Run what an experiment file describes, and compare.
-
-        What is given here takes the place of what the file says. Every 'offbeat simulate' writes such a file,
-        experiment.toml, beside its runs.""",
+    "compare": Command(
         "experiment_commands:compare",
+        "offbeat compare EXPERIMENT.toml [OPTIONS]",
+        """Run the experiments that a TOML file describes, and compare them.
+
+        Options replace what the file sets. Every 'offbeat simulate' writes such a file, experiment.toml, beside its
+        runs.""",
     ),
-    "calibrate": (
+    "calibrate": Command(
+        "measurement_commands:calibrate",
+        "offbeat calibrate WORKLOAD [--workers N] [--seconds S] [--out FILE.toml] [OPTIONS]",
         """Measure how fast these machines are at a workload, and write the cluster file that 'simulate' takes.
 
         Hub and workers run as in 'offbeat train', for a second or two at a time. Workers on other machines join with
         'offbeat work'.""",
-        "measurement_commands:calibrate",
     ),
-    "launch": (
-        """Start a script of your own that uses offbeat.join in several processes, and look after them.
-
-        What comes after the script goes to the script.""",
+    "launch": Command(
         "launch_commands:launch",
+        "offbeat launch -n N [OPTIONS] SCRIPT.py [ARGUMENTS...]",
+        """Start a script of your own that uses offbeat.join in several processes, and restart those that die.
+
+        Arguments after the script are passed to the script.""",
     ),
-    "work": (
+    "work": Command(
+        "launch_commands:work",
+        "offbeat work HOST:PORT --token-file FILE [OPTIONS] [SCRIPT.py ARGUMENTS...]",
         """Join a run on another machine as one more worker, at any time; Ctrl-C leaves it.
 
-        The run says what is trained, unless that is a script: then name it here as well.""",
-        "launch_commands:work",
+        The worker receives the experiment from the run; if the run trains a script, name that script here too.""",
     ),
-    "network": (
+    "network": Command(
+        "network_command:network",
+        "offbeat network -n N [OPTIONS]  |  offbeat network HOST:PORT --token-file FILE",
         """Measure the network between some processes: bandwidth and latency of each pair, ring, all-to-all and star.
 
         Every block carries markers and a checksum, which are verified on receipt. Under mpirun, torchrun or srun leave
         out -n.""",
-        "network_command:network",
     ),
-    "topology": (
-        """What follows from the shape of a graph that peers gossip on: the constants of acceleration, and a drawing.
+    "topology": Command(
+        "topology_command:topology",
+        "offbeat topology GRAPH [-n PEERS] [--rate RATE] [--plot FILE.png] [--json]",
+        """Print the constants of a gossip graph, which determine how fast peers reach consensus, and draw it.
 
         GRAPH is complete, cycle, exponential or star, or a text file with one pair of ranks a line.""",
-        "topology_command:topology",
     ),
-    "microbatch": (
+    "microbatch": Command(
+        "measurement_commands:microbatch",
+        "offbeat microbatch WORKLOAD [--batch N] [--sizes N,N,...] [--seconds S] [--plot FILE] [--json]",
         """Measure how long micro-batches of several sizes take for a workload on this machine, and recommend one.
 
         The code is that of live runs, in one thread. The knee is the smallest size whose time per sample is within 5%
         of the best.""",
-        "measurement_commands:microbatch",
     ),
-    "reproduce": (
-        """Run a published result again: its runs, its figure, a table with intervals, and what was published.
-
-        'offbeat reproduce --list' shows what there is. Sizes are those of a small machine, unless --scale full is
-        given.""",
+    "reproduce": Command(
         "reproduce_command:reproduce",
-    ),
-    "report": ("Draw the page about runs: table, curves, who computed and who waited.", "record_commands:report"),
-    "replay": (
-        """Run a recorded run again and see whether it is the same; or repeat a test from its seed.
+        "offbeat reproduce NAME [OPTIONS]  |  offbeat reproduce --list  |  offbeat reproduce --redraw PLACE",
+        """Run a published study again: its runs, its figures, and a table with intervals beside the published result.
 
-        The same bytes are promised on the same machine with the same build of torch.""",
-        "record_commands:replay",
+        'offbeat reproduce --list' lists the studies. Sizes are those of a small machine, unless --scale full is
+        given.""",
     ),
-    "strategies": ("What strategies there are, or the fields of one.", "list_commands:strategies"),
-    "workloads": ("What workloads there are, or the fields of one.", "list_commands:workloads"),
-    "clusters": ("What clusters have a name, or what one of them holds.", "list_commands:clusters"),
-    "data": (
-        """Get real data sets, see which are here, and where.
+    "report": Command(
+        "record_commands:report",
+        "offbeat report RUN... [--out PAGE.html] [--baseline LABEL] [--figures DIR]",
+        "Draw the page about runs: table, curves, and timelines of computing and waiting.",
+    ),
+    "replay": Command(
+        "record_commands:replay",
+        "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
+        """Run a recorded run again and compare the records; or repeat a randomised test from its seed.
+
+        Records are byte for byte the same on the same machine with the same build of torch.""",
+    ),
+    "strategies": Command(
+        "list_commands:strategies",
+        "offbeat strategies [NAME] [--json]",
+        "List the strategies, or the fields of one.",
+    ),
+    "workloads": Command(
+        "list_commands:workloads",
+        "offbeat workloads [NAME] [--counts] [--json]",
+        "List the workloads, or the fields of one.",
+    ),
+    "clusters": Command(
+        "list_commands:clusters",
+        "offbeat clusters [NAME] [--json]",
+        "List the named clusters, or print one as TOML.",
+    ),
+    "data": Command(
+        "data_command:data",
+        "offbeat data get NAME... [--source WHO] [--from PATH]  |  offbeat data list  |  offbeat data path [NAME]",
+        """Download data sets, list them, or print where they are stored.
 
         They are fetched and decoded once; all runs share the arrays, and every use checks them.""",
-        "data_command:data",
     ),
 }
 
-
-WORDS_BEFORE_SCRIPT = {"launch": 0, "work": 1}
-"""For commands that run a script: how many words come before its name. All that follows it is the script's own."""
+ARGUMENTS_BEFORE_SCRIPT = {"launch": 0, "work": 1}
+"""For commands that run a script: how many arguments come before its name. All that follow it belong to the script."""
 SWITCHES = ("--help", "-h", "--version", "--overwrite", "--quiet")
 """Options of these commands that take no value."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    return exit_code_of(lambda: _call(sys.argv[1:] if argv is None else argv))
+    """Run one command, by default that of `sys.argv`, and return its exit code."""
+    return exit_code_of(lambda: _run_command(sys.argv[1:] if argv is None else argv))
 
 
 def exit_code_of(call: Callable[[], int]) -> int:
-    """Call, and turn what goes wrong into one sentence and an exit code."""
+    """Call, and turn an exception into one sentence on standard error and an exit code."""
     try:
         code = call()
         sys.stdout.flush()
     except cyclopts.CycloptsError as error:
-        return _print_error(_sentence(error), 2)
+        return _print_error(_describe_usage_error(error), 2)
     except ConfigurationError as error:
         return _print_error(error, 2)
     except OffbeatError as error:
@@ -133,34 +171,33 @@ def exit_code_of(call: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         return _print_error(f"interrupted{f'; {interrupt}' if interrupt.args else ''}", 130)
     except BrokenPipeError:
-        # What is still buffered would be complained about when the interpreter ends.
+        # Otherwise the interpreter would print an error when it flushes its buffers on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
 
 
-def _call(argv: list[str]) -> int:
-
+def _run_command(argv: list[str]) -> int:
     result = application()(_separate_script(argv), console=console())
     return result if isinstance(result, int) else 0
 
 
 def _separate_script(argv: list[str]) -> list[str]:
-    """The same with `--` before the script, so that its options are not taken for ours."""
-    words = WORDS_BEFORE_SCRIPT.get(argv[0]) if argv else None
+    """Insert `--` before the script, so that its options are not parsed as options of the command."""
+    remaining = ARGUMENTS_BEFORE_SCRIPT.get(argv[0]) if argv else None
     index = 1
-    while words is not None and index < len(argv) and argv[index] != "--":
+    while remaining is not None and index < len(argv) and argv[index] != "--":
         if argv[index].startswith("-"):
             index += 1 if argv[index] in SWITCHES or "=" in argv[index] else 2
-        elif words:
-            words, index = words - 1, index + 1
+        elif remaining:
+            remaining, index = remaining - 1, index + 1
         else:
             return [*argv[:index], "--", *argv[index:]]
     return argv
 
 
 def application() -> cyclopts.App:
-    """The commands, none of them imported yet."""
+    """The application with all commands, none of them imported yet."""
     app = cyclopts.App(
         name="offbeat",
         help=HELP,
@@ -171,49 +208,21 @@ def application() -> cyclopts.App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for order, (name, (text, place)) in enumerate(COMMANDS.items()):
-        app.command(
-            f"offbeat.cli.{place}",
-            name=name,
-            help=_unwrap(text),
-            sort_key=order,
-            usage=f"Usage: {USAGES[name]}",
-        )
+    for order, (name, command) in enumerate(COMMANDS.items()):
+        # Paragraphs without the line breaks of the source fill the terminal.
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in command.help.split("\n\n"))
+        usage = f"Usage: {command.usage}"
+        app.command(f"offbeat.cli.{command.function}", name=name, help=text, sort_key=order, usage=usage)
     return app
 
 
-def _unwrap(text: str) -> str:
-    """Paragraphs without the line breaks of the source, so that they fill the terminal."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-
-
-USAGES = {
-    "simulate": "offbeat simulate WORKLOAD STRATEGY... [NAME.FIELD=VALUE ...] [OPTIONS]",
-    "train": "offbeat train WORKLOAD STRATEGY... [OPTIONS]  |  offbeat train FILE.toml  |  offbeat train --resume RUN",
-    "compare": "offbeat compare EXPERIMENT.toml [OPTIONS]",
-    "calibrate": "offbeat calibrate WORKLOAD [--workers N] [--seconds S] [--out FILE.toml] [OPTIONS]",
-    "launch": "offbeat launch -n N [OPTIONS] SCRIPT.py [ARGUMENTS...]",
-    "work": "offbeat work HOST:PORT --token-file FILE [OPTIONS] [SCRIPT.py ARGUMENTS...]",
-    "network": "offbeat network -n N [OPTIONS]  |  offbeat network HOST:PORT --token-file FILE",
-    "topology": "offbeat topology GRAPH [-n PEERS] [--rate RATE] [--plot FILE.png] [--json]",
-    "microbatch": "offbeat microbatch WORKLOAD [--batch N] [--sizes N,N,...] [--seconds S] [--plot FILE] [--json]",
-    "reproduce": "offbeat reproduce NAME [OPTIONS]  |  offbeat reproduce --list  |  offbeat reproduce --redraw PLACE",
-    "report": "offbeat report RUN... [--out PAGE.html] [--baseline LABEL] [--figures DIR]",
-    "replay": "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",
-    "strategies": "offbeat strategies [NAME] [--json]",
-    "workloads": "offbeat workloads [NAME] [--counts] [--json]",
-    "clusters": "offbeat clusters [NAME] [--json]",
-    "data": "offbeat data get NAME... [--source WHO] [--from PATH]  |  offbeat data list  |  offbeat data path [NAME]",
-}
-
-
-def _print_error(what: object, code: int) -> int:
-    print(f"offbeat: {' '.join(str(what).split())}", file=sys.stderr)
+def _print_error(error: object, code: int) -> int:
+    print(f"offbeat: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
 
-def _sentence(error: cyclopts.CycloptsError) -> object:
-    """What is wrong with the command, in our words."""
+def _describe_usage_error(error: cyclopts.CycloptsError) -> object:
+    """What is wrong with the command line, in one sentence; the texts of cyclopts have several lines and a frame."""
     command = " ".join(["offbeat", *(error.command_chain or ())])
     see = f"see '{command} --help'"
     if isinstance(error, cyclopts.UnknownCommandError) and error.unused_tokens:
@@ -231,8 +240,8 @@ def _sentence(error: cyclopts.CycloptsError) -> object:
     return f"{str(error).rstrip('.')}; {see}"
 
 
-def _unknown_option(given: str, error: cyclopts.UnknownOptionError, see: str) -> object:
-    names = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
-    # Past ten, a list of all of them is no help; the nearest one is, and the help page.
-    answer = str(unknown("option", given, names))
-    return answer if "did you mean" in answer or len(names) <= 10 else f"unknown option {given!r}; {see}"
+def _unknown_option(name: str, error: cyclopts.UnknownOptionError, see: str) -> object:
+    known = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
+    # Of more than ten options the sentence names the nearest one only, or else refers to the help page.
+    sentence = str(unknown("option", name, known))
+    return sentence if "did you mean" in sentence or len(known) <= 10 else f"unknown option {name!r}; {see}"

@@ -1,4 +1,4 @@
-"""Classes by name: a strategy or workload of offbeat, or a user's own as path/to/file.py:ClassName."""
+"""Strategy and workload classes by name, or from a user's file as path/to/file.py:ClassName."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import offbeat.lab.workloads
-import offbeat.strategies  # noqa: F401  (both enter their classes in the registers)
+import offbeat.strategies  # noqa: F401  (both register their classes)
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError, unknown
@@ -20,30 +20,30 @@ from offbeat.errors import ConfigurationError, unknown
 EXAMPLE = "type, for example: offbeat simulate digits fmb amb"
 
 _LABELS: dict[type[Any], str] = {}
-"""Labels in tables of classes from files: their attribute `name`, or else the name of the class."""
+"""Labels of classes from files: their attribute `name`, or else the class name."""
 
 
 @functools.cache
 def strategies() -> dict[str, type[Any]]:
-    """The strategies of offbeat by name; later entries in the register, such as classes from files, are left out."""
+    """The strategies of offbeat by name, without classes from files that are registered later."""
     return dict(Strategy.members)
 
 
 @functools.cache
 def workloads() -> dict[str, type[Any]]:
-    """The workloads of offbeat by name, in the same way."""
+    """The workloads of offbeat by name, without classes from files that are registered later."""
     return dict(NamedWorkload.members)
 
 
 def find_strategy(word: str) -> tuple[type[Any], str]:
-    """The class and label of the strategy that a word names."""
+    """The class and the label of a strategy by its name or file."""
     if word not in strategies() and word in workloads():
         raise ConfigurationError(f"{word!r} is a workload; a command names one, first, and then strategies")
     return _find(word, Strategy, strategies(), "strategy")
 
 
 def find_workload(word: str) -> tuple[type[Any], str]:
-    """The class and label of the workload that a word names."""
+    """The class and the label of a workload by its name or file."""
     if word not in workloads() and word in strategies():
         raise ConfigurationError(f"{word!r} is a strategy, and the workload comes first; {EXAMPLE}")
     return _find(word, NamedWorkload, workloads(), "workload")
@@ -58,23 +58,23 @@ def _find(word: str, family: type[Any], known: Mapping[str, type[Any]], what: st
 
 
 def from_source(word: str, family: type[Any], what: str) -> tuple[type[Any], str]:
-    """Load a class that is named as path/to/file.py:ClassName, and return it with its label.
+    """Load a class from a file, and return it with its label.
 
-    It is entered in the register under that word, so that records and experiment files can name it.
+    It is registered under `word`, so that records and experiment files can name it.
 
     Args:
-        word: the file and the class.
+        word: the class, as path/to/file.py:ClassName.
         family: the base class that it must have.
-        what: what the family is called in errors.
+        what: the noun for the family in errors.
     """
     path, _, name = word.rpartition(":")
     module = _load(str(Path(path).resolve()), path)
     cls: Any = getattr(module, name, None)
     if not _fits(cls, family):
-        fit = [
-            key for key, value in vars(module).items() if _fits(value, family) and value.__module__ == module.__name__
-        ]
-        raise unknown(f"{what} in {path}", name, fit)
+        names = [key for key, value in vars(module).items() if _fits(value, family)]
+        raise unknown(
+            f"{what} in {path}", name, [key for key in names if vars(module)[key].__module__ == module.__name__]
+        )
     label = _LABELS.setdefault(cls, vars(cls).get("name") or cls.__name__)
     family.members[word] = cls
     cls.name = word
@@ -92,7 +92,7 @@ def _load(resolved: str, shown: str) -> ModuleType:
     if spec is None or spec.loader is None or not Path(resolved).is_file():
         raise ConfigurationError(f"there is no Python file {shown}; a class of your own is path/to/file.py:ClassName")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up the types of their fields
+    sys.modules[name] = module  # dataclasses resolve the types of their fields there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -101,11 +101,16 @@ def _load(resolved: str, shown: str) -> ModuleType:
 
 
 def load_files(table: Mapping[str, Any], where: str) -> None:
-    """Load the classes that an experiment as plain data names as path/to/file.py:ClassName.
+    """Load the classes from files that an experiment names.
 
-    Raises `ConfigurationError`, with `where` the experiment comes from, if a strategy or label has a wrong type.
+    Args:
+        table: the experiment as plain data.
+        where: the source of the experiment, for errors.
+
+    Raises:
+        ConfigurationError: a strategy or label has a wrong type, or a class cannot be loaded.
     """
-    strategies(), workloads()  # before classes from files are entered
+    strategies(), workloads()  # cache them before classes from files are registered
     entries = table.get("strategy", [])
     for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, str | dict):

@@ -1,4 +1,4 @@
-"""`offbeat simulate` and `offbeat compare`, and what `train` shares with them: run a plan, write and print results."""
+"""`offbeat simulate` and `offbeat compare`, and functions that `train` shares: run a plan, write and print results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def simulate(
     flags: Any,
     output: Any,
 ) -> int:
-    """Simulate what the words and flags describe."""
+    """Simulate the runs that the command line describes."""
     return run_plan(plan_of(words, read_flags(flags, all_flags())), output)
 
 
@@ -68,24 +68,24 @@ def compare(
     flags: Any,
     output: Any,
 ) -> int:
-    """Simulate what the file describes, changed by the flags."""
+    """Simulate the runs that the file describes, with the settings that flags replace."""
     return run_plan(plan_from_file(experiment, read_flags(flags, file_flags())), output)
 
 
 def run_plan(plan: Plan, output: Output, run: Run | None = None, command: str = "compare") -> int:
-    """Run a plan, write the results, then print them, so that they are kept if standard output is closed.
+    """Run a plan, write the results, then print them: they are kept even if standard output is closed.
 
     Args:
         plan: the experiments.
         output: where results go and how they are shown.
-        run: runs one experiment and shows its progress; none simulates.
-        command: the name of the command that runs the experiment file of these runs again.
+        run: runs one experiment and shows its progress; none: simulate it.
+        command: the command that repeats these runs from their experiment file.
 
     Returns:
         The exit code: 1 if a run failed.
     """
     places = run_directories(plan)
-    # What the workload lacks, such as a package, is refused before a directory is made.
+    # A missing package or data set is refused before a directory is created.
     next(iter(places)).resolved()
     label = file_name(plan.workload.name.rpartition(":")[2])
     directory = prepare_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
@@ -107,7 +107,7 @@ def print_results(runs: list[RunRecords], output: Output, directory: Path, basel
 
 
 def _bandwidth_used(summaries: Sequence[Summary]) -> list[str]:
-    """For each strategy with a bandwidth limit a line about the share of it that was used, over its seeds."""
+    """For each strategy with a bandwidth limit: a line with the share of the limit that was used, over its seeds."""
     used: dict[str, list[tuple[float, float]]] = {}
     for summary in summaries:
         if summary.budget_used is not None and summary.budget_used_mean is not None:
@@ -120,7 +120,7 @@ def _bandwidth_used(summaries: Sequence[Summary]) -> list[str]:
 
 
 def run_directories(plan: Plan) -> dict[Experiment, str]:
-    """The name of each experiment's directory; labels that would share one are refused."""
+    """The name of the directory of each experiment; labels that would share one are refused."""
     places = {e: f"{file_name(e.name)}-seed{e.seed}" for e in plan.experiments()}
     owners: dict[str, str] = {}
     for experiment, name in places.items():
@@ -133,7 +133,9 @@ def run_directories(plan: Plan) -> dict[Experiment, str]:
 
 
 def _write_experiment(plan: Plan, path: Path, command: str) -> None:
-    text = f"# What was run here. To run it again: offbeat {command} THIS-FILE\n\n" + tomli_w.dumps(plan.to_plain())
+    text = f"# The experiment of these runs. To repeat it: offbeat {command} THIS-FILE\n\n" + tomli_w.dumps(
+        plan.to_plain()
+    )
     with refuse_unwritable(path):
         path.write_text(text, encoding="utf-8")
 
@@ -157,7 +159,7 @@ def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> li
 
 
 def _print_notices(records: RunRecords, prefix: str) -> None:
-    """Print the notices of a run, each once, and the first few only."""
+    """Print the distinct notices of a run, at most `NOTICES_SHOWN` of them."""
     texts = list(dict.fromkeys(record.text for record in records.records if isinstance(record, Notice)))
     for text in texts[:NOTICES_SHOWN]:
         print_status(prefix + text)
@@ -172,8 +174,8 @@ def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRe
             position = f"[{len(runs) + 1}/{len(places)}]" if len(places) > 1 else ""
             runs.append(run(experiment, directory / name, position))
     except KeyboardInterrupt as interrupt:
-        kept = f"{len(runs)} of {len(places)} runs were finished and are in {directory}"
-        raise KeyboardInterrupt("; ".join([kept, *map(str, interrupt.args)])) from None
+        finished = f"{len(runs)} of {len(places)} runs were finished and are in {directory}"
+        raise KeyboardInterrupt("; ".join([finished, *map(str, interrupt.args)])) from None
     return runs
 
 
@@ -195,10 +197,10 @@ def _print_failures(summaries: tuple[Summary, ...]) -> int:
 
 
 def read_experiment(header: RunHeader, directory: Path) -> Experiment:
-    """The experiment of a run that its header describes; it must be one that could be written down."""
+    """The experiment that the header of a run describes; the header must have one."""
     plain = header.experiment or {}
     load_files(plain, str(directory))
     try:
         return Experiment.from_plain(plain)
     except (KeyError, TypeError) as error:
-        raise ConfigurationError(f"{directory / HEADER} does not hold a whole experiment ({error!r})") from None
+        raise ConfigurationError(f"{directory / HEADER} describes its experiment incompletely ({error!r})") from None

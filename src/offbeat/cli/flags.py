@@ -1,7 +1,7 @@
 """Flags that are derived from the fields of configuration classes.
 
-One flag stands for all fields of its name: `--batch` sets the batch of every strategy that has one. Values stay text
-here; `plans.py` converts them to the types of the fields, in the same way as values of TOML files.
+One flag sets all fields of its name: `--batch` sets the batch of every strategy that has one. Values are text here;
+`plans.py` converts them to the types of the fields, as values of TOML files are converted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METAVARS = {
 SHORTCUTS = {"acid": ("momentum", "acid")}
 """Flags without a value → the field they set, and its value; `--no-` before the flag sets the field to none."""
 TOML_ONLY = ("workers", "measured", "size")
-"""Fields of a cluster without a flag: too long for one, known to `offbeat calibrate` only, or set by --workers."""
+"""Fields of a cluster without a flag: too long for one, set by `offbeat calibrate` only, or by --workers."""
 SIMULATED_ONLY = (
     "seconds_per_sample",
     "seconds_per_call",
@@ -48,7 +48,7 @@ SIMULATED_ONLY = (
     "speed_trace",
     "crash_seen_seconds",
 )
-"""Fields of a cluster that only matter in simulation; real machines and links have their own."""
+"""Fields of a cluster that only matter in simulation."""
 
 FlagValues = dict[str, dict[str, Any]]
 """Flags on a command line: section → path of the field → its text, or a bool for a flag without a value."""
@@ -57,12 +57,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag."""
+    """A flag that sets a field."""
 
     section: str
     """The section of the help page, one of `GROUPS`."""
     path: str
-    """The field that it sets; parts of nested fields are joined by dots."""
+    """The field that it sets; nested fields are joined by dots."""
     kind: Any
     """The type of the field."""
     text: str
@@ -79,15 +79,11 @@ class Flag:
     @property
     def annotation(self) -> Any:
         names = [self.name, *filter(None, [ALIASES.get(self.path)])]
-        truth = self.kind is bool
-        parameter = Parameter(
-            name=names,
-            help=self.text,
-            group=GROUPS[self.section],
-            show_default=False,
-            metavar=None if truth else METAVARS.get(self.path) or metavar(self.kind),
-        )
-        return Annotated[bool | None if truth else str | None, parameter]
+        is_switch = self.kind is bool
+        value = None if is_switch else METAVARS.get(self.path) or metavar(self.kind)
+        group = GROUPS[self.section]
+        parameter = Parameter(name=names, help=self.text, group=group, show_default=False, metavar=value)
+        return Annotated[bool | None if is_switch else str | None, parameter]
 
 
 def flag_name(path: str) -> str:
@@ -99,16 +95,11 @@ def run_flags() -> tuple[Flag, ...]:
     """Flags for settings of a plan and for the cluster."""
     seeds = "how many seeds to run, from 0 on, or which: 3,4,5; each draws its own initial parameters, data order and "
     texts = {"seeds": seeds + "stragglers [1]"}
-    settings = [
-        Flag(RUN, item.path, item.kind, texts.get(item.path) or _with_default(item))
-        for item in options(Settings)
-        if item.path != "cluster"
-    ]
+    fields = [item for item in options(Settings) if item.path != "cluster"]
+    settings = [Flag(RUN, item.path, item.kind, texts.get(item.path) or _with_default(item)) for item in fields]
     settings.insert(2, Flag(RUN, "seed", int, "run this seed alone"))
-    base = Flag(
-        CLUSTER, "cluster", Cluster, "a cluster with a name, or a TOML file; the flags below change it [uniform]"
-    )
-    return (*settings, base, *_cluster_flags())
+    base = "a named cluster, or a TOML file; the flags below change it [uniform]"
+    return (*settings, Flag(CLUSTER, "cluster", Cluster, base), *_cluster_flags())
 
 
 def _cluster_flags() -> Iterator[Flag]:
@@ -122,21 +113,23 @@ def _cluster_flags() -> Iterator[Flag]:
 
 @functools.cache
 def file_flags() -> tuple[Flag, ...]:
-    """Flags of `compare`: those of `run_flags` without defaults, which the experiment file gives."""
+    """Flags of `compare`: those of `run_flags`, without defaults in their texts: the experiment file has those."""
     return tuple(dataclasses.replace(flag, text=flag.text.partition(" [")[0]) for flag in run_flags())
 
 
 @functools.cache
 def all_flags() -> tuple[Flag, ...]:
     """Flags of `simulate`, except those of `Output`."""
-    chosen = [flag for flag in derive_flags(STRATEGY, strategies()) if flag.path != "optimizer"]
+    of_strategies = [flag for flag in derive_flags(STRATEGY, strategies()) if flag.path != "optimizer"]
     names = ", ".join(Optimizer.members)
-    optimizer = f"how parameters are updated: {names}, or with a rate: sgd:0.1 [as suits the workload]"
-    short = [Flag(STRATEGY, name, bool, f"the same as --{path} {value}") for name, (path, value) in SHORTCUTS.items()]
+    optimizer = f"how parameters are updated: {names}, or with a rate: sgd:0.1 [the workload's default]"
+    shortcuts = [
+        Flag(STRATEGY, name, bool, f"the same as --{path} {value}") for name, (path, value) in SHORTCUTS.items()
+    ]
     return (
         *run_flags(),
-        *chosen,
-        *short,
+        *of_strategies,
+        *shortcuts,
         Flag(OPTIMIZER, "optimizer", Optimizer, optimizer),
         *derive_flags(OPTIMIZER, Optimizer.members, "optimizer."),
         *derive_flags(WORKLOAD, workloads()),
@@ -147,7 +140,7 @@ def all_flags() -> tuple[Flag, ...]:
 def live_flags() -> tuple[Flag, ...]:
     """Flags of `train`, except those of `Output`: without `SIMULATED_ONLY`, and with those for processes."""
     texts = {
-        "workers": "workers that compute [as many as the cluster says, or else "
+        "workers": "workers that compute [the size of the cluster, or else "
         f"{live_defaults()['workers']}: one per core, 4 at the most]",
         "evaluate": "how often to evaluate: updates:N, seconds:N, or none [seconds:0.5]",
     }
@@ -160,12 +153,12 @@ def live_flags() -> tuple[Flag, ...]:
 
 
 def live_defaults() -> dict[str, Any]:
-    """Settings of a plan that suit real processes better than the defaults for simulated ones."""
+    """Defaults of settings for live runs, where they differ from those for simulations."""
     return {"workers": min(4, os.cpu_count() or 1), "evaluate": EVALUATE_LIVE}
 
 
 def derive_flags(section: str, classes: Mapping[str, type[Any]], prefix: str = "") -> Iterator[Flag]:
-    """One flag for each field name in these classes; fields that more classes have come first.
+    """One flag for each field name in these classes; fields of more classes come first.
 
     Args:
         section: the section of the help page.
@@ -182,13 +175,13 @@ def derive_flags(section: str, classes: Mapping[str, type[Any]], prefix: str = "
 
 
 def _default_of(item: Option) -> tuple[str, str]:
-    """The text of a field and its default; for the default none, what the text says that none stands for."""
-    text, stands_for, meaning = item.text.partition("; none: ")
-    return (text, meaning) if stands_for and item.default is None else (item.text, format_default(item.default))
+    """The text of a field, and its default; a text "...; none: X" says that the default none means X."""
+    text, separator, meaning = item.text.partition("; none: ")
+    return (text, meaning) if separator and item.default is None else (item.text, format_default(item.default))
 
 
 def describe(owners: Mapping[str, Option], in_all: bool) -> str:
-    """The help text of a flag: for each different text of the field, which classes have it with which default."""
+    """The help text of a flag: each distinct text of the field, with the classes that have it and their defaults."""
     by_text: dict[str, dict[str, list[str]]] = {}
     for name, item in owners.items():
         text, default = _default_of(item)
@@ -209,7 +202,7 @@ def _with_default(item: Option) -> str:
 
 
 def format_default(default: Any) -> str:
-    """A default as it is typed on a command line."""
+    """A default in the notation of the command line."""
     if default is MISSING:
         return "must be given"
     if default is None or default == ():
@@ -227,7 +220,7 @@ def format_default(default: Any) -> str:
 
 
 def metavar(kind: Any) -> str:
-    """The word that stands for a value of this type on the help page."""
+    """The placeholder for a value of this type on the help page."""
     inner = [part for part in members_of(kind) if part is not type(None)]
     if inner[0] in (int, float):
         return "N" if inner[0] is int else "X"
@@ -241,9 +234,9 @@ def members_of(kind: Any) -> Iterable[Any]:
 
 
 def with_flags(flags: Iterable[Flag]) -> Callable[[Function], Function]:
-    """Decorate a command: its parameter `flags` takes these flags, and `output`, if it has that, those of `Output`."""
+    """Decorate a command: its parameter `flags` takes these flags, and its parameter `output`, if any, an `Output`."""
     fields = [(flag.attribute, flag.annotation, dataclasses.field(default=None)) for flag in flags]
-    # Without a module of ours, cyclopts would take the class for one of the standard library's.
+    # Without this module name, cyclopts would treat the class as one of the standard library.
     holder = dataclasses.make_dataclass("Flags", fields, namespace={"__module__": __name__})
 
     def decorate(function: Function) -> Function:

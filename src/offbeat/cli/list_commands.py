@@ -1,4 +1,4 @@
-"""`offbeat strategies`, `offbeat workloads`, `offbeat clusters`: what there is."""
+"""`offbeat strategies`, `offbeat workloads` and `offbeat clusters`: lists of names, or one entry in full."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ Counts = Annotated[bool, option("show parameters, examples and classes instead; 
 
 
 def strategies(name: Name = None, /, *, json: JsonFlag = False) -> int:
-    """What strategies there are, or the fields of one with their defaults."""
+    """List the strategies, or print the fields of one with their defaults."""
     return _members("strategies", class_lookup.strategies(), name, json, find_strategy)
 
 
 def workloads(name: Name = None, /, *, counts: Counts = False, json: JsonFlag = False) -> int:
-    """What workloads there are, or the fields of one with their defaults."""
+    """List the workloads, or print the fields of one with their defaults."""
     if counts:
-        found = list(class_lookup.workloads().values()) if name is None else [find_workload(name)[0]]
-        return _print_counts([row for cls in found for row in _counted(cls)], json)
+        classes = list(class_lookup.workloads().values()) if name is None else [find_workload(name)[0]]
+        return _print_counts([row for cls in classes for row in _counted(cls)], json)
     return _members("workloads", class_lookup.workloads(), name, json, find_workload)
 
 
 def clusters(name: Name = None, /, *, json: JsonFlag = False) -> int:
-    """What clusters have a name, or what one of them holds, as TOML to start a file of your own from."""
+    """List the named clusters, or print one as TOML, from which to start a file of your own."""
     if name is not None and name not in PRESETS:
         raise unknown("cluster", name, PRESETS)
     if json:
-        format_default = [name] if name is not None else list(PRESETS)
-        entries = [
-            {"name": key, "summary": SUMMARIES[key], "cluster": to_plain(PRESETS[key])} for key in format_default
-        ]
-        print_json(entries[0] if name is not None else {"clusters": entries})
+        entries = {
+            key: {"name": key, "summary": SUMMARIES[key], "cluster": to_plain(cluster)}
+            for key, cluster in PRESETS.items()
+        }
+        print_json({"clusters": list(entries.values())} if name is None else entries[name])
     elif name is not None:
         print(f"# {name}: {SUMMARIES[name]}\n\n{tomli_w.dumps(to_plain(PRESETS[name]))}", end="")
     else:
@@ -74,13 +74,13 @@ def _members(plural: str, known: Mapping[str, type[Any]], name: str | None, json
 
 
 def _counted(cls: type[NamedWorkload]) -> Iterator[dict[str, Any]]:
-    """The workload as it is by default, then with the other models that are mostly trained on its data."""
-    named = cls()
-    yield {"workload": cls.name, **vars(named.size())}
-    if isinstance(named, ImageWorkload):
+    """The sizes of a workload with its default model, then with the other models that are usual for its data."""
+    workload = cls()
+    yield {"workload": cls.name, **vars(workload.size())}
+    if isinstance(workload, ImageWorkload):
         for model in Model.members.values():
-            if model.usual == cls.name and not isinstance(named.model, model):
-                yield {"workload": cls.name, **vars(replace(named, model=model()).size())}
+            if model.usual == cls.name and not isinstance(workload.model, model):
+                yield {"workload": cls.name, **vars(replace(workload, model=model()).size())}
 
 
 def _print_counts(rows: list[dict[str, Any]], json: bool) -> int:
@@ -88,16 +88,12 @@ def _print_counts(rows: list[dict[str, Any]], json: bool) -> int:
         print_json({"counts": rows})
         return 0
     heads = ["workload", "model", "parameters", "training examples", "test examples", "classes"]
-    cells = [[str(row["workload"]), row["model"], *(_count(row[key]) for key in _NUMBERS)] for row in rows]
+    cells = []
+    for row in rows:
+        counts = (row[key] for key in ("parameters", "train", "test", "classes"))
+        cells.append([row["workload"], row["model"], *("–" if count is None else f"{count:,}" for count in counts)])
     console().print(table(heads, cells, right=heads[2:]))
     return 0
-
-
-_NUMBERS = ("parameters", "train", "test", "classes")
-
-
-def _count(number: int | None) -> str:
-    return "–" if number is None else f"{number:,}"
 
 
 def _print_one(name: str, cls: type[Any]) -> None:

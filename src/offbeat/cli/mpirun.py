@@ -1,4 +1,4 @@
-"""What commands that start processes do about MPI: under mpirun they take part, otherwise they call it."""
+"""Commands under MPI: a process that mpirun has started is one rank; any other process executes mpirun."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ if TYPE_CHECKING:
 
 
 STARTED_BY_OFFBEAT = "OFFBEAT_UNDER_MPIRUN"
-"""Set for processes of an mpirun that we have called, so that none of them calls it again."""
+"""Environment variable of processes whose mpirun was executed by offbeat, so that none of them executes it again."""
 
 
 def read_rank_info_for(transport: str) -> RankInfo:
-    """Where this process sits, if messages are to travel in this way.
+    """The rank of this process, for this transport; initializes MPI if that is the transport.
 
-    Under MPI it begins here: nobody gets through the beginning where a rank is missing, so nothing may fail before it.
+    MPI_Init blocks until all ranks have called it, so nothing may fail in one of them before this call.
     """
-    place = read_rank_info(transport=transport)
-    if place.transport == "mpi":
+    rank_info = read_rank_info(transport=transport)
+    if rank_info.transport == "mpi":
         mpi_world()
         expect_no_terminal()
-    return place
+    return rank_info
 
 
-def say_of_rank(place: RankInfo, error: Exception) -> None:
-    """What is wrong on another rank than 0 may be wrong there alone: a file that only some machines have."""
-    print_status(f"rank {place.rank} on {socket.gethostname()}: {error}")
+def print_rank_error(rank_info: RankInfo, error: object) -> None:
+    """Print an error with rank and host: it may concern one machine only, such as a file that is missing there."""
+    print_status(f"rank {rank_info.rank} on {socket.gethostname()}: {error}")
 
 
 def check_mpi_options(live: LiveOptions) -> None:
-    """Refuse what only processes can be told that we start ourselves."""
+    """Refuse options for processes that offbeat starts itself, and MPI that is not installed."""
     for name in ("listen", "token_file", "local_workers"):
         require(
             getattr(live, name) is None,
-            f"--{name.replace('_', '-')} does not go with --transport mpi, where mpirun says who takes part; "
-            "leave it out",
+            f"--{name.replace('_', '-')} does not go with --transport mpi, where mpirun starts all ranks; leave it out",
         )
     check_installed()
 
@@ -53,14 +52,20 @@ def check_mpi_options(live: LiveOptions) -> None:
 def exec_mpirun(
     processes: int, script: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
 ) -> NoReturn:
-    """A script, or else the same command again, in so many processes. mpirun takes the place of this one."""
+    """Replace this process by mpirun.
+
+    Args:
+        processes: how many processes mpirun starts.
+        script: the script with its arguments; none: the command line of this process.
+        variables: environment variables for the processes.
+    """
     require(
         STARTED_BY_OFFBEAT not in os.environ,
-        "mpirun has started this process, but does not say as which rank; use the mpirun of Open MPI or MPICH",
+        "mpirun has started this process, but has set no rank for it; use the mpirun of Open MPI or MPICH",
     )
-    words = ["-P", "-m", "offbeat", *sys.argv[1:]] if script is None else script
-    command = [*mpirun_command(processes), sys.executable, *words]
+    arguments = ["-P", "-m", "offbeat", *sys.argv[1:]] if script is None else script
+    command = [*mpirun_command(processes), sys.executable, *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
-    # Each of many processes with a thread per core would only be in the others' way.
+    # A thread per core in each of several processes would oversubscribe the cores.
     os.execve(command[0], command, {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {}), STARTED_BY_OFFBEAT: "1"})

@@ -1,16 +1,19 @@
-"""Options of commands: the helper that describes one, the sections of help pages, and options that commands share.
+"""Options of commands: helpers that describe one, the sections of help pages, and options that commands share.
 
-It imports nothing heavy, so that commands which need neither torch nor the configuration classes start at once.
-Options that are derived from the fields of configuration classes are in `flags.py`.
+Does not import torch, so that commands which do not need it start fast. Options that are derived from the fields of
+configuration classes are in `flags.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
+
+from offbeat.core.configuration import from_plain
+from offbeat.core.validation import require
 
 RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
 STRATEGY, OPTIMIZER, WORKLOAD = "Strategies", "Optimizer", "Workload"
@@ -39,6 +42,27 @@ def option(
     """
     group = None if section is None else GROUPS[section]
     return Parameter(name=name, help=text, metavar=metavar, group=group, negative=(), show_default=False)
+
+
+def number(text: str, metavar: str = "N", name: str | Iterable[str] | None = None, *, least: float = 0) -> Parameter:
+    """Describe an option that takes a number, whole if the parameter is annotated as `int`.
+
+    Args:
+        text: the help text, with the default in brackets at its end.
+        metavar: what stands for the value on the help page.
+        name: the flag or flags, where they do not follow from the name of the function's parameter.
+        least: smaller numbers are refused.
+    """
+
+    def convert(kind: Any, tokens: Sequence[Token]) -> Any:
+        flag = tokens[0].keyword or ""
+        value = from_plain(kind, tokens[0].value, flag)
+        require(value >= least, f"{flag} must be {least:g} or more, but is {value:g}")
+        return value
+
+    return Parameter(
+        name=name, help=text, metavar=metavar, converter=convert, n_tokens=1, negative=(), show_default=False
+    )
 
 
 _JSON, _QUIET = "print one JSON object and nothing else", "show no progress while it runs"

@@ -1,11 +1,12 @@
-"""What a user sees and where files go: progress on stderr, results on stdout, directories on disk."""
+"""Output that commands share: sentences on standard error, tables and JSON on standard output, directories of runs."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,27 +28,28 @@ PAGE = "report.html"
 
 
 def console() -> Console:
-    """Standard output; as wide as the terminal, or wide enough for the tables where there is none."""
-    if sys.stdout.isatty() and not _no_terminal:
+    """A console on standard output: as wide as the terminal, or wide enough for the tables without one."""
+    if sys.stdout.isatty() and _terminal_allowed:
         return _Console(file=sys.stdout, highlight=False)
     return _Console(file=sys.stdout, width=WIDTH_WITHOUT_TERMINAL, highlight=False, force_terminal=False)
 
 
-_no_terminal: list[bool] = []
+_terminal_allowed = True
 
 
 def expect_no_terminal() -> None:
-    """What looks like a terminal is none: mpirun makes one up, of no particular width, whoever reads its output."""
-    _no_terminal.append(True)
+    """Treat standard output as no terminal: mpirun gives ranks a pseudo-terminal, of arbitrary width."""
+    global _terminal_allowed
+    _terminal_allowed = False
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # `main` answers it, for this and for all other output
+        raise BrokenPipeError  # handled in `main`, as for all other output
 
 
 def print_status(sentence: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     print(f"offbeat: {sentence}", file=sys.stderr)
 
 
@@ -67,8 +70,8 @@ def table(
     """A table as all commands print them: a line below the heads, and no frame.
 
     Args:
-        heads: the heads of the columns. The first column is never broken into lines; the others fold.
-        rows: the cells of each row; text is shown as it is, without markup.
+        heads: the heads of the columns. Cells of the first column are not wrapped; the others fold.
+        rows: the cells of each row; strings are shown without markup.
         right: the heads whose columns are aligned to the right, as numbers are.
         title: a line above the table.
     """
@@ -82,7 +85,7 @@ def table(
     return result
 
 
-@contextmanager
+@contextlib.contextmanager
 def refuse_unwritable(path: Path, flag: str = "--out", noun: str = "place") -> Iterator[None]:
     """Turn an OSError while `path` is written into a sentence that names the flag for another place."""
     try:
@@ -92,7 +95,7 @@ def refuse_unwritable(path: Path, flag: str = "--out", noun: str = "place") -> I
 
 
 def print_comparison(comparison: Comparison, places: Iterable[str]) -> None:
-    """The table, the headline, and where everything is."""
+    """Print the table, the headline, and `places`: lines that say where records and pages are."""
     from offbeat.lab.report.table import comparison_table, headline
 
     out = console()
@@ -104,49 +107,41 @@ def print_comparison(comparison: Comparison, places: Iterable[str]) -> None:
 # Directories
 
 
-def new_directory(workload: str) -> Path:
-    """runs/<workload>-001, or the next number that is free; made here, so that two commands never share one."""
+def new_directory(name: str) -> Path:
+    """Create runs/<name>-001, or the next number that is free, so that no two commands share a directory."""
     from offbeat.records.files import file_name
 
-    parent = Path("runs")
-    name = file_name(workload)
-    taken = [path.name.removeprefix(f"{name}-") for path in parent.glob(f"{name}-*")]
-    number = max((int(rest) for rest in taken if rest.isdigit()), default=0) + 1
-    while True:
-        directory = parent / f"{name}-{number:03d}"
-        try:
+    parent, prefix = Path("runs"), f"{file_name(name)}-"
+    suffixes = [path.name.removeprefix(prefix) for path in parent.glob(f"{prefix}*")]
+    last = max((int(suffix) for suffix in suffixes if suffix.isdigit()), default=0)
+    for number in itertools.count(last + 1):
+        directory = parent / f"{prefix}{number:03d}"
+        with refuse_unwritable(directory), contextlib.suppress(FileExistsError):
             directory.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot make the directory {directory} ({error.strerror}); name another place with --out"
-            ) from None
-        else:
-            return directory
+            break
+    return directory
 
 
 def prepare_directory(out: Path, overwrite: bool) -> Path:
-    """`out`, emptied of earlier runs where that is wanted. Files that are not of a run of ours stay."""
+    """Create `out`, and with `overwrite` delete the runs in it. Files that do not belong to a run are kept."""
     from offbeat.live.checkpoints import checkpoint_files
     from offbeat.records.files import HEADER, LIVE, RECORDS, RESULT, check_idle, rank_files
 
     try:
-        found = [header.parent for header in out.rglob(HEADER)] if out.is_dir() else []
-        if found and not overwrite:
-            raise ConfigurationError(
-                f"{out} already holds {len(found)} run{'' if len(found) == 1 else 's'}; "
-                "add --overwrite to replace them, or name another place with --out"
+        runs = [header.parent for header in out.rglob(HEADER)] if out.is_dir() else []
+        require(
+            overwrite or not runs,
+            f"{out} already holds {len(runs)} run{'' if len(runs) == 1 else 's'}; "
+            "add --overwrite to replace them, or name another place with --out",
+        )
+        for run in runs:
+            require(
+                out in (run, run.parent) and _is_run_header(run / HEADER),
+                f"{run} is not a run that this command would write, and is kept; name another place with --out",
             )
-        foreign = [run for run in found if out not in (run, run.parent) or not _is_ours(run / HEADER)]
-        if foreign:
-            raise ConfigurationError(
-                f"{foreign[0]} is not a run that this command would write, and is left alone; "
-                "name another place with --out"
-            )
-        for run in found:
+        for run in runs:
             check_idle(run)
-        for run in found:
+        for run in runs:
             named = (run / name for name in (RECORDS, LIVE, RESULT))
             for file in (*named, *(path for _, path in rank_files(run)), *checkpoint_files(run), run / HEADER):
                 file.unlink(missing_ok=True)
@@ -158,7 +153,7 @@ def prepare_directory(out: Path, overwrite: bool) -> Path:
     return out
 
 
-def _is_ours(header: Path) -> bool:
+def _is_run_header(header: Path) -> bool:
     from offbeat.records.schema import RunHeader
 
     try:

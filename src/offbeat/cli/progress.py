@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from offbeat.records.metrics import Summary
 
 StepLine = Callable[[str, float, float | None], str]
-"""Turns the text, the amount done and the total of a step that begins into a line."""
+"""Formats a step that begins: its text, the amount done and the total."""
 
 
 class Progress:
-    """How far a command is. Only the thread that made it may call it.
+    """The progress of a command. Only the thread that created it may call it.
 
     Args:
         bar: the bar to draw; none where standard error is not a terminal.
         step_line: where there is no bar, the line to print when a step begins; none prints no line.
-        quiet: show sentences of `say` only.
+        quiet: print the sentences of `say` only.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Progress:
         self._total: float | None = None
 
     def step(self, text: str, done: float, total: float | None = 1.0) -> None:
-        """Show a step: its text, and how much of the total is done. Another total begins another bar."""
+        """Show a step: its text, and how much of the total is done. A new total starts a new bar."""
         begins, self._text = text != self._text, text
         if self._bar is not None:
             if self._task is not None and total != self._total:
@@ -51,7 +51,7 @@ class Progress:
             self.line(self._step_line(text, done, total))
 
     def line(self, text: str) -> None:
-        """Print a line where there is no bar to show the same."""
+        """Print a line, unless a bar shows the same."""
         if self._bar is None and not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
@@ -67,12 +67,12 @@ class Progress:
 def show_progress(
     quiet: bool = False, *, step_line: StepLine | None = None, in_bytes: bool = False
 ) -> Iterator[Progress]:
-    """Progress in the way that suits standard error.
+    """Progress on standard error: a bar on a terminal, lines elsewhere.
 
     Args:
-        quiet: show nothing but sentences of `Progress.say`.
-        step_line: where there is no terminal, the line to print when a step begins; none prints no line.
-        in_bytes: steps count bytes, and the bar shows how many; otherwise it shows a percentage.
+        quiet: print the sentences of `Progress.say` only.
+        step_line: without a terminal, the line to print when a step begins; none prints no line.
+        in_bytes: steps count bytes, and the bar shows their number; otherwise it shows a percentage.
     """
     if quiet or not sys.stderr.isatty():
         yield Progress(None, step_line, quiet)
@@ -90,19 +90,19 @@ def show_progress(
 
 
 class RunProgress:
-    """Progress of a known number of runs; a run that has not ended counts by the share of it that is done."""
+    """Progress of a known number of runs; a run that is under way counts by the share of it that is done."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
         self._progress, self._runs, self._ended = progress, runs, 0
         self._shares: dict[int, float] = {}
 
     def share(self, index: int, share: float, label: str | None = None) -> None:
-        """This share, from 0 to 1, of the run with this index is done; `label` names it where runs do not overlap."""
+        """Set the share, from 0 to 1, of a run that is done; `label` names the run where runs do not overlap."""
         self._shares[index] = share
         self._show(None if label is None else f"{label} ({self._ended + 1} of {self._runs})")
 
     def ended(self, index: int, summary: Summary) -> None:
-        """The run with this index has ended."""
+        """Count a run as ended, and print its result."""
         self._ended += 1
         self._shares.pop(index, None)
         self._show()

@@ -1,11 +1,12 @@
 """Commands on recorded runs.
 
-`offbeat replay` repeats a simulated run and compares the records byte for byte, or repeats a test of a strategy from
-its seed. `offbeat report` draws the page about runs, and its figures as files.
+`offbeat replay` repeats a simulated run and compares the records byte for byte, or repeats a randomised test of a
+strategy from its seed. `offbeat report` draws the page about runs, and its figures as files.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
 from collections.abc import Iterable
@@ -17,11 +18,9 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import find_strategy, strategies
 from offbeat.cli.experiment_commands import read_experiment
-from offbeat.cli.options import option
+from offbeat.cli.options import number, option
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
-from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.figures import write_figures
 from offbeat.lab.plots.style import FORMATS
 from offbeat.lab.report.labels import with_distinct_labels, without_duplicates
@@ -40,29 +39,26 @@ def replay(
     /,
     *,
     seed: Annotated[
-        str | None, option("the seed of a test of this strategy under random faults, as a failure prints it", "N")
+        int | None, number("the seed of a test of this strategy under random faults, as a failure prints it")
     ] = None,
     trace: Annotated[bool, option("with --seed: print every event and action")] = False,
-    no_faults: Annotated[bool, option("with --seed: a cluster where nothing goes wrong")] = False,
+    no_faults: Annotated[bool, option("with --seed: a cluster without faults")] = False,
 ) -> int:
     """Repeat a test of a strategy if a seed is given, and a recorded run otherwise."""
     if seed is not None:
-        return _replay_test(what, from_plain(int, seed, "--seed"), trace, not no_faults)
-    if what in strategies() and not (Path(what) / HEADER).exists():
-        raise ConfigurationError(
-            f"{what} is a strategy, and its test needs a seed; type: offbeat replay {what} --seed 0"
-        )
-    if trace or no_faults:
-        flag = "--trace" if trace else "--no-faults"
-        raise ConfigurationError(f"{flag} is for a test of a strategy; add --seed N")
+        return _replay_test(what, seed, trace, not no_faults)
+    require(
+        what not in strategies() or (Path(what) / HEADER).exists(),
+        f"{what} is a strategy, and its test needs a seed; type: offbeat replay {what} --seed 0",
+    )
+    flag = "--trace" if trace else "--no-faults"
+    require(not (trace or no_faults), f"{flag} is for a test of a strategy; add --seed N")
     return _replay_run(Path(what))
 
 
 def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
     from offbeat import testing
 
-    if seed < 0:
-        raise ConfigurationError(f"a seed is 0 or more, but {seed} was given")
     find_strategy(name)
     try:
         testing.replay(name, seed, trace, faults)
@@ -75,46 +71,39 @@ def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
 
 def _replay_run(directory: Path) -> int:
     header = read_run(directory).header
-    if header.engine != "simulated":
-        raise ConfigurationError(
-            f"{directory} was run in real time, which does not repeat itself; name a simulated run"
-        )
-    if header.experiment is None:
-        raise ConfigurationError(f"{directory} held objects that cannot be written down, so it cannot be run again")
+    require(header.engine == "simulated", f"{directory} is a live run, which is not repeatable; name a simulated run")
+    require(
+        header.experiment is not None,
+        f"{directory} has a workload or strategy without a name, so its header does not describe it; repeat its script",
+    )
     recorded = (directory / RECORDS).read_bytes()
     repeated = record_bytes(simulate_experiment(read_experiment(header, directory)).records.records)
     if repeated == recorded:
         print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
         return 0
-    number, before, after = _first_difference(recorded.splitlines(), repeated.splitlines())
-    print_status(f"{directory / RECORDS} differs from line {number} on{_likely_reason(header)}")
-    print(f"recorded: {before}\nnow:      {after}")
+    pairs = itertools.zip_longest(recorded.splitlines(), repeated.splitlines())
+    line, (before, after) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    print_status(f"{directory / RECORDS} differs from line {line} on{_likely_reason(header)}")
+    print(f"recorded: {_shortened(before)}\nnow:      {_shortened(after)}")
     return 1
 
 
-def _first_difference(before: list[bytes], after: list[bytes]) -> tuple[int, str, str]:
-    same = 0
-    while same < min(len(before), len(after)) and before[same] == after[same]:
-        same += 1
-    return same + 1, _line(before, same), _line(after, same)
-
-
-def _line(lines: list[bytes], index: int) -> str:
-    text = lines[index].decode(errors="replace") if index < len(lines) else "(no such line)"
+def _shortened(line: bytes | None) -> str:
+    text = "(no such line)" if line is None else line.decode(errors="replace")
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def _likely_reason(header: RunHeader) -> str:
     if header.torch != torch.__version__:
         return f"; it was recorded with torch {header.torch} and this is {torch.__version__}, which may be why"
-    return "; on another machine than the recording one that is to be expected, on the same one it is not"
+    return "; on another machine than the recording one this is expected, on the same one it is an error"
 
 
 def report(
     *runs: Annotated[str, Parameter(name="RUN...", help="directories of runs, or directories that hold some")],
     out: Annotated[str | None, option("the page to write [report.html beside the runs]", "PAGE")] = None,
     baseline: Annotated[
-        str | None, option("the label that speed-ups are measured against [fmb, or else the first]", "LABEL")
+        str | None, option("the label that speed-ups refer to [fmb, or else the first]", "LABEL")
     ] = None,
     figures: Annotated[
         str | None, option("also write each figure as files of its own, into this directory", "DIR")
@@ -130,14 +119,17 @@ def report(
         ),
     ] = (),
 ) -> int:
-    """Draw the page and print the table, from records alone."""
+    """Draw the page and print the table."""
     require(bool(runs), "no run is named; type, for example: offbeat report runs/digits-001")
-    require(figures is not None or not format, "--format is for figures; say where to put them with --figures DIR")
+    require(
+        figures is not None or not format, "--format is for figures; add --figures DIR, the directory to write them to"
+    )
     directories = list(dict.fromkeys(run for path in runs for run in _in_planned_order(find_runs([Path(path)]))))
-    read = [read_run(run) for run in directories]
-    records = with_distinct_labels(without_duplicates(read))
-    if len(records) < len(read):
-        print_status(f"{len(read) - len(records)} of {len(read)} runs repeat another record for record, and count once")
+    runs_read = [read_run(run) for run in directories]
+    records = with_distinct_labels(without_duplicates(runs_read))
+    repeated = len(runs_read) - len(records)
+    if repeated:
+        print_status(f"{repeated} of {len(runs_read)} runs repeat another record for record, and count once")
     path = Path(out) if out else _common_parent(directories) / PAGE
     comparison = Comparison.of(records, baseline)
     places = [f"page: {write_report(records, path, baseline)}"]
@@ -156,7 +148,7 @@ def _common_parent(runs: list[Path]) -> Path:
 
 
 def _in_planned_order(runs: Iterable[Path]) -> list[Path]:
-    """Sort the runs of each directory by strategy and seed, in the order of the experiment file beside them."""
+    """The runs of each directory in the order of the experiment file beside them: by strategy, then by seed."""
     order = {run: (index, *_planned_index(run)) for index, run in enumerate(runs)}
     parents = {run.parent: index for run, (index, *_) in reversed(order.items())}
     return sorted(order, key=lambda run: (parents[run.parent], *order[run][1:], order[run][0]))

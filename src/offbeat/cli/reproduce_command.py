@@ -1,4 +1,4 @@
-"""`offbeat reproduce`: published results, run again by one command each."""
+"""`offbeat reproduce`: published studies, repeated by one command each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 from rich.table import Table
 
-from offbeat.cli.options import JsonFlag, QuietFlag, option
+from offbeat.cli.options import JsonFlag, QuietFlag, number, option
 from offbeat.cli.output import console, new_directory, print_json, print_lines, print_status, table
 from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
@@ -39,14 +40,14 @@ def reproduce(
     name: Annotated[str | None, Parameter(name="NAME", help="a study; --list shows them", show_default=False)] = None,
     /,
     *,
-    list_: Annotated[bool, option("show what there is, and do nothing", name="--list")] = False,
+    list_: Annotated[bool, option("list the studies, and do nothing else", name="--list")] = False,
     scale: Annotated[
         str, option(f"{' or '.join(SCALES)}: sizes for this machine, or the original's [default]")
     ] = SCALES[0],
-    seeds: Annotated[int | None, option("how many seeds to run, from 0 on [as the study says]", "N")] = None,
-    processes: Annotated[int | None, option("simulations at a time [one per core]", "N")] = None,
+    seeds: Annotated[int | None, number("how many seeds to run, from 0 on [as the study sets]", least=1)] = None,
+    processes: Annotated[int | None, number("simulations at a time [one per core]", least=1)] = None,
     out: Annotated[
-        str | None, option("directory for records and figures; goes on where it was broken off [runs/NAME-NNN]", "DIR")
+        str | None, option("directory for records and figures; an interrupted study continues [runs/NAME-NNN]", "DIR")
     ] = None,
     redraw: Annotated[
         str | None, option("draw and print again from a directory or an archive, without any training", "PLACE")
@@ -56,7 +57,7 @@ def reproduce(
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> int:
-    """A study: its runs, figures, a table with intervals, and sentences beside what was published."""
+    """Repeat a study: its runs, its figures, a table with intervals, and sentences that compare with the original."""
     if list_:
         return _list(json)
     if redraw is not None:
@@ -65,21 +66,20 @@ def reproduce(
     require(name is not None, f"no study is named; type one of {', '.join(names())}, or --list")
     assert name is not None
     require(scale in SCALES, f"there is no scale {scale!r}; type --scale default or --scale full")
-    require(seeds is None or seeds > 0, f"--seeds must be 1 or more, but is {seeds}")
-    require(processes is None or processes > 0, f"--processes must be 1 or more, but is {processes}")
     require(save is None or Path(save).suffix == ".zip", f"--save writes an archive; type --save {save}.zip")
     chosen = None if seeds is None else tuple(range(seeds))
     study = load_study(name, scale, chosen)  # type: ignore[arg-type]
     check_study(study)
     for workload in dict.fromkeys(case.plan.workload for case in study.cases):
-        build_workload(workload)  # data that is missing is said before anything is begun
+        build_workload(workload)  # missing data is refused before anything is created
     directory = new_directory(study.name) if out is None else Path(out)
     claim_directory(study, directory, chosen)
     try:
         runs, timed = _run_study(study, directory, processes or cores(), quiet)
     except KeyboardInterrupt:
-        again = _resume_command(study, directory, seeds)
-        raise KeyboardInterrupt(f"what was finished is in {directory}; to go on: {again}") from None
+        options = [*(["--scale", "full"] if scale == "full" else []), *(["--seeds", str(seeds)] if seeds else [])]
+        again = ["offbeat", "reproduce", str(study.own or study.name), *options, "--out", str(directory)]
+        raise KeyboardInterrupt(f"finished runs are in {directory}; to continue: {shlex.join(again)}") from None
     if save is not None:
         archive(directory, Path(save))
     return _print_results(study, runs, timed, directory, None if no_figures else directory, json)
@@ -96,12 +96,6 @@ def _run_study(study: Study, directory: Path, processes: int, quiet: bool) -> tu
         return run_tasks(tasks, processes, shown.share, lambda index, run: shown.ended(index, run.summary)), timed
 
 
-def _resume_command(study: Study, directory: Path, seeds: int | None) -> str:
-    """What to type to go on with a study that was broken off."""
-    options = [*(["--scale", "full"] if study.scale == "full" else []), *(["--seeds", str(seeds)] if seeds else [])]
-    return shlex.join(["offbeat", "reproduce", str(study.own or study.name), *options, "--out", str(directory)])
-
-
 def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
     with open_results(place) as directory:
         study, runs = read_study(directory)
@@ -112,7 +106,7 @@ def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
 def _print_results(
     study: Study, runs: list[StudyRun], timed: list[BatchTiming], records: Path, drawn_to: Path | None, json: bool
 ) -> int:
-    """The figures, the table or JSON, and the exit code."""
+    """Draw the figures, print the table or JSON, and return the exit code: 1 if a run failed."""
     try:
         figures = [] if drawn_to is None else draw_all(study, runs, timed, drawn_to)
     except MissingDependency as missing:
@@ -125,8 +119,8 @@ def _print_results(
         _print(study, timed, findings, figures, records)
     failed = [run for run in runs if run.summary.failure is not None]
     for run in failed:
-        whose = ", ".join(part for part in (run.case, run.strategy, f"seed {run.seed}") if part)
-        print_status(f"{whose}, failed: {run.summary.failure}")
+        label = ", ".join(part for part in (run.case, run.strategy, f"seed {run.seed}") if part)
+        print_status(f"{label}, failed: {run.summary.failure}")
     return 1 if failed else 0
 
 
@@ -134,14 +128,18 @@ def _plain(
     study: Study, runs: list[StudyRun], timed: list[BatchTiming], findings: Findings, figures: list[Path]
 ) -> dict[str, Any]:
     comparisons = {
-        case.label: Comparison.of([run.records for run in mine], case.plan.baseline).to_json()
+        case.label: Comparison.of(records, case.plan.baseline).to_json()
         for case in study.cases
-        if (mine := [run for run in runs if run.case == case.label])
+        if (records := [run.records for run in runs if run.case == case.label])
     }
-    alone = comparisons[""] if list(comparisons) == [""] else {"cases": comparisons}
-    times = [{"batch": row.batch, "parts": row.parts, "seconds": list(row.seconds)} for row in timed]
-    told = {"study": study.name, "scale": study.scale, **findings.to_json(), "figures": [str(path) for path in figures]}
-    return {**told, **({"timings": times} if times else {}), **alone}
+    return {
+        "study": study.name,
+        "scale": study.scale,
+        **findings.to_json(),
+        "figures": [str(path) for path in figures],
+        **({"timings": msgspec.to_builtins(timed)} if timed else {}),
+        **(comparisons[""] if list(comparisons) == [""] else {"cases": comparisons}),
+    }
 
 
 def _print(study: Study, timed: list[BatchTiming], findings: Findings, figures: list[Path], records: Path) -> None:
@@ -187,27 +185,14 @@ def _list(json: bool) -> int:
         print_json({"studies": [_described(study) for study in studies]})
         return 0
     heads = ["study", "what it shows", "runs", "minutes on two cores"]
-    rows = [
-        (
-            study.name,
-            study.description.title,
-            str(sum(1 for _ in study.experiments())),
-            f"{study.description.minutes:g}",
-        )
-        for study in studies
-    ]
+    runs = [sum(1 for _ in study.experiments()) for study in studies]
+    about = [study.description for study in studies]
+    rows = [(s.name, d.title, str(n), f"{d.minutes:g}") for s, d, n in zip(studies, about, runs, strict=True)]
     console().print(table(heads, rows, right=heads[2:]))
     return 0
 
 
 def _described(study: Study) -> dict[str, Any]:
-    said = study.description
-    return {
-        "name": study.name,
-        "title": said.title,
-        "original": said.original,
-        "scaled": said.scaled,
-        "expect": said.expect,
-        "minutes": said.minutes,
-        "figures": [drawing.file for drawing in said.figures],
-    }
+    description = study.description
+    fields = {name: getattr(description, name) for name in ("title", "original", "scaled", "expect", "minutes")}
+    return {"name": study.name, **fields, "figures": [drawing.file for drawing in description.figures]}

@@ -1,7 +1,7 @@
 """`offbeat train`: strategies on a workload, on real processes.
 
 Without a launcher, the command starts the processes. Under mpirun, torchrun or srun every process runs the command:
-rank 0 prints, the others follow it run for run.
+rank 0 prints, the other ranks take part in the same runs in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from offbeat.cli.experiment_commands import print_results, read_experiment, run_directories, run_plan
 from offbeat.cli.flags import FlagValues, flag_name, live_defaults, live_flags, read_flags, with_flags
 from offbeat.cli.live_view import watch_run
-from offbeat.cli.mpirun import check_mpi_options, exec_mpirun, read_rank_info_for, say_of_rank
+from offbeat.cli.mpirun import check_mpi_options, exec_mpirun, print_rank_error, read_rank_info_for
 from offbeat.cli.options import CLUSTER, LIVE, OPTIMIZER, RUN, STRATEGY, WORKLOAD, Output, option
 from offbeat.cli.plans import check_plan, live_of, plan_from_file, plan_of
 from offbeat.core.actions import Budget
@@ -39,7 +39,7 @@ from offbeat.records.schema import Ended, RunRecords
 
 @dataclass(frozen=True)
 class _Command:
-    """A `train` command: its words and flags, and which process of the run has been given it."""
+    """A parsed `train` command, and the rank of the process that runs it."""
 
     words: Sequence[str]
     flags: FlagValues
@@ -59,19 +59,19 @@ def train(
         ),
     ],
     resume: Annotated[
-        str | None, option("go on with the run in this directory, from its last checkpoint", "RUN", section=LIVE)
+        str | None, option("continue the run in this directory from its last checkpoint", "RUN", section=LIVE)
     ] = None,
     flags: Any,
     output: Any,
 ) -> int:
-    """Train what the words and flags describe, one run after the other."""
+    """Train the runs that the command line describes, one after the other."""
     values = read_flags(flags, live_flags())
     live = live_of(values)
     rank_info = read_rank_info_for(live.transport)
     command = _Command(words, values, live, rank_info, None if resume is None else Path(resume), output)
     require(
         "restarts" not in values[LIVE] or (rank_info.alone and live.transport != "mpi"),
-        "--restarts is for processes that are started and looked after here; leave it out",
+        "--restarts is for processes that offbeat starts itself; leave it out",
     )
     if rank_info.rank > 0:
         return _follow(command)
@@ -133,7 +133,7 @@ def _parse_plan(words: Sequence[str], flags: FlagValues, defaults: dict[str, Any
     """The plan of an experiment file, or that of a workload and strategies; for `sized` see `plan_of`."""
     if not words or not words[0].endswith(".toml"):
         return plan_of(words, flags, defaults, sized=sized)
-    require(len(words) == 1, f"{words[0]} says what is trained, so {words[-1]!r} is one word too many")
+    require(len(words) == 1, f"{words[0]} describes the whole experiment, so {words[-1]!r} is one word too many")
     for path in (*flags[STRATEGY], *flags[OPTIMIZER], *flags[WORKLOAD]):
         raise ConfigurationError(f"{flag_name(path)} does not go with an experiment file; write it into {words[0]}")
     return plan_from_file(words[0], flags, defaults, sized=sized)
@@ -155,7 +155,7 @@ def _check_links(plan: Plan, flags: FlagValues) -> None:
     for path in flags[CLUSTER]:
         require(
             not (plan.cluster.measured and path.startswith("link.")),
-            f"{flag_name(path)} does not go with a cluster that was measured, whose links live runs do not induce; "
+            f"{flag_name(path)} does not go with a measured cluster, whose link delays live runs do not inject; "
             "leave one of them out",
         )
 
@@ -173,8 +173,8 @@ def run_recorded(
     Args:
         experiment: what to train.
         directory: where records and checkpoints go.
-        live: how processes are kept.
-        watcher: is called with records and messages while the run goes on.
+        live: options for processes.
+        watcher: receives records and messages during the run.
         rank_info: the rank of this process; if it is alone, it starts the others.
         resume: continue from the last checkpoint in the directory.
     """
@@ -185,7 +185,7 @@ def run_recorded(
     except KeyboardInterrupt:
         if not checkpoint_path(directory).exists():
             raise
-        raise KeyboardInterrupt(f"to go on with this run type: offbeat train --resume {directory}") from None
+        raise KeyboardInterrupt(f"to continue this run type: offbeat train --resume {directory}") from None
     except RunFailed as failed:
         if not (directory / HEADER).exists():
             raise
@@ -197,17 +197,17 @@ def run_recorded(
 
 
 def _with_failure(run: RunRecords, sentence: str) -> RunRecords:
-    """The records with this failure in every `Ended` record; the files keep what rank 0 could write itself."""
+    """The records with this failure in every `Ended` record; the files on disk are not changed."""
     at = max((record.at for record in run.records), default=0.0)
     end = Ended(at=at, bytes_sent=0, messages_sent=0, failure=sentence)
-    others = [record for record in run.records if not (isinstance(record, Ended) and record.rank == 0)]
-    known = [msgspec.structs.replace(each, failure=sentence) if isinstance(each, Ended) else each for each in others]
-    return dataclasses.replace(run, records=(*known, end))
+    kept = (record for record in run.records if not (isinstance(record, Ended) and record.rank == 0))
+    failed = (msgspec.structs.replace(each, failure=sentence) if isinstance(each, Ended) else each for each in kept)
+    return dataclasses.replace(run, records=(*failed, end))
 
 
 def _resume(command: _Command) -> int:
-    """Continue one run. Only how long to train and how processes are kept may change."""
-    require(command.output.out is None, "--resume goes on in the directory of the run; leave out --out")
+    """Continue one run. Only `--until` and the options for processes may change."""
+    require(command.output.out is None, "--resume continues in the directory of the run; leave out --out")
     directory, experiment, live = _read_resumed(command)
     if live.transport == "mpi" and command.rank_info.alone:
         check_mpi_options(live)
@@ -218,9 +218,9 @@ def _resume(command: _Command) -> int:
 
 
 def _follow(command: _Command) -> int:
-    """Be another rank than 0 of the processes that a launcher has started, in the same runs as rank 0.
+    """Take part in the runs of rank 0, as another rank that a launcher has started.
 
-    If rank 0 is lost and the strategy can do without it, the lowest rank that is left prints the results.
+    If rank 0 is lost and the strategy can continue without it, the lowest remaining rank prints the results.
     """
     rank_info, output = command.rank_info, command.output
     led: list[RunRecords] = []
@@ -230,17 +230,16 @@ def _follow(command: _Command) -> int:
                 ended, leads = run()
                 led += [ended.records] if leads else []
             except RunFailed as failed:
-                say_of_rank(rank_info, failed)
+                print_rank_error(rank_info, failed)
         if led:
-            lost = RunFailed("rank 0 was lost; this is what is known here of how it went on without it")
-            say_of_rank(rank_info, lost)
+            print_rank_error(rank_info, "rank 0 was lost; these results are from the records of this rank")
             has_directories = all(run.directory is not None for run in led)
             directory = command.resume or Path(output.out or "") if has_directories else Path()
             output = dataclasses.replace(output, no_report=output.no_report or not has_directories)
             return print_results(led, output, directory, None)
     except ConfigurationError as error:
-        if rank_info.first_here:  # rank 0 prints the same on its machine; on another one a file may be missing
-            say_of_rank(rank_info, error)
+        if rank_info.first_here:  # once per machine: the error may be a file that is missing on this one
+            print_rank_error(rank_info, error)
         return 2
     return 0
 
@@ -260,7 +259,9 @@ def _follower_runs(command: _Command) -> list[Callable[[], tuple[Run, bool]]]:
 def _read_resumed(command: _Command) -> tuple[Path, Experiment, LiveOptions]:
     """The directory of the run that --resume names, its experiment, and its live options with the flags given now."""
     assert command.resume is not None
-    require(not command.words, f"--resume goes on with what was trained; leave out {' '.join(command.words)}")
+    require(
+        not command.words, f"--resume takes workload and strategy from the run; leave out {' '.join(command.words)}"
+    )
     directory, *more = runs = find_runs([command.resume])
     require(not more, f"{command.resume} holds {len(runs)} runs; name one of them: --resume {directory}")
     for section, values in command.flags.items():
@@ -270,11 +271,11 @@ def _read_resumed(command: _Command) -> tuple[Path, Experiment, LiveOptions]:
     header = read_header(directory)
     require(
         header.engine == "live",
-        f"{directory} was run in virtual time; to have it again type: offbeat replay {directory}",
+        f"{directory} was simulated; to repeat it type: offbeat replay {directory}",
     )
     require(
         header.experiment is not None,
-        f"{directory} trained what has no name; go on from the script that did, with resume=True",
+        f"{directory} trained a workload or strategy without a name; resume it from its script, with resume=True",
     )
     experiment = read_experiment(header, directory)
     if "until" in command.flags[RUN]:

@@ -1,6 +1,6 @@
-"""One process of a live run, as `offbeat train` starts it: python -m offbeat.cli.worker_process DIRECTORY.
+"""The program of one rank of a live run that `offbeat train` starts: python -m offbeat.cli.worker_process DIRECTORY.
 
-Imports happen in the function, so that a mistake in them is printed as one sentence.
+Imports happen in the function, so that an error in them is printed as one sentence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from offbeat.cli import exit_code_of
 
 
 def run_worker(directory: Path) -> int:
-    """Run the rank that the environment names, in the run that the directory describes."""
+    """Run the rank that the environment sets, in the run that the directory describes."""
     from offbeat.cli.class_lookup import load_files
     from offbeat.lab.worker_main import worker_main
     from offbeat.launch.rank_info import read_rank_info
