@@ -43,17 +43,18 @@ def made(name: str, monkeypatch: pytest.MonkeyPatch | None = None, pinned: bool 
     real = CATALOGUE[name]
     draw = np.random.default_rng(len(name))
     classes = min(real.classes, 10)
+    shape = (SIDE, SIDE, real.image_shape[-1])
     arrays = {}
     for part, count in COUNTS.items():
-        arrays[f"{part}-images.npy"] = draw.integers(0, 256, (count, SIDE, SIDE, real.channels), dtype=np.uint8)
+        arrays[f"{part}-images.npy"] = draw.integers(0, 256, (count, *shape), dtype=np.uint8)
         labels = (
             np.sort(np.arange(count) % classes) if name == "cinic10" else draw.permutation(np.arange(count) % classes)
         )
         arrays[f"{part}-labels.npy"] = labels.astype(np.int64)
     entry = replace(
         real,
-        **{"height": SIDE, "width": SIDE, "classes": classes, **COUNTS, "means_tolerance": 1e-9},
-        means=tuple(arrays[FILES[0]].reshape(-1, real.channels).astype(float).mean(0) / 255),
+        **{"image_shape": shape, "classes": classes, **COUNTS, "means_tolerance": 1e-9},
+        means=tuple(arrays[FILES[0]].reshape(-1, shape[-1]).astype(float).mean(0) / 255),
         sha256={file: hashlib.sha256(array.tobytes()).hexdigest() for file, array in arrays.items()} if pinned else {},
     )
     if monkeypatch is None:
