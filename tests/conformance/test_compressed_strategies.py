@@ -1,4 +1,4 @@
-"""Strategies whose messages are compressed keep every promise that they keep without, under faults too."""
+"""Strategies with compressed messages keep all invariants, also under faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offbeat.strategies.compressed_node import CompressedNode
 from offbeat.testing import Violation, check_strategy
 
 WIDE = ob.workloads.Quadratic(dimension=40, examples=64)
-"""Wide enough that coded vectors are shorter."""
+"""Long enough vectors that their codes are shorter."""
 CASES = [
     ob.FixedMinibatch(compression=ob.compression.TopK(0.05)),
     ob.FixedMinibatch(compression=ob.compression.BFloat16()),
@@ -31,12 +31,12 @@ def test_every_invariant_holds_for_compressed_messages(strategy: ob.Strategy) ->
     assert check_strategy(strategy, seeds=range(12), workload=WIDE.build()) == 12
 
 
-def test_a_residual_that_is_left_out_of_the_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = CompressedNode.state
+def test_residuals_that_are_missing_from_the_state_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_state = CompressedNode.state
 
-    def forgetful(node: CompressedNode) -> dict[str, Any]:
-        return {**whole(node), "residuals": [], "residual_vectors": []}
+    def without_residuals(node: CompressedNode) -> dict[str, Any]:
+        return {**complete_state(node), "residuals": []}
 
-    monkeypatch.setattr(CompressedNode, "state", forgetful)
+    monkeypatch.setattr(CompressedNode, "state", without_residuals)
     with pytest.raises(Violation, match=r"ended with other parameters|behaved differently"):
         check_strategy(ob.FixedMinibatch(compression=ob.compression.TopK(0.05)), seeds=range(12), workload=WIDE.build())

@@ -1,4 +1,4 @@
-"""Every strategy on random clusters, and a few that are broken on purpose: the checks must be able to fail."""
+"""Every strategy on random clusters, and sabotaged ones that the checks must detect."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NAMES = (
     "sync-amsgrad",
 )
 VARIED = {"gossip-acid", "local-sgd", "serial"}
-"""Another default of one that is checked, whose cases vary just that."""
+"""Strategies that differ from a checked one by a default that its cases vary."""
 CHUNK = 13
 CHUNKS = 3
-"""`make fuzz` goes on from here."""
+"""Chunks of seeds per strategy; `make fuzz` continues with the next seed."""
 
 
 def test_five_hundred_cases_are_checked_and_no_strategy_is_left_out() -> None:
@@ -56,7 +56,7 @@ def test_every_invariant_holds_on_random_clusters(name: str, chunk: int) -> None
 
 
 @pytest.mark.parametrize("collect", [ob.Hub().collect])
-def test_a_composition_of_ones_own_is_checked_as_well(collect: Any) -> None:
+def test_a_composition_of_parts_is_checked_as_well(collect: Any) -> None:
     assert check_strategy(ob.Hub(compute=ob.Seconds(0.2, samples_max=64), collect=collect), seeds=range(20)) == 20
 
 
@@ -87,12 +87,12 @@ def test_a_replayed_case_can_be_traced(capsys: pytest.CaptureFixture[str]) -> No
     assert "GradientReady(" in capsys.readouterr().out
 
 
-# Broken on purpose
+# Sabotaged nodes
 
 
 @dataclass(frozen=True)
 class Sabotaged(ob.Strategy):
-    """A sound strategy whose nodes are tampered with as they are made."""
+    """A sound strategy whose nodes are modified when they are constructed."""
 
     sound: ob.Strategy = ob.AsyncFixed(batch=16)
     tamper: Callable[[Any], None] = lambda node: None
@@ -151,13 +151,13 @@ def skips_data_when_welcomed(worker: HubWorker, event: Event) -> Event:
     return event
 
 
-def holds_on_to_what_it_was_lent(worker: HubWorker, event: Event) -> Event:
+def keeps_a_lease(worker: HubWorker, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Parameters | Welcome | Stop):
         return dataclasses.replace(event, keep=lambda: event.message)
     return event
 
 
-def applies_what_is_not_finite(hub: HubServer, event: Event) -> Event:
+def applies_nonfinite_gradients(hub: HubServer, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Gradient) and not event.message.finite:
         like = hub._parameters
         message = dataclasses.replace(event.message, finite=True, gradient=torch.zeros_like(like))
@@ -165,23 +165,23 @@ def applies_what_is_not_finite(hub: HubServer, event: Event) -> Event:
     return event
 
 
-def changes_what_it_has_sent(hub: HubServer, event: Event) -> Event:
+def changes_sent_tensors(hub: HubServer, event: Event) -> Event:
     hub._snapshot.mul_(1.0)
     return event
 
 
-def believes_that_its_gradients_are_fresh(hub: HubServer, event: Event) -> Event:
+def invents_versions(hub: HubServer, event: Event) -> Event:
     hub._version += isinstance(event, MessageArrived)
     return event
 
 
-def forgets_which_draws_it_has(hub: HubServer, event: Event) -> Event:
+def loses_the_ledger(hub: HubServer, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Gradient):
-        hub._draws[event.source] = SampleLedger([(0, event.message.draws[0])] if event.message.draws[0] else [])
+        hub._ledgers[event.source] = SampleLedger([(0, event.message.draws[0])] if event.message.draws[0] else [])
     return event
 
 
-def says_that_it_went_further_than_it_did(worker: HubWorker, event: Event) -> Event:
+def claims_more_than_it_computed(worker: HubWorker, event: Event) -> Event:
     worker._draw += 7 if isinstance(event, MessageArrived) and isinstance(event.message, Stop) else 0
     return event
 
@@ -196,7 +196,7 @@ def further(welcome: Any, draw: int) -> Welcome:
     return dataclasses.replace(welcome, draw=draw, done=())
 
 
-def calls_stale_gradients_fresh(hub: HubServer, event: Event) -> Event:
+def treats_stale_gradients_as_fresh(hub: HubServer, event: Event) -> Event:
     if isinstance(event, MessageArrived) and isinstance(event.message, Gradient):
         message = dataclasses.replace(event.message, version=hub._version)
         return dataclasses.replace(event, message=message, keep=lambda: message)
@@ -204,8 +204,8 @@ def calls_stale_gradients_fresh(hub: HubServer, event: Event) -> Event:
 
 
 def does_not_wait_for_stopped(hub: HubServer, event: Event) -> Event:
-    if hub._awaited is not None:
-        hub._awaited.clear()
+    if hub._unconfirmed is not None:
+        hub._unconfirmed.clear()
     return event
 
 
@@ -214,30 +214,30 @@ def counts_twice(hub: HubServer, event: Event) -> Event:
     return event
 
 
-BROKEN = {
-    "hub calls stale gradients fresh": on_hub(calls_stale_gradients_fresh),
+SABOTAGE = {
+    "hub treats stale gradients as fresh": on_hub(treats_stale_gradients_as_fresh),
     "hub does not wait for Stopped": on_hub(does_not_wait_for_stopped),
     "hub counts samples twice": on_hub(counts_twice),
     "worker keeps its own position when welcomed": on_worker(keeps_its_own_position_when_welcomed),
     "worker starts its data from the beginning": on_worker(starts_its_data_from_the_beginning),
     "worker skips data when welcomed": on_worker(skips_data_when_welcomed),
-    "worker holds on to what it was lent": on_worker(holds_on_to_what_it_was_lent),
-    "worker claims more than it computed": on_worker(says_that_it_went_further_than_it_did),
-    "hub applies what is not finite": on_hub(applies_what_is_not_finite),
-    "hub changes what it has sent": on_hub(changes_what_it_has_sent),
-    "hub makes up versions": on_hub(believes_that_its_gradients_are_fresh),
-    "hub forgets which draws it has": on_hub(forgets_which_draws_it_has),
+    "worker keeps a lease": on_worker(keeps_a_lease),
+    "worker claims more than it computed": on_worker(claims_more_than_it_computed),
+    "hub applies gradients that are not finite": on_hub(applies_nonfinite_gradients),
+    "hub changes sent tensors": on_hub(changes_sent_tensors),
+    "hub invents versions": on_hub(invents_versions),
+    "hub loses the ledger of a worker": on_hub(loses_the_ledger),
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_node_is_found(fault: str) -> None:
+@pytest.mark.parametrize("fault", SABOTAGE)
+def test_a_sabotaged_node_is_detected(fault: str) -> None:
     with pytest.raises(Violation):
-        check_strategy(Sabotaged(tamper=BROKEN[fault]), seeds=range(60))
+        check_strategy(Sabotaged(tamper=SABOTAGE[fault]), seeds=range(60))
 
 
-@pytest.mark.parametrize("field", ["draws", "optimizer", "collected", "samples", "live", "reported"])
-def test_a_hub_that_loses_part_of_its_state_is_found(field: str) -> None:
+@pytest.mark.parametrize("field", ["ledgers", "optimizer", "collected", "samples", "live", "reported"])
+def test_a_hub_that_loses_part_of_its_state_is_detected(field: str) -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, HubServer):
             kept = node.state()[field]
@@ -249,8 +249,8 @@ def test_a_hub_that_loses_part_of_its_state_is_found(field: str) -> None:
         check_strategy(Sabotaged(sound=sound, tamper=tamper), seeds=range(60))
 
 
-@pytest.mark.parametrize("field", ["newest", "draw", "computing", "in_flight", "stop", "discard"])
-def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
+@pytest.mark.parametrize("field", ["latest", "draw", "computing", "in_flight", "stop", "discard"])
+def test_a_worker_that_loses_part_of_its_state_is_detected(field: str) -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, HubWorker):
             kept = node.state()[field]
@@ -261,7 +261,7 @@ def test_a_worker_that_loses_part_of_its_state_is_found(field: str) -> None:
         check_strategy(Sabotaged(sound=ob.AsyncFixed(batch=16, in_flight_max=1), tamper=tamper), seeds=range(60))
 
 
-def test_a_run_that_never_ends_is_found() -> None:
+def test_a_run_that_never_ends_is_detected() -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, HubWorker):
             sound = node.handle
@@ -271,7 +271,7 @@ def test_a_run_that_never_ends_is_found() -> None:
         check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
 
 
-def test_an_update_that_counts_wrongly_is_found() -> None:
+def test_an_update_with_a_wrong_count_is_detected() -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, HubServer):
             sound = node.handle
@@ -291,7 +291,7 @@ def test_an_update_that_counts_wrongly_is_found() -> None:
         check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
 
 
-def test_two_computations_at_once_are_found() -> None:
+def test_two_computations_at_once_are_detected() -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, HubWorker):
             sound = node.handle
@@ -306,7 +306,7 @@ def test_two_computations_at_once_are_found() -> None:
         check_strategy(Sabotaged(tamper=tamper), seeds=range(5))
 
 
-def test_the_line_that_repeats_a_failure_names_the_command_where_one_will_do() -> None:
+def test_the_line_that_repeats_a_failure_is_a_command_where_possible() -> None:
     line = strategy_conformance._repeat_line
     assert line(ob.AsyncTimed(), 7, True, True) == "offbeat replay async-timed --seed 7"
     assert line(ob.AsyncTimed(), 7, True, False) == "offbeat replay async-timed --seed 7 --no-faults"
@@ -318,7 +318,7 @@ def test_the_line_that_repeats_a_failure_names_the_command_where_one_will_do() -
 def test_the_line_that_repeats_a_failure_is_printed() -> None:
     @dataclass(frozen=True)
     class Named(Sabotaged, name="broken-on-purpose"):
-        tamper: Callable[[Any], None] = on_hub(changes_what_it_has_sent)
+        tamper: Callable[[Any], None] = on_hub(changes_sent_tensors)
 
     try:
         with pytest.raises(Violation, match=r"repeat it with: .*draw_case\(.*Named\(.*, 0, faults=True"):

@@ -1,4 +1,4 @@
-"""Small scenes for tests: run a strategy, get its records."""
+"""Simulated runs for tests: run a strategy, get its records."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from offbeat.testing import Invariants
 Kind = TypeVar("Kind", bound=Record)
 
 NAMES = sorted(name for name, kind in ob.Strategy.members.items() if kind().processes(2) > 1)
-"""Strategies in which several take part."""
+"""Strategies of more than one process."""
 HUB_NAMES = [name for name in NAMES if not ob.Strategy.members[name]().computes(0)]
 
 
 @dataclass
 class Scene:
+    """A simulated run."""
+
     records: list[Record]
     outcome: SimulationResult
     simulation: Simulation
@@ -42,7 +44,7 @@ def play(
     user_optimizer: ob.nodes.Optimizer | None = None,
     checked: bool = True,
 ) -> Scene:
-    """Simulate; the invariants are watched unless a test is about what they would refuse."""
+    """Simulate a run. `checked=False` is for runs that break the invariants on purpose."""
     workload = workload or quadratic()
     strategy = strategy.with_default_optimizer(workload.optimizer)
     scenario = Scenario(

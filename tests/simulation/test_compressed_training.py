@@ -39,17 +39,17 @@ def training_loss(compression: ob.compression.Compression | None) -> float:
 
 def test_top_k_reaches_the_dense_loss_with_error_feedback_and_not_without() -> None:
     dense = training_loss(None)
-    fed_back = training_loss(ob.compression.TopK(0.01))
-    unaided = training_loss(ob.compression.TopK(0.01, feedback=False))
-    assert fed_back == pytest.approx(dense, rel=0.03)
-    assert unaided > 2 * dense
+    with_feedback = training_loss(ob.compression.TopK(0.01))
+    without_feedback = training_loss(ob.compression.TopK(0.01, feedback=False))
+    assert with_feedback == pytest.approx(dense, rel=0.03)
+    assert without_feedback > 2 * dense
 
 
 @pytest.mark.parametrize(
     "compression", [ob.compression.BFloat16(), ob.compression.Int8(), ob.compression.TopK(0.01)], ids=str
 )
 @pytest.mark.parametrize("strategy", [ob.FixedMinibatch(batch=32), ob.Gossip(batch=32)], ids=lambda s: str(s.name))
-def test_messages_weigh_less_and_records_say_by_how_much(
+def test_messages_are_smaller_and_records_have_both_sizes(
     strategy: ob.Strategy, compression: ob.compression.Compression
 ) -> None:
     compressed = dataclasses.replace(strategy, compression=compression)
@@ -65,7 +65,7 @@ def test_messages_weigh_less_and_records_say_by_how_much(
         assert large[kind].bytes == large[kind].bytes_uncompressed
 
 
-def test_everybody_ends_with_the_same_bits_and_the_same_seed_writes_the_same() -> None:
+def test_all_ranks_end_with_the_same_bits_and_a_seed_repeats_the_records() -> None:
     strategy = ob.FixedMinibatch(batch=32, compression=ob.compression.Int8())
     first, again = (play(strategy, digits(), until=ob.Samples(3000)) for _ in range(2))
     ends = [finish.parameters for finish in first.outcome.finishes.values()]

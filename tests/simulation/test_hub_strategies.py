@@ -1,4 +1,4 @@
-"""What each hub algorithm does, seen in its records."""
+"""What each parameter-server algorithm does, as its records show."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from offbeat.records.schema import Dropped, Evaluation, Notice, Round, Update
 STRAGGLING = ob.Cluster(seconds_per_sample=0.01, straggle=ob.stragglers.Mixture(((0.0, 0.0, 0.7), (1.0, 0.3, 0.3))))
 
 
-def test_fixed_minibatch_waits_for_everybody() -> None:
+def test_fixed_minibatch_waits_for_all_workers() -> None:
     scene = play(ob.FixedMinibatch(batch=20), cluster=STRAGGLING, workers=4)
     for update in scene.of(Update):
         assert [part.rank for part in update.contributions] == [1, 2, 3, 4]
         assert {part.stop - part.first for part in update.contributions} == {20}
 
 
-def test_anytime_minibatch_lets_the_slow_contribute_less() -> None:
+def test_slow_workers_contribute_less_to_anytime_minibatch() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 3.0))
     scene = play(ob.AnytimeMinibatch(batch=60, microbatch=4), cluster=cluster, workers=2, until=ob.Samples(12_000))
     fast, slow = (statistics.mean(r.samples for r in scene.of(Round)[20:] if r.rank == rank) for rank in (1, 2))
     assert 2.5 < fast / slow < 3.5
 
 
-def test_a_worker_that_runs_into_its_cap_says_so_once() -> None:
+def test_a_worker_that_reaches_samples_max_reports_it_once() -> None:
     strategy = ob.AnytimeMinibatch(seconds=1.0, samples_max=32)
     scene = play(strategy, cluster=ob.Cluster(seconds_per_sample=0.01), workers=2)
     notices = scene.of(Notice)
@@ -37,7 +37,7 @@ def test_a_worker_that_runs_into_its_cap_says_so_once() -> None:
     assert "samples_max = 32" in notices[0].text
 
 
-def test_async_fixed_updates_on_every_kth_message_and_nobody_waits() -> None:
+def test_async_fixed_updates_on_every_kth_message_and_no_worker_waits() -> None:
     scene = play(ob.AsyncFixed(batch=10, messages=3), cluster=STRAGGLING, workers=5)
     assert {update.messages for update in scene.of(Update)} == {3}
     assert all(round.idle_seconds == 0 for round in scene.of(Round))
@@ -49,7 +49,7 @@ def test_async_fixed_takes_as_many_messages_as_there_are_workers_by_default() ->
     assert {update.messages for update in scene.of(Update)} == {5}
 
 
-def test_async_timed_updates_by_the_clock_even_if_updates_take_long() -> None:
+def test_async_timed_updates_at_fixed_times_even_if_updates_take_long() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, seconds_per_update=0.3)
     scene = play(ob.AsyncTimed(worker_seconds=0.4, hub_seconds=0.5), cluster=cluster, until=ob.Samples(10_000))
     times = [update.at for update in scene.of(Update)]
@@ -70,13 +70,13 @@ def test_apam_uses_amsgrad_at_the_learning_rate_that_suits_the_workload() -> Non
     assert ob.AsyncAdaptive(optimizer=ob.SGD(lr=0.1)).with_default_optimizer(ob.Adam()).optimizer == ob.SGD(lr=0.1)
 
 
-def test_sync_amsgrad_splits_one_batch_as_evenly_as_it_goes() -> None:
+def test_sync_amsgrad_splits_one_batch_as_evenly_as_possible() -> None:
     scene = play(ob.SyncAdaptive(batch=64), workers=3, until=ob.Samples(640))
     for update in scene.of(Update):
         assert [part.stop - part.first for part in update.contributions] == [22, 21, 21]
 
 
-def test_k_of_n_takes_the_first_k_and_drops_the_late() -> None:
+def test_k_of_n_updates_with_the_first_k_gradients_and_drops_late_ones() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.1, 1.2, 2.5))
     scene = play(ob.BackupWorkers(batch=20, k=3), cluster=cluster, workers=4, until=ob.Samples(6000))
     assert {update.messages for update in scene.of(Update)} == {3}
@@ -85,7 +85,7 @@ def test_k_of_n_takes_the_first_k_and_drops_the_late() -> None:
     assert {record.rank for record in late} == {4}
 
 
-def test_k_of_n_waits_for_eight_of_ten_by_default_and_refuses_more_than_there_are() -> None:
+def test_k_of_n_waits_for_eight_of_ten_by_default_and_refuses_more_than_all_workers() -> None:
     scene = play(ob.BackupWorkers(batch=4), cluster=STRAGGLING, workers=10, until=ob.Samples(400))
     assert {update.messages for update in scene.of(Update)} == {8}
     with pytest.raises(ob.ConfigurationError, match="k = 5 of 3 workers"):
@@ -101,13 +101,13 @@ def test_gradients_staler_than_the_bound_are_dropped_and_counted(strategy: ob.St
     assert all(record.staleness > 2 for record in stale)
 
 
-def test_a_waiting_worker_whose_gradient_was_too_stale_is_answered_and_goes_on() -> None:
+def test_a_waiting_worker_whose_gradient_was_too_stale_gets_new_parameters() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.0, 8.0))
     scene = play(ob.AsyncAdaptive(batch=10, staleness_max=2), cluster=cluster, until=ob.Samples(3000))
     assert [record.rank for record in scene.of(Dropped) if record.reason == "stale"].count(3) > 3
 
 
-def test_batch_statistics_travel_and_are_averaged_by_samples() -> None:
+def test_batch_statistics_are_sent_and_averaged_by_samples() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(256, 4) * 3 + 5
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
@@ -134,7 +134,7 @@ def test_evaluation_follows_its_cadence() -> None:
     assert timed.of(Evaluation)[-1].version == timed.of(Update)[-1].version, "the result is always evaluated"
 
 
-def test_training_can_end_by_the_clock() -> None:
+def test_training_can_end_after_a_number_of_seconds() -> None:
     scene = play(ob.AsyncTimed(worker_seconds=0.5, hub_seconds=0.5), until=ob.Seconds(20.0))
     assert 20.0 <= scene.outcome.seconds < 22.0
 

@@ -1,4 +1,4 @@
-"""Local steps: what each algorithm of the family does, and what they are equal to where their settings meet."""
+"""Local steps: what each algorithm of the family does, and which settings make two algorithms equal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 import offbeat as ob
 from offbeat.records.schema import Dropped, Membership, Round, Traffic, Update
-from offbeat.strategies.local_training import LocalStepsWorker
+from offbeat.strategies.local_steps_worker import LocalStepsWorker
 
 UNEVEN = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.7), straggle=ob.stragglers.Lognormal(0.3))
-THIN = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.05))
+SLOW_LINK = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.05))
 MOMENTUM = ob.SGD(lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
@@ -49,7 +49,7 @@ def test_local_sgd_that_averages_every_step_is_fixed_minibatch(optimizer: ob.nod
     torch.testing.assert_close(final(scene), fixed(optimizer), rtol=1e-4, atol=1e-6)
 
 
-def test_so_is_delayed_exchange_of_differences() -> None:
+def test_delayed_exchange_of_differences_every_step_is_fixed_minibatch() -> None:
     strategy = ob.DelayedExchange(every=1, delay=0, batch=32, send=ob.parts.Differences(), optimizer=MOMENTUM)
     scene = play(strategy, digits(), cluster=UNEVEN, until=UNTIL)
     torch.testing.assert_close(final(scene), fixed(MOMENTUM), rtol=1e-4, atol=1e-6)
@@ -74,29 +74,29 @@ def test_a_step_counts_the_schedule_of_the_learning_rate_in_samples_of_the_whole
 
 
 @pytest.mark.parametrize(("every", "delay"), [(4, 2), (2, 5), (1, 3)])
-def test_what_is_applied_at_its_step_does_not_depend_on_the_network(every: int, delay: int) -> None:
+def test_a_result_that_is_applied_at_a_fixed_step_does_not_depend_on_the_network(every: int, delay: int) -> None:
     strategy = ob.DelayedExchange(every=every, delay=delay, batch=16, send=ob.parts.Differences(), optimizer=MOMENTUM)
     even = ob.Cluster(seconds_per_sample=0.01)
-    thin = dataclasses.replace(even, link=ob.Link(latency_seconds=0.03))
-    runs = [play(strategy, digits(), cluster=cluster, until=UNTIL) for cluster in (even, thin)]
+    slow_link = dataclasses.replace(even, link=ob.Link(latency_seconds=0.03))
+    runs = [play(strategy, digits(), cluster=cluster, until=UNTIL) for cluster in (even, slow_link)]
     assert torch.equal(final(runs[0]), final(runs[1]))
 
 
-def test_with_a_delay_the_wire_stalls_nobody_and_without_everybody_waits() -> None:
-    def waited(delay: int) -> float:
+def test_with_a_delay_no_worker_waits_for_the_network_and_without_one_all_wait() -> None:
+    def idle_seconds(delay: int) -> float:
         strategy = ob.DelayedExchange(every=10, delay=delay, batch=16)
-        scene = play(strategy, digits(), cluster=THIN, until=ob.Samples(5000))
+        scene = play(strategy, digits(), cluster=SLOW_LINK, until=ob.Samples(5000))
         begun = [round for round in scene.of(Round) if round.start > 0.1]
         return sum(round.idle_seconds for round in begun)
 
-    assert waited(delay=8) == pytest.approx(0.0, abs=1e-9)
-    assert waited(delay=0) > 0.1 * 10
+    assert idle_seconds(delay=8) == pytest.approx(0.0, abs=1e-9)
+    assert idle_seconds(delay=0) > 0.1 * 10
 
 
-def test_gradients_of_before_a_delay_are_stale_and_count_as_such() -> None:
-    scene = play(ob.DelayedExchange(every=2, delay=2, batch=16), digits(), cluster=THIN, until=ob.Samples(4000))
+def test_gradients_from_before_a_delay_are_recorded_as_stale() -> None:
+    scene = play(ob.DelayedExchange(every=2, delay=2, batch=16), digits(), cluster=SLOW_LINK, until=ob.Samples(4000))
     assert {part.staleness for update in scene.of(Update)[2:] for part in update.contributions} <= {1, 2}
-    fresh = play(ob.LocalSGD(every=2, batch=16), digits(), cluster=THIN, until=ob.Samples(4000))
+    fresh = play(ob.LocalSGD(every=2, batch=16), digits(), cluster=SLOW_LINK, until=ob.Samples(4000))
     assert {part.staleness for update in fresh.of(Update) for part in update.contributions} == {0}
 
 
@@ -110,15 +110,15 @@ def decoupled(**fields: object) -> ob.DecoupledDiLoCo:
     return ob.DecoupledDiLoCo(**settings)  # type: ignore[arg-type]
 
 
-def test_nobody_waits_for_a_slow_learner_or_for_a_link() -> None:
-    thin = dataclasses.replace(SLOW_ONE, link=ob.Link(latency_seconds=0.5))
-    scene = play(decoupled(), digits(), cluster=thin, workers=4, until=ob.Samples(4000))
+def test_no_worker_waits_for_a_slow_worker_or_for_a_link() -> None:
+    slow_link = dataclasses.replace(SLOW_ONE, link=ob.Link(latency_seconds=0.5))
+    scene = play(decoupled(), digits(), cluster=slow_link, workers=4, until=ob.Samples(4000))
     assert all(round.idle_seconds == 0 for round in scene.of(Round) if round.draws[0] > 0)
     shares = {rank: sum(r.samples for r in scene.of(Round) if r.rank == rank) for rank in (1, 2)}
     assert shares[2] > 6 * shares[1]
 
 
-def test_a_merge_needs_a_quorum_and_grace_lets_others_in() -> None:
+def test_a_merge_needs_a_quorum_and_the_grace_window_admits_others() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.05, 1.1, 1.15))
 
     def messages(**fields: object) -> list[int]:
@@ -131,16 +131,16 @@ def test_a_merge_needs_a_quorum_and_grace_lets_others_in() -> None:
     assert min(messages(quorum=4, grace=0.0)) >= 4
 
 
-def test_a_quorum_is_no_more_than_those_who_are_there() -> None:
+def test_a_quorum_is_no_more_than_the_connected_workers() -> None:
     cluster = dataclasses.replace(
         SLOW_ONE, faults=(ob.faults.Crash(1, 2.0), ob.faults.Crash(2, 3.0)), crash_seen_seconds=0.1
     )
     scene = play(decoupled(quorum=4), digits(), cluster=cluster, workers=4, until=ob.Samples(3000))
     assert scene.outcome.failure is None
-    assert len([seen for seen in scene.of(Membership) if not seen.joined and seen.at < 4]) == 2
+    assert len([change for change in scene.of(Membership) if not change.joined and change.at < 4]) == 2
 
 
-def test_fragments_are_sent_in_turn_and_a_draw_counts_when_all_have_carried_it() -> None:
+def test_fragments_are_sent_in_turn_and_a_draw_counts_when_all_are_sent() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01)
     whole = play(decoupled(fragments=1, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
     parts = play(decoupled(fragments=4, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
@@ -153,14 +153,14 @@ def test_fragments_are_sent_in_turn_and_a_draw_counts_when_all_have_carried_it()
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])
-def test_one_learner_alone_is_taught_by_the_hub_only_what_it_knows_already(fragments: int) -> None:
-    """With a plain outer step and nobody else, laying merged values under local ones changes nothing."""
+def test_updates_from_the_hub_change_nothing_for_a_single_worker(fragments: int) -> None:
+    """With a plain outer step, the merged values of a single worker are its own."""
     cluster = ob.Cluster(seconds_per_sample=0.01, link=ob.Link(latency_seconds=0.13))
     strategy = decoupled(inner=MOMENTUM, outer=ob.SGD(lr=1.0), every=4, batch=16, fragments=fragments)
     scene = play(strategy, digits(), cluster=cluster, workers=1, until=ob.Samples(16 * 40))
     replica = scene.simulation.processes[1].node.replica()
     assert replica is not None
-    steps = len([round for round in scene.of(Round) if round.samples == 16]) - 1  # the last one came too late
+    steps = len([round for round in scene.of(Round) if round.samples == 16]) - 1  # the last one arrived after the end
     torch.testing.assert_close(replica, _trained_alone(steps), rtol=1e-4, atol=1e-5)
 
 
@@ -170,26 +170,26 @@ def _trained_alone(steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("fragments", [1, 4])
-def test_a_learner_that_gets_no_answer_does_not_pile_up_what_it_has_sent(fragments: int) -> None:
+def test_a_worker_without_answers_skips_exchanges(fragments: int) -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(100.0,))
     strategy = decoupled(quorum=2, fragments=fragments)
     scene = play(strategy, digits(), cluster=cluster, workers=2, until=ob.Seconds(300.0))
-    quick = cast(LocalStepsWorker, scene.simulation.processes[2].node)
-    assert quick._steps > 1000
-    assert all(len(fragment.marks) <= strategy.in_flight_max for fragment in quick._fragments)
+    fast = cast(LocalStepsWorker, scene.simulation.processes[2].node)
+    assert fast._steps > 1000
+    assert all(len(fragment.unmerged) <= strategy.in_flight_max for fragment in fast._fragments)
 
 
-# Trouble
+# Faults
 
 
 @pytest.mark.parametrize("name", ["local-sgd", "diloco", "delayed-exchange", "decoupled-diloco"])
-def test_a_learner_that_comes_back_begins_with_what_the_hub_has(name: str) -> None:
+def test_a_worker_that_joins_again_begins_with_the_parameters_of_the_hub(name: str) -> None:
     faults = (ob.faults.Crash(2, 1.0, back_after_seconds=1.0),)
     cluster = ob.Cluster(seconds_per_sample=0.005, faults=faults, crash_seen_seconds=0.1)
     strategy = dataclasses.replace(ob.Strategy.members[name](), every=4, batch=8)
     scene = play(strategy, digits(), cluster=cluster, until=ob.Samples(6000))
     assert scene.outcome.failure is None
-    assert [seen.joined for seen in scene.of(Membership) if seen.peer == 2][:3] == [True, False, True]
+    assert [change.joined for change in scene.of(Membership) if change.peer == 2][:3] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", ["local-sgd", "decoupled-diloco"])
@@ -198,15 +198,15 @@ def test_gradients_that_are_not_finite_are_dropped_and_too_many_fail_the_run(nam
     some = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(1, 1.0, 0.2),))
     scene = play(strategy, digits(), cluster=some, until=ob.Samples(3000))
     assert scene.outcome.failure is None
-    assert {found.reason for found in scene.of(Dropped) if found.rank == 1} >= {"nonfinite"}
+    assert {dropped.reason for dropped in scene.of(Dropped) if dropped.rank == 1} >= {"nonfinite"}
     for_long = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(1, 1.0, 100.0),))
     failed = play(strategy, digits(), cluster=for_long, until=ob.Samples(30_000))
     assert failed.outcome.failure is not None
     assert "worker 1 reported 5 gradients in a row that were not finite" in failed.outcome.failure
 
 
-def test_parameters_that_blow_up_are_not_merged() -> None:
-    """A step so long that the parameters overflow leaves finite gradients behind it, and must not reach the hub."""
+def test_parameters_that_diverge_are_not_merged() -> None:
+    """A step that makes the parameters overflow can have a finite gradient; it must not reach the hub."""
     strategy = ob.LocalSGD(every=2, batch=8, optimizer=ob.SGD(lr=1e38))
     scene = play(strategy, digits(), until=ob.Samples(1000))
     assert scene.outcome.failure is not None
@@ -214,35 +214,35 @@ def test_parameters_that_blow_up_are_not_merged() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_steps_that_blow_up_again_and_again_fail_the_run(every: int) -> None:
+def test_parameters_that_diverge_repeatedly_fail_the_run(every: int) -> None:
     strategy = ob.LocalSGD(every=every, batch=8, optimizer=ob.SGD(lr=3e38))
     scene = play(strategy, digits(), until=ob.Samples(5000))
     assert scene.outcome.failure is not None
     assert "gradients in a row that were not finite" in scene.outcome.failure
 
 
-def test_a_quorum_of_one_does_not_wait_for_a_silent_partner() -> None:
+def test_a_quorum_of_one_does_not_wait_for_the_other_worker() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1e6,))
     strategy = decoupled(quorum=1, in_flight_max=1)
     scene = play(strategy, digits(), cluster=cluster, workers=2, until=ob.Seconds(60.0))
     assert len(scene.of(Update)) > 100
 
 
-def test_a_small_quorum_does_not_mean_longer_steps() -> None:
-    """Two that are merged one after the other move the hub as far as two that are merged together."""
+def test_a_small_quorum_does_not_make_steps_larger() -> None:
+    """Two changes merged one after the other move the parameters as far as two merged together."""
     cluster = ob.Cluster(seconds_per_sample=0.01)
     plain = {"inner": ob.SGD(lr=0.01), "outer": ob.SGD(lr=1.0), "fragments": 1, "every": 4, "grace": 0.0}
 
-    def moved(quorum: int, merges: int) -> Tensor:
+    def total_step(quorum: int, merges: int) -> Tensor:
         until = ob.Samples(2 * 4 * 8)
         scene = play(decoupled(**plain, quorum=quorum), digits(), cluster=cluster, workers=2, until=until)
         assert len(scene.of(Update)) == merges
         return final(scene) - scene.simulation.initial
 
-    torch.testing.assert_close(moved(quorum=1, merges=2), moved(quorum=2, merges=1), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(total_step(quorum=1, merges=2), total_step(quorum=2, merges=1), rtol=1e-3, atol=1e-6)
 
 
-def test_users_who_step_themselves_are_served_too() -> None:
+def test_a_user_can_step_an_optimizer_of_their_own() -> None:
     strategy = ob.LocalSGD(every=5, batch=16)
     scene = play(strategy, digits(), user_optimizer=ob.SGD(lr=0.1), until=ob.Samples(6000), workers=2)
     expected = play(
@@ -251,12 +251,12 @@ def test_users_who_step_themselves_are_served_too() -> None:
     torch.testing.assert_close(final(scene), final(expected), rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_that_is_shorter_than_the_way_to_an_exchange_has_one_at_its_end() -> None:
+def test_a_run_with_fewer_steps_than_every_has_one_exchange_at_its_end() -> None:
     scene = play(ob.LocalSGD(every=1000, batch=10), digits(), workers=2, until=ob.Samples(200))
     assert [update.samples for update in scene.of(Update)] == [200]
 
 
-def test_what_does_not_go_together_is_refused_in_a_sentence() -> None:
+def test_settings_that_exclude_each_other_are_refused_in_a_sentence() -> None:
     with pytest.raises(ob.ConfigurationError, match="fragments cannot all be sent in 2 steps"):
         ob.DecoupledDiLoCo(every=2, fragments=3)
     with pytest.raises(ob.ConfigurationError, match=r"LocalSGD.every must be greater than 0"):

@@ -1,4 +1,4 @@
-"""Against what is known: a plain loop, hand-computed updates, published figures."""
+"""Strategies against references: a plain loop, updates computed by hand, published figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def plain_loop(workload: ob.Workload, batch: int, updates: int, step) -> torch.Tensor:
-    """Train as one would without offbeat, over the samples that worker 1 draws; `step(parameters)` updates."""
+    """Train without offbeat, over the samples that worker 1 draws; `step(parameters)` updates."""
     model = workload.initial_model(0)
     order = Order(workload.split.indices(workload.train.targets, 0, 1, 0), 0, 1)
     parameters = list(model.parameters())
@@ -128,7 +128,7 @@ def test_the_target_batch_controller_settles_within_one_percent(cluster: ob.Clus
     assert abs(sum(batches) / len(batches) / target - 1) < 0.01
 
 
-def test_the_target_batch_is_kept_when_workers_are_lost_and_come_back() -> None:
+def test_the_target_batch_is_kept_when_workers_are_lost_and_join_again() -> None:
     faults = (ob.faults.Crash(1, at_seconds=100.0, back_after_seconds=200.0), ob.faults.Crash(2, at_seconds=100.0))
     cluster = ob.Cluster(faults=faults)
     scene = play(ob.AnytimeMinibatch(batch=64), cluster=cluster, workers=5, until=ob.Samples(5 * 64 * 300))
@@ -140,7 +140,7 @@ def test_the_target_batch_is_kept_when_workers_are_lost_and_come_back() -> None:
     assert abs(sum(while_four) / len(while_four) / 320 - 1) < 0.03
 
 
-def test_the_published_pace_of_fixed_minibatch_under_niagara_is_met() -> None:
+def test_the_round_time_of_fixed_minibatch_under_niagara_is_as_published() -> None:
     # 5.65 s of computing and on average 4.02 s for the slowest of ten make a round of 9.67 s.
     cluster = ob.Cluster(straggle=ob.stragglers.NIAGARA)
     strategy = ob.FixedMinibatch(batch=256, microbatch=256)
@@ -164,7 +164,7 @@ def test_the_quadratic_converges_to_its_optimum() -> None:
     torch.testing.assert_close(scene.outcome.finishes[0].parameters, config.optimum, rtol=1e-3, atol=1e-3)
 
 
-def test_quadratic_golden_value_travels_between_machines() -> None:
+def test_the_result_on_the_quadratic_is_the_same_on_all_machines() -> None:
     scene = play(ob.FixedMinibatch(batch=16, optimizer=ob.SGD(lr=0.05)), quadratic(), until=ob.Samples(16 * 3 * 10))
     assert float(scene.outcome.finishes[0].parameters.double().norm()) == pytest.approx(GOLDEN, rel=1e-4)
 

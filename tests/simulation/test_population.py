@@ -1,4 +1,4 @@
-"""Populations: who learns from whom, who is harmed by one that does badly, and who is rescued."""
+"""Populations: which members are averaged, what a diverging member does to others, and how it is replaced."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from offbeat.strategies.population.population_member import (
     Replace,
     Snapshot,
     SnapshotRequest,
-    flattened,
-    nested,
+    flatten_state,
+    unflatten_state,
 )
 
-HOPELESS = 3000.0
+DIVERGING_RATE = 3000.0
 SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5, math.inf, math.nan]), max_size=9)
 
 
@@ -38,15 +38,15 @@ SCORES = st.dictionaries(st.integers(1, 9), st.sampled_from([0.1, 0.2, 0.2, 0.5,
 def test_sources_of_better_are_strictly_better(rank: int, scores: dict[int, float]) -> None:
     mine = scores.get(rank, math.inf)
     mine = mine if math.isfinite(mine) else math.inf
-    found = ob.parts.Better().of(rank, scores)
-    assert rank not in found
-    assert all(math.isfinite(scores[source]) and scores[source] < mine for source in found)
-    missed = [other for other in scores if other != rank and other not in found]
+    sources = ob.parts.Better().of(rank, scores)
+    assert rank not in sources
+    assert all(math.isfinite(scores[source]) and scores[source] < mine for source in sources)
+    missed = [other for other in scores if other != rank and other not in sources]
     assert all(not scores[other] < mine or not math.isfinite(scores[other]) for other in missed)
 
 
 @given(rank=st.integers(1, 9), scores=SCORES)
-def test_all_takes_whoever_has_a_score_and_best_the_first_of_them(rank: int, scores: dict[int, float]) -> None:
+def test_all_selects_every_member_with_a_finite_score_and_best_the_lowest(rank: int, scores: dict[int, float]) -> None:
     finite = {other: score for other, score in scores.items() if other != rank and math.isfinite(score)}
     assert ob.parts.AllMembers().of(rank, scores) == sorted(finite)
     best = ob.parts.Best().of(rank, scores)
@@ -54,16 +54,16 @@ def test_all_takes_whoever_has_a_score_and_best_the_first_of_them(rank: int, sco
     assert all(scores[source] == min(finite.values()) for source in best)
 
 
-def test_a_nested_state_travels_as_tensors_and_a_text() -> None:
+def test_a_nested_state_is_sent_as_tensors_and_json() -> None:
     state = {"updates": 3, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "slots": {"weight": {"m": torch.ones(2)}}}
-    tensors, text = flattened(state)
-    again = nested(tensors, text)
+    tensors, text = flatten_state(state)
+    again = unflatten_state(tensors, text)
     assert again["groups"] == [{"lr": 0.1, "betas": [0.9, 0.99]}]
     assert torch.equal(again["slots"]["weight"]["m"], torch.ones(2))
     assert again["updates"] == 3
 
 
-def grow(sources: object, preempt_above: float | None, rates: tuple[float, ...] = (HOPELESS,)) -> Scene:
+def trained(sources: object, preempt_above: float | None, rates: tuple[float, ...] = (DIVERGING_RATE,)) -> Scene:
     strategy = ob.Population(
         every=5,
         batch=32,
@@ -77,31 +77,31 @@ def grow(sources: object, preempt_above: float | None, rates: tuple[float, ...] 
 
 
 def losses(scene: Scene) -> list[float]:
-    """Held-out losses of what the members ended with, each by itself."""
+    """The held-out loss of every member at the end."""
     computing = GradientComputer(scene.simulation.scenario.workload, seed=0)
     members = [cast(PopulationMember, process.node) for process in scene.simulation.processes[1:]]
     return [computing.evaluate(member._parameters, member._buffers)[0] for member in members]
 
 
-def test_better_keeps_the_others_unharmed_where_all_does_not() -> None:
-    better, everyone = losses(grow(ob.parts.Better(), None)), losses(grow(ob.parts.AllMembers(), None))
-    untroubled = losses(grow(ob.parts.Better(), None, rates=()))
+def test_a_diverging_member_does_not_harm_the_others_with_better_but_with_all() -> None:
+    better, everyone = losses(trained(ob.parts.Better(), None)), losses(trained(ob.parts.AllMembers(), None))
+    undisturbed = losses(trained(ob.parts.Better(), None, rates=()))
     assert better[0] > 2.3  # worse than guessing
-    assert max(better[1:]) < 1.2 * max(untroubled[1:])
+    assert max(better[1:]) < 1.2 * max(undisturbed[1:])
     assert min(everyone) > 2.3
 
 
-def test_preemption_rescues_a_hopeless_member_together_with_its_settings() -> None:
-    scene = grow(ob.parts.Better(), 1.25)
-    rescued = cast(PopulationMember, scene.simulation.processes[1].node)
-    assert rescued._takeovers >= 1
-    assert rescued._settings != 1
-    found = losses(scene)
-    assert found[0] < 1.25 * min(found[1:])
+def test_preemption_replaces_a_diverging_member_and_its_settings() -> None:
+    scene = trained(ob.parts.Better(), 1.25)
+    replaced = cast(PopulationMember, scene.simulation.processes[1].node)
+    assert replaced._replacements >= 1
+    assert replaced._settings != 1
+    first, *others = losses(scene)
+    assert first < 1.25 * min(others)
 
 
-def test_the_result_is_the_best_by_held_out_score_and_says_which() -> None:
-    scene = grow(ob.parts.Better(), None)
+def test_the_result_is_the_member_with_the_best_held_out_score_and_a_notice_names_it() -> None:
+    scene = trained(ob.parts.Better(), None)
     (notice,) = scene.of(Notice)
     assert notice.text.startswith("the result is worker ")
     assert "held-out loss" in notice.text
@@ -120,19 +120,19 @@ def test_without_evaluation_the_training_loss_is_the_score() -> None:
     assert "training loss" in notice.text
 
 
-def test_members_begin_with_different_parameters_unless_told_otherwise() -> None:
-    def first(strategy: ob.Population) -> list[torch.Tensor]:
+def test_members_begin_with_different_parameters_by_default() -> None:
+    def initial(strategy: ob.Population) -> list[torch.Tensor]:
         scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=2, until=ob.Samples(1))
-        return [cast(PopulationMember, process.node)._setup.parameters for process in scene.simulation.processes[1:]]
+        return [cast(PopulationMember, process.node)._context.parameters for process in scene.simulation.processes[1:]]
 
-    one, other = first(ob.Population())
+    one, other = initial(ob.Population())
     assert not torch.equal(one, other)
     assert torch.equal(one.sort().values, other.sort().values)
-    same = first(ob.Population(initial=ob.parts.Same()))
+    same = initial(ob.Population(initial=ob.parts.Same()))
     assert torch.equal(*same)
 
 
-def test_nobody_waits_and_a_lost_member_goes_on_from_its_last_report() -> None:
+def test_a_population_survives_the_crash_of_a_member() -> None:
     cluster = ob.Cluster(
         seconds_per_sample=0.005, factors=(5.0,), faults=(ob.faults.Crash(2, 2.0, back_after_seconds=1.0),)
     )
@@ -141,35 +141,35 @@ def test_nobody_waits_and_a_lost_member_goes_on_from_its_last_report() -> None:
     assert scene.outcome.failure is None
 
 
-def test_the_best_learns_from_nobody_and_goes_on_reporting() -> None:
+def test_the_best_member_without_sources_keeps_sending_reports() -> None:
     strategy = ob.Population(every=5, batch=16, rates=(1.0, 0.01), preempt_above=None, optimizer=ob.SGD(lr=0.05))
     scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=2, until=ob.Samples(8000))
     reports = [update.contributions[0].rank for update in scene.of(Update)]
     assert reports.count(1) > 40
     best = cast(PopulationMember, scene.simulation.processes[1].node)
-    assert len(best._fragments[0].marks) <= 2
+    assert len(best._fragments[0].unmerged) <= 2
 
 
-def test_a_population_that_has_blown_up_altogether_says_so_and_ends() -> None:
+def test_a_population_in_which_all_members_diverge_fails() -> None:
     strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=1e38))
     scene = play(strategy, ob.workloads.DigitsLogistic().build(), workers=2, until=ob.Samples(50_000))
     assert scene.outcome.failure is not None
     assert "every worker has sent 5 reports in a row without a finite gradient" in scene.outcome.failure
 
 
-def setup_of(rank: int, evaluate: ob.EveryUpdates | None = None) -> ob.nodes.NodeContext:
+def context_of(rank: int, evaluate: ob.EveryUpdates | None = None) -> ob.nodes.NodeContext:
     layout = layout_of(torch.nn.Linear(1, 1))
     random = np.random.default_rng(rank)
     return ob.nodes.NodeContext(rank, (0, 1, 2), layout, torch.zeros(2), (), random, ob.Samples(10**9), evaluate)
 
 
-def report(exchange: int, value: float, takeovers: int = 0, first: int = 0, score: float = 1.0) -> LocalParameters:
+def report(exchange: int, value: float, replacements: int = 0, first: int = 0, score: float = 1.0) -> LocalParameters:
     parameters = torch.full((2,), value)
-    stretch = ((first, first + 5, 0),)
-    return LocalParameters(parameters, (), exchange, 0, 5, stretch, (), 0, score, takeovers, ())
+    complete = ((first, first + 5, 0),)
+    return LocalParameters(parameters, (), exchange, 0, 5, complete, (), 0, score, replacements, ())
 
 
-def hear(node: Node, source: int, message: Message) -> list[Action]:
+def deliver(node: Node, source: int, message: Message) -> list[Action]:
     return list(node.handle(MessageArrived(1.0, source, message, lambda: message)))
 
 
@@ -177,61 +177,61 @@ def sends(actions: list[Action], kind: type[Message]) -> list[Send]:
     return [action for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
 
 
-def switch(evaluate: ob.EveryUpdates | None = None) -> Node:
-    node = ob.Population(optimizer=ob.SGD(lr=0.1)).node(setup_of(0, evaluate))
+def server(evaluate: ob.EveryUpdates | None = None) -> Node:
+    node = ob.Population(optimizer=ob.SGD(lr=0.1)).node(context_of(0, evaluate))
     for event in (Started(0.0), PeerJoined(0.0, 1, 0), PeerJoined(0.0, 2, 0)):
         list(node.handle(event))
     return node
 
 
-def test_what_a_member_was_before_it_took_over_is_not_answered_when_its_score_comes_late() -> None:
-    node = switch(ob.EveryUpdates(1000))
-    (good,) = [action for action in hear(node, 1, report(0, 1.0)) if isinstance(action, Evaluate)]
+def test_a_report_from_before_a_replacement_is_not_answered_when_its_score_arrives() -> None:
+    node = server(ob.EveryUpdates(1000))
+    (good,) = [action for action in deliver(node, 1, report(0, 1.0)) if isinstance(action, Evaluate)]
     list(node.handle(Evaluated(1.0, good.version, 0.1, None)))
-    (bad,) = [action for action in hear(node, 2, report(0, 9.0)) if isinstance(action, Evaluate)]
-    asked = list(node.handle(Evaluated(1.0, bad.version, 5.0, None)))
-    assert [send.to for send in sends(asked, SnapshotRequest)] == [1]
-    (late,) = [action for action in hear(node, 2, report(1, 9.5, first=5)) if isinstance(action, Evaluate)]
-    (given,) = sends(hear(node, 1, Snapshot(torch.ones(2), (), (), "", 1)), Replace)
-    assert (given.to, given.message.takeovers) == (2, 1)  # type: ignore[attr-defined]
+    (bad,) = [action for action in deliver(node, 2, report(0, 9.0)) if isinstance(action, Evaluate)]
+    actions = list(node.handle(Evaluated(1.0, bad.version, 5.0, None)))
+    assert [send.to for send in sends(actions, SnapshotRequest)] == [1]
+    (late,) = [action for action in deliver(node, 2, report(1, 9.5, first=5)) if isinstance(action, Evaluate)]
+    (given,) = sends(deliver(node, 1, Snapshot(torch.ones(2), (), (), "", 1)), Replace)
+    assert (given.to, given.message.replacements) == (2, 1)  # type: ignore[attr-defined]
     assert list(node.handle(Evaluated(1.0, late.version, 0.01, None))) == []
 
 
-def test_parameters_that_are_not_finite_are_not_handed_on() -> None:
-    node = switch()
-    hear(node, 1, report(0, 1.0, score=0.1))
-    assert sends(hear(node, 2, report(0, 9.0, score=5.0)), SnapshotRequest)
-    assert hear(node, 1, Snapshot(torch.full((2,), math.nan), (), (), "", 1)) == []
-    assert sends(hear(node, 2, report(1, 9.0, first=5, score=5.0)), SnapshotRequest), "it is asked again"
+def test_a_snapshot_that_is_not_finite_replaces_no_member() -> None:
+    node = server()
+    deliver(node, 1, report(0, 1.0, score=0.1))
+    assert sends(deliver(node, 2, report(0, 9.0, score=5.0)), SnapshotRequest)
+    assert deliver(node, 1, Snapshot(torch.full((2,), math.nan), (), (), "", 1)) == []
+    assert sends(deliver(node, 2, report(1, 9.0, first=5, score=5.0)), SnapshotRequest), "another snapshot is requested"
 
 
 def member() -> PopulationMember:
-    node = ob.Population(every=1, optimizer=ob.SGD(lr=0.1)).node(setup_of(1))
+    node = ob.Population(every=1, optimizer=ob.SGD(lr=0.1)).node(context_of(1))
     assert isinstance(node, PopulationMember)
     list(node.handle(Started(0.0)))
-    hear(node, 0, Begin(torch.empty(0), (), 0, 0, 0, 2, 0, ()))
+    deliver(node, 0, Begin(torch.empty(0), (), 0, 0, 0, 2, 0, ()))
     return node
 
 
-def test_a_member_ignores_answers_to_what_it_was_and_takeovers_that_were_overtaken() -> None:
+def test_a_member_ignores_answers_from_before_a_replacement_and_overtaken_replacements() -> None:
     node = member()
     for exchange in range(2):
         gradient = GradientReady(1.0, torch.ones(2), 5, 1.0, (), 0, (5 * exchange, 5 * exchange + 5), 0.1, 0.0, True)
         assert sends(list(node.handle(gradient)), LocalParameters)
-    hear(node, 0, Replace(torch.full((2,), 7.0), (), (), "", 2, 2, 9))
-    hear(node, 0, Replace(torch.full((2,), 3.0), (), (), "", 2, 1, 8))
-    hear(node, 0, GlobalUpdate(torch.zeros(2), (), 10, 0, 1, 0, 2))
+    deliver(node, 0, Replace(torch.full((2,), 7.0), (), (), "", 2, 2, 9))
+    deliver(node, 0, Replace(torch.full((2,), 3.0), (), (), "", 2, 1, 8))
+    deliver(node, 0, GlobalUpdate(torch.zeros(2), (), 10, 0, 1, 0, 2))
     assert torch.equal(node._parameters, torch.full((2,), 7.0))
-    assert (node._takeovers, node._settings) == (2, 2)
+    assert (node._replacements, node._settings) == (2, 2)
 
 
-def test_a_member_that_has_just_blown_up_lends_what_it_last_reported() -> None:
+def test_the_snapshot_of_a_member_that_has_diverged_is_its_last_report() -> None:
     node = member()
     list(node.handle(GradientReady(1.0, torch.ones(2), 5, 1.0, (), 0, (0, 5), 0.1, 0.0, True)))
     reported = node._parameters.clone()
     node._parameters.fill_(math.inf)
-    (lent,) = sends(hear(node, 0, SnapshotRequest()), Snapshot)
-    assert torch.equal(lent.message.tensors()[0], reported)
+    (snapshot,) = sends(deliver(node, 0, SnapshotRequest()), Snapshot)
+    assert torch.equal(snapshot.message.tensors()[0], reported)
 
 
 def test_bad_settings_are_refused_in_a_sentence() -> None:

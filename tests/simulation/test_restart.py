@@ -1,4 +1,4 @@
-"""Training that restarts from its last checkpoint when a worker is lost: what is undone, and for how long all wait."""
+"""Training that restarts at its last checkpoint when a worker is lost: what is undone, and how long workers wait."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def test_a_second_loss_during_the_recovery_prolongs_it() -> None:
     assert samples_of(scene) == 30 * (10 + 11)
 
 
-def test_while_somebody_is_missing_nobody_begins_a_step() -> None:
+def test_no_step_begins_while_a_worker_is_missing() -> None:
     scene = trained(LOSS, until=ob.Seconds(30.0))
-    assert [found for found in scene.of(Round) if 12.5 < found.start < 16.5] == []
+    assert [round for round in scene.of(Round) if 12.5 < round.start < 16.5] == []
 
 
-def test_what_it_goes_back_to_is_the_checkpoint_bit_for_bit() -> None:
+def test_parameters_are_reset_to_the_checkpoint_bit_for_bit() -> None:
     waiting = trained(LOSS, until=ob.Seconds(14.0))
     undisturbed = trained(until=ob.Samples(300))
     assert torch.equal(waiting.outcome.finishes[0].parameters, undisturbed.outcome.finishes[0].parameters)
 
 
-def test_a_run_with_losses_ends_where_one_without_does_only_later() -> None:
+def test_a_run_with_losses_has_the_same_result_as_one_without_only_later() -> None:
     disturbed = trained(LOSS, ob.faults.Crash(1, 25.2, back_after_seconds=1.0), until=ob.Samples(900))
     undisturbed = trained(until=ob.Samples(900))
     assert torch.equal(disturbed.outcome.finishes[0].parameters, undisturbed.outcome.finishes[0].parameters)
@@ -78,13 +78,13 @@ def test_without_losses_it_is_fixed_minibatch() -> None:
     assert trained(until=ob.Samples(900)).records == trained(until=ob.Samples(900), strategy=plain).records
 
 
-def test_checkpoints_come_by_the_clock_though_sums_of_times_are_not_exact() -> None:
+def test_checkpoints_are_made_at_their_interval_though_sums_of_times_are_rounded() -> None:
     crashes = [ob.faults.Crash(1, at, back_after_seconds=0.1) for at in (0.3, 7.7, 16.1, 24.9)]
     undone = trained(*crashes, until=ob.Seconds(40.0)).of(Undone)
     assert [record.samples_total // 30 for record in undone] == [0, 5, 10, 15]
 
 
-def test_after_so_much_patience_it_goes_on_without_those_who_do_not_come_back() -> None:
+def test_after_patience_seconds_training_continues_without_lost_workers() -> None:
     patient = ob.RestartFromCheckpoint(batch=10, checkpoint_interval_seconds=5.0, patience_seconds=6.0)
     scene = trained(ob.faults.Crash(2, 12.5), until=ob.Seconds(30.0), strategy=patient)
     later = [update for update in scene.of(Update) if update.at > 12.5]
@@ -92,13 +92,13 @@ def test_after_so_much_patience_it_goes_on_without_those_who_do_not_come_back() 
     assert {tuple(part.rank for part in update.contributions) for update in later} == {(1, 3)}
 
 
-def test_a_crowd_that_is_lost_together_comes_back_together() -> None:
-    crowd = [ob.faults.Crash(rank, 12.5, back_after_seconds=4.0) for rank in (1, 2, 3)]
-    scene = trained(*crowd, until=ob.Seconds(30.0))
+def test_workers_that_are_lost_together_restart_together() -> None:
+    crashes = [ob.faults.Crash(rank, 12.5, back_after_seconds=4.0) for rank in (1, 2, 3)]
+    scene = trained(*crashes, until=ob.Seconds(30.0))
     assert samples_of(scene) == 30 * (10 + 13)
 
 
-def test_the_summary_counts_what_is_left_and_the_curve_falls() -> None:
+def test_the_summary_subtracts_undone_samples_and_the_curve_falls() -> None:
     workload = ob.workloads.Quadratic(dimension=8, examples=256)
     run = ob.simulate(workload, STRATEGY, cluster(LOSS), workers=3, until=ob.Seconds(30.0))
     assert (run.summary.samples, run.summary.updates, run.summary.undone) == (690, 23, 60)
@@ -119,7 +119,7 @@ class KeptDraws(SampleLedger):
 
 
 def does_not_draw_them_again(hub: RestartServer) -> None:
-    hub._draws = {rank: KeptDraws(draws.ranges) for rank, draws in hub._draws.items()}
+    hub._ledgers = {rank: KeptDraws(ledger.ranges) for rank, ledger in hub._ledgers.items()}
 
 
 def miscounts(hub: RestartServer) -> None:
@@ -127,7 +127,7 @@ def miscounts(hub: RestartServer) -> None:
 
 
 @pytest.mark.parametrize("fault", [forgets_to_undo_an_update, does_not_draw_them_again, miscounts])
-def test_a_hub_that_goes_back_wrongly_is_found(
+def test_a_hub_that_restarts_wrongly_is_detected(
     fault: Callable[[RestartServer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = RestartServer._go_back

@@ -1,4 +1,4 @@
-"""Serial training and artificial delay against plain loops, and as one of several that are compared."""
+"""Serial training and artificial delay against plain loops, and compared with other strategies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WORKLOADS = {"quadratic": ob.workloads.Quadratic(dimension=8, examples=256).buil
 def plain_loop(
     workload: ob.Workload, optimizer: ob.nodes.Optimizer, steps: int, delay: int
 ) -> tuple[Tensor, list[int]]:
-    """The algorithm as one would write it down: all iterates in a list, and the gradient at one of the last ones."""
+    """The algorithm written plainly: all iterates in a list, and the gradient at one of the last ones."""
     computing = GradientComputer(workload, SEED)
     parameters = computing.flat.parameters.clone()
     buffers = tuple(buffer.clone() for buffer in computing.flat.buffers)
@@ -61,9 +61,9 @@ def plain_loop(
     for step in range(steps):
         delays.append(int(random.integers(min(delay, step + 1))))
         batches = GradientRequest(order, step * BATCH, BATCH, 16, (SEED, 0))
-        found = computing.gradient(iterates[step - delays[-1]], buffers, batches)
-        buffers = found.buffers
-        stepper.step(found.gradient / BATCH, step * BATCH)
+        computed = computing.gradient(iterates[step - delays[-1]], buffers, batches)
+        buffers = computed.buffers
+        stepper.step(computed.gradient / BATCH, step * BATCH)
         iterates.append(parameters.clone())
     return parameters, delays
 
@@ -89,7 +89,7 @@ def hand_written_amsgrad(workload: ob.Workload, config: AMSGrad, steps: int) -> 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
 @pytest.mark.parametrize("delay", [1, 2, 7, 1000])
-def test_it_is_the_algorithm_bit_for_bit(kind: str, delay: int) -> None:
+def test_artificial_delay_equals_a_plain_loop_bit_for_bit(kind: str, delay: int) -> None:
     workload, optimizer = WORKLOADS[kind](), AMSGrad(lr=0.02)
     strategy = ArtificialDelay(delay=delay, batch=BATCH, optimizer=optimizer)
     scene = play(strategy, workload, until=ob.Samples(40 * BATCH), seed=SEED, checked=False)
@@ -99,21 +99,21 @@ def test_it_is_the_algorithm_bit_for_bit(kind: str, delay: int) -> None:
     assert max(delays) > 0 or delay == 1
 
 
-def test_without_delay_it_is_serial_amsgrad_as_torch_has_it() -> None:
+def test_without_delay_it_equals_torchs_amsgrad() -> None:
     workload, optimizer = WORKLOADS["quadratic"](), AMSGrad(lr=0.02)
     strategy = ArtificialDelay(batch=BATCH, microbatch=BATCH, optimizer=optimizer)
     scene = play(strategy, workload, until=ob.Samples(40 * BATCH), seed=SEED)
     assert torch.equal(scene.outcome.finishes[0].parameters, hand_written_amsgrad(workload, optimizer, 40))
 
 
-def test_without_delay_it_is_serial_with_the_same_optimizer() -> None:
+def test_without_delay_it_equals_serial_with_the_same_optimizer() -> None:
     one, other = (
         play(kind(batch=BATCH, optimizer=AMSGrad(lr=0.02)), seed=SEED).outcome for kind in (Serial, ArtificialDelay)
     )
     assert torch.equal(one.finishes[0].parameters, other.finishes[0].parameters)
 
 
-def test_delays_are_uniform_and_the_stream_of_delays_is_not_that_of_the_data() -> None:
+def test_delays_are_uniform_and_independent_of_the_data_order() -> None:
     scene = play(ArtificialDelay(delay=5, batch=1, microbatch=1), until=ob.Samples(4000), checked=False)
     drawn = [update.contributions[0].staleness for update in scene.of(Update)]
     counts = np.bincount(drawn[5:], minlength=5)
@@ -123,21 +123,23 @@ def test_delays_are_uniform_and_the_stream_of_delays_is_not_that_of_the_data() -
     assert [r.draws for r in plain.of(Round)] == [r.draws for r in scene.of(Round)]
 
 
-def test_the_optimizer_that_suits_is_amsgrad_with_the_rate_of_the_workload_and_any_may_be_given() -> None:
+def test_the_default_optimizer_is_amsgrad_with_the_rate_of_the_workload() -> None:
     assert ArtificialDelay().with_default_optimizer(ob.SGD(lr=0.3)).optimizer == AMSGrad(lr=0.3)
     assert ArtificialDelay(optimizer=ob.SGD(lr=0.1)).with_default_optimizer(ob.Adam()).optimizer == ob.SGD(lr=0.1)
     assert Serial().with_default_optimizer(ob.SGD(lr=0.3)).optimizer == ob.SGD(lr=0.3)
 
 
 @pytest.mark.parametrize("strategy", [Serial(batch=BATCH), ArtificialDelay(batch=BATCH, delay=6)])
-def test_it_learns(strategy: Serial) -> None:
-    losses = [found.loss for found in play(strategy, evaluate=EveryUpdates(), until=ob.Samples(20_000)).of(Evaluation)]
+def test_it_lowers_the_loss(strategy: Serial) -> None:
+    losses = [
+        record.loss for record in play(strategy, evaluate=EveryUpdates(), until=ob.Samples(20_000)).of(Evaluation)
+    ]
     assert losses[0] is not None
     assert losses[-1] is not None
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_it_ends_by_time_and_evaluates_as_often_as_it_is_told() -> None:
+def test_it_ends_by_time_and_evaluates_by_its_cadence() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01)
     strategy = ArtificialDelay(batch=BATCH, delay=3)
     scene = play(strategy, cluster=cluster, until=ob.Seconds(1.9), evaluate=EveryUpdates(4))
@@ -153,8 +155,8 @@ def test_gradients_that_are_not_finite_are_dropped_and_too_many_fail_the_run() -
     assert scene.outcome.failure is None
     assert {dropped.reason for dropped in scene.of(Dropped)} == {"nonfinite"}
     assert bool(torch.isfinite(scene.outcome.finishes[0].parameters).all())
-    broken = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(0, 0.5, 50.0),))
-    failed = play(ArtificialDelay(batch=BATCH, nonfinite_max=3), cluster=broken, until=ob.Samples(400))
+    corrupt = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Corrupt(0, 0.5, 50.0),))
+    failed = play(ArtificialDelay(batch=BATCH, nonfinite_max=3), cluster=corrupt, until=ob.Samples(400))
     assert failed.outcome.failure is not None
     assert failed.outcome.failure.startswith("3 gradients in a row were not finite; ")
 
@@ -173,65 +175,65 @@ def node_of(strategy: Serial, members: int = 1, evaluate: EveryUpdates | None = 
     )  # fmt: skip
 
 
-def test_a_node_that_goes_on_in_a_new_process_repeats_the_step_that_was_under_way() -> None:
+def test_a_node_restored_in_a_new_process_repeats_the_step_under_way() -> None:
     strategy = ArtificialDelay(delay=50, batch=4, optimizer=ob.SGD(lr=0.1))
     node = node_of(strategy)
-    (asked,) = (action for action in node.handle(Started(0.0)) if hasattr(action, "draw"))  # type: ignore[attr-defined]
+    (request,) = (action for action in node.handle(Started(0.0)) if hasattr(action, "draw"))  # type: ignore[attr-defined]
     for step in range(30):
-        gradient = torch.full_like(asked.parameters, 4.0 * (step + 1))
-        draws = (asked.draw, asked.draw + 4)
-        event = GradientReady(float(step), gradient, 4, 1.0, (), asked.version, draws, 1.0, 0.0, True)
-        (asked,) = (action for action in node.handle(event) if hasattr(action, "draw"))  # type: ignore[attr-defined]
+        gradient = torch.full_like(request.parameters, 4.0 * (step + 1))
+        draws = (request.draw, request.draw + 4)
+        event = GradientReady(float(step), gradient, 4, 1.0, (), request.version, draws, 1.0, 0.0, True)
+        (request,) = (action for action in node.handle(event) if hasattr(action, "draw"))  # type: ignore[attr-defined]
     again = node_of(strategy)
     again.restore(node.state())  # type: ignore[attr-defined]
     (repeated,) = again.handle(Started(99.0))  # type: ignore[attr-defined]
-    assert (repeated.version, repeated.draw) == (asked.version, asked.draw)
+    assert (repeated.version, repeated.draw) == (request.version, request.draw)
     assert repeated.version < 30
-    assert torch.equal(repeated.parameters, asked.parameters)
+    assert torch.equal(repeated.parameters, request.parameters)
 
 
-def test_a_result_that_was_being_measured_is_measured_again_in_a_new_process() -> None:
+def test_a_result_whose_evaluation_was_cut_off_is_evaluated_again_in_a_new_process() -> None:
     strategy = ob.Serial(batch=4, optimizer=ob.SGD(lr=0.1))
     node = node_of(strategy, evaluate=ob.EveryUpdates())
     list(node.handle(Started(0.0)))
     list(node.handle(Evaluated(0.1, 0, 1.0, None)))
-    (asked,) = (action for action in node.handle(Leave(1.0)) if isinstance(action, Evaluate | Cancel))
-    assert isinstance(asked, Cancel)  # version 0 was measured already
+    (request,) = (action for action in node.handle(Leave(1.0)) if isinstance(action, Evaluate | Cancel))
+    assert isinstance(request, Cancel)  # version 0 has been evaluated
     again = node_of(strategy, evaluate=ob.EveryUpdates())
     again.restore(node.state())
     (finish,) = again.handle(Started(2.0))
     assert isinstance(finish, Finish)
 
     node = node_of(strategy, evaluate=ob.EveryUpdates())
-    list(node.handle(Started(0.0)))  # and version 0 is being measured
+    list(node.handle(Started(0.0)))  # requests an evaluation of version 0
     list(node.handle(Leave(1.0)))
     again = node_of(strategy, evaluate=ob.EveryUpdates())
     again.restore(node.state())
-    (measured,) = again.handle(Started(2.0))
-    assert isinstance(measured, Evaluate)
+    (evaluate,) = again.handle(Started(2.0))
+    assert isinstance(evaluate, Evaluate)
     assert any(isinstance(action, Finish) for action in again.handle(Evaluated(3.0, 0, 1.0, None)))
 
 
-def test_every_iterate_is_one_tensor_that_nobody_changes_or_copies() -> None:
+def test_the_state_holds_the_tensors_of_iterates_without_a_copy() -> None:
     node = node_of(ArtificialDelay(delay=3, batch=4, optimizer=ob.SGD(lr=0.1)))
     first, second = node.state()["iterates"], node.state()["iterates"]  # type: ignore[attr-defined]
     assert [a is b for a, b in zip(first, second, strict=True)] == [True]
 
 
-# In company
+# Compared with others
 
 
-def test_it_is_one_process_however_many_workers_others_have() -> None:
+def test_it_is_one_process_whatever_the_number_of_workers() -> None:
     run = ob.simulate(ob.workloads.Quadratic(), ArtificialDelay(delay=4), workers=7, until=1000)
     assert (run.summary.workers, run.records.header.workers) == (1, 1)
     assert {record.rank for record in run.records.records if isinstance(record, Round)} == {0}
-    sound = ob.compare(
+    comparison = ob.compare(
         [ob.Experiment(ob.workloads.Quadratic(), s, workers=3, until=500) for s in (Serial(), ob.AsyncFixed())]
     )
-    assert [summary.workers for summary in sound.summaries] == [1, 3]
+    assert [summary.workers for summary in comparison.summaries] == [1, 3]
 
 
-def test_it_is_compared_with_others_on_one_cluster_and_is_its_first_worker() -> None:
+def test_it_is_as_fast_as_the_first_worker_of_the_cluster() -> None:
     cluster = ob.Cluster(factors=(2.0, 1.0, 1.0))
     slow, plain = (
         ob.simulate(ob.workloads.Quadratic(), Serial(), c, workers=3, until=1000).summary.seconds
@@ -240,22 +242,22 @@ def test_it_is_compared_with_others_on_one_cluster_and_is_its_first_worker() -> 
     assert slow == pytest.approx(2.0 * plain)
 
 
-def test_what_befalls_workers_that_it_does_not_have_does_not_strike_it() -> None:
+def test_faults_of_workers_that_it_does_not_have_have_no_effect() -> None:
     elsewhere = ob.Cluster(
         faults=(ob.faults.Crash(2, 0.1), ob.faults.Partition((1, 2), 0.1, 5.0), ob.faults.Corrupt(2, 0.0, 9.0))
     )
-    struck, plain = (
+    with_faults, plain = (
         ob.simulate(ob.workloads.Quadratic(), Serial(), c, workers=3, until=1000).records.records
         for c in (elsewhere, None)
     )
-    assert struck == plain
+    assert with_faults == plain
     with pytest.raises(ob.ConfigurationError, match="names rank 3, but there are 3 processes"):
         ob.simulate(
             ob.workloads.Quadratic(), Serial(), ob.Cluster(faults=(ob.faults.Crash(3, 0.1),)), workers=3, until=1000
         )
 
 
-def test_a_crash_of_its_own_loses_everything_and_it_begins_anew() -> None:
+def test_a_crash_loses_everything_and_training_begins_again() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, faults=(ob.faults.Crash(0, 5.0, back_after_seconds=1.0),))
     scene = play(Serial(batch=BATCH), cluster=cluster, until=ob.Samples(1000))
     versions = [update.version for update in scene.of(Update)]
@@ -263,14 +265,13 @@ def test_a_crash_of_its_own_loses_everything_and_it_begins_anew() -> None:
     assert scene.outcome.seconds == pytest.approx(16.0)
 
 
-def test_workers_that_have_no_use_are_spoken_of(
+def test_workers_that_are_not_used_are_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     common = ["--until", "500", "--no-report", "--quiet"]
     assert main(["simulate", "quadratic", "artificial-delay", "--workers", "5", *common]) == 0
-    said = capsys.readouterr().err
-    assert said == "offbeat: artificial-delay trains in one process, so the 5 workers are not used\n"
+    assert capsys.readouterr().err == "offbeat: artificial-delay trains in one process, so the 5 workers are not used\n"
     assert main(["simulate", "quadratic", "artificial-delay", "serial", *common]) == 0
     assert main(["simulate", "quadratic", "serial", "fmb", "--workers", "5", *common]) == 0
     assert capsys.readouterr().err == ""
@@ -286,22 +287,22 @@ def test_more_processes_than_one_are_refused() -> None:
         workers_for_processes(ob.FixedMinibatch(), 1)
 
 
-def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+def test_bad_settings_are_refused_in_a_sentence() -> None:
     with pytest.raises(ob.ConfigurationError, match=r"ArtificialDelay\.delay must be greater than 0, but is 0"):
         ArtificialDelay(delay=0)
     with pytest.raises(ob.ConfigurationError, match="artificial-delay has no optimizer; give it one"):
-        play(DoesNotSuit(batch=4))
+        play(WithoutDefault(batch=4))
 
 
-class DoesNotSuit(ArtificialDelay):
-    def with_default_optimizer(self, optimizer: ob.nodes.Optimizer) -> DoesNotSuit:
+class WithoutDefault(ArtificialDelay):
+    def with_default_optimizer(self, optimizer: ob.nodes.Optimizer) -> WithoutDefault:
         return self
 
 
 # Live
 
 
-def test_a_loop_of_ones_own_trains_serially() -> None:
+def test_a_user_loop_trains_serially() -> None:
     model = nn.Linear(4, 1)
     data = torch.randn(64, 4), torch.zeros(64, 1)
     strategy = ArtificialDelay(delay=3, batch=8, optimizer=AMSGrad(lr=0.05))
@@ -313,7 +314,7 @@ def test_a_loop_of_ones_own_trains_serially() -> None:
     assert run.summary.staleness_max <= 2
 
 
-def test_a_live_run_takes_one_process_and_what_it_trains_is_what_is_simulated(tmp_path: Path) -> None:
+def test_a_live_run_is_one_process_and_agrees_with_the_simulation(tmp_path: Path) -> None:
     workload, strategy = ob.workloads.Quadratic(dimension=8, examples=256), ArtificialDelay(delay=4, batch=16)
     live = ob.train(workload, strategy, ob.Samples(1600), workers=3, seed=5, out=tmp_path / "run")
     simulated = ob.simulate(workload, strategy, until=ob.Samples(1600), seed=5)

@@ -1,4 +1,4 @@
-"""The hub's arithmetic and protocol, with events made by hand: no engine in sight."""
+"""The arithmetic and the protocol of hub and worker nodes, with events constructed in the test instead of an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing
 
 
-def setup_for(rank: int, workers: int, until: int = 1000) -> ob.nodes.NodeContext:
+def context_for(rank: int, workers: int, until: int = 1000) -> ob.nodes.NodeContext:
     flat = FlatModule(nn.Linear(2, 1, bias=False))
     flat.parameters.zero_()
     return ob.nodes.NodeContext(
@@ -48,7 +48,7 @@ def setup_for(rank: int, workers: int, until: int = 1000) -> ob.nodes.NodeContex
 
 def hub_of(config: ob.Hub, workers: int = 2, until: int = 1000) -> ob.nodes.Node:
     """A hub that all its workers have joined."""
-    hub = config.node(setup_for(0, workers, until))
+    hub = config.node(context_for(0, workers, until))
     list(hub.handle(Started(0.0)))
     for rank in range(1, workers + 1):
         list(hub.handle(PeerJoined(0.0, rank, 0)))
@@ -112,7 +112,7 @@ def test_ending_is_stop_then_stopped_then_finish() -> None:
     list(hub.handle(arrives(1, gradient([1.0, 1.0], 0, (0, 4)))))
     assert sent(list(hub.handle(arrives(2, gradient([1.0, 1.0], 0, (0, 4))))), Stop) == [1, 2]
     assert not any(isinstance(a, Finish) for a in hub.handle(arrives(1, Stopped(4, 4))))
-    # Worker 2 had gone on to draw 10 when it was told: those samples are accounted for.
+    # Worker 2 had computed up to draw 10 when Stop arrived: those samples are accounted for.
     actions = list(hub.handle(arrives(2, Stopped(10, 10))))
     dropped = [a.record for a in actions if isinstance(a, Report) and isinstance(a.record, Dropped)]
     assert [(d.rank, d.first, d.stop, d.reason) for d in dropped] == [(2, 4, 10, "stopped")]
@@ -131,15 +131,15 @@ def test_a_lost_worker_ends_the_wait_for_it() -> None:
 def test_a_worker_that_joins_gets_the_newest_parameters_and_what_it_may_skip() -> None:
     hub = hub_of(ASYNCHRONOUS)
     list(hub.handle(arrives(2, gradient([1.0, 0.0], 0, (0, 4)))))
-    list(hub.handle(arrives(2, gradient([1.0, 0.0], 0, (8, 12)))))  # its predecessor is still on the way
+    list(hub.handle(arrives(2, gradient([1.0, 0.0], 0, (8, 12)))))  # draws 4 to 8 are still in flight
     list(hub.handle(PeerLost(2.0, 2, 0)))
     (welcome,) = [a.message for a in hub.handle(PeerJoined(3.0, 2, 1)) if isinstance(a, Send)]
     assert isinstance(welcome, Welcome)
     assert (welcome.version, welcome.draw, welcome.done) == (2, 4, ((8, 12),))
 
 
-def test_a_worker_passes_over_what_the_hub_has_already() -> None:
-    worker = ASYNCHRONOUS.node(setup_for(2, 2))
+def test_a_worker_skips_draws_that_the_hub_has_received() -> None:
+    worker = ASYNCHRONOUS.node(context_for(2, 2))
     list(worker.handle(Started(0.0)))
     list(worker.handle(PeerJoined(0.0, 0, 0)))
     welcome = Welcome(torch.zeros(2), (), 5, ob.Samples(6), draw=4, done=((8, 12),))
@@ -153,7 +153,7 @@ def test_a_worker_passes_over_what_the_hub_has_already() -> None:
 
 
 def test_an_older_parameter_message_never_replaces_a_newer_one() -> None:
-    worker = ASYNCHRONOUS.node(setup_for(1, 1))
+    worker = ASYNCHRONOUS.node(context_for(1, 1))
     list(worker.handle(arrives(0, Welcome(torch.zeros(2), (), 1, ob.Samples(4), 0, ()))))
     list(worker.handle(arrives(0, Parameters(torch.ones(2), (), 7, ob.Samples(4)))))
     list(worker.handle(arrives(0, Parameters(torch.zeros(2), (), 3, ob.Samples(4)))))
@@ -162,16 +162,16 @@ def test_an_older_parameter_message_never_replaces_a_newer_one() -> None:
     assert [(compute.version, compute.parameters.tolist()) for compute in computes] == [(7, [1.0, 1.0])]
 
 
-def test_the_hub_begins_without_those_who_never_join() -> None:
-    hub = ob.Hub(optimizer=ob.SGD(lr=1.0), patience_seconds=5.0).node(setup_for(0, 2))
+def test_the_hub_begins_without_workers_that_do_not_join_in_time() -> None:
+    hub = ob.Hub(optimizer=ob.SGD(lr=1.0), patience_seconds=5.0).node(context_for(0, 2))
     assert SetTimer("gather", 5.0) in list(hub.handle(Started(0.0)))
     assert sent(hub.handle(PeerJoined(0.0, 1, 0)), Welcome) == []
     assert sent(list(hub.handle(TimerFired(5.0, "gather"))), Welcome) == [1]
 
 
-def test_a_strategy_without_an_optimizer_says_what_to_type() -> None:
+def test_a_strategy_without_an_optimizer_is_refused_with_what_to_type() -> None:
     with pytest.raises(ob.ConfigurationError, match=r"optimizer=offbeat.SGD"):
-        ob.Hub().node(setup_for(0, 1))
+        ob.Hub().node(context_for(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -193,35 +193,35 @@ def test_when_the_hub_updates(collect: ob.Hub, status: CollectStatus, ready: boo
     assert collect.ready(status) is ready
 
 
-def test_a_share_is_split_as_evenly_as_it_goes_and_never_to_nothing() -> None:
-    pacing = ShareSizing(Share(7))
-    assert [pacing.budget(rank, {1, 2, 3}).count for rank in (1, 2, 3)] == [3, 2, 2]
+def test_a_share_is_split_as_evenly_as_possible_and_never_to_zero() -> None:
+    sizing = ShareSizing(Share(7))
+    assert [sizing.budget(rank, {1, 2, 3}).count for rank in (1, 2, 3)] == [3, 2, 2]
     assert ShareSizing(Share(2)).budget(9, range(1, 10)) == ob.Samples(1)
 
 
 def test_the_controller_follows_its_formula() -> None:
-    pacing = TargetBatchSizing(TargetBatch(samples=100, first=50, samples_max=400), microbatch=1)
-    pacing.members_changed({1, 2})
-    assert pacing.budget(1, {1, 2}) == ob.Samples(50)
-    pacing.observe({1: Effort(50, 5.0), 2: Effort(50, 10.0)}, {1, 2})  # 10 and 5 samples a second
-    assert pacing.limit_seconds == pytest.approx(100 / 15)
-    limit = pacing.limit_seconds
+    sizing = TargetBatchSizing(TargetBatch(samples=100, first=50, samples_max=400), microbatch=1)
+    sizing.members_changed({1, 2})
+    assert sizing.budget(1, {1, 2}) == ob.Samples(50)
+    sizing.observe({1: Effort(50, 5.0), 2: Effort(50, 10.0)}, {1, 2})  # 10 and 5 samples a second
+    assert sizing.limit_seconds == pytest.approx(100 / 15)
+    limit = sizing.limit_seconds
     for k, batch in enumerate((110, 80, 500, 90), start=1):
         step = 1 + max(0.1, 1 / k) * (100 - batch) / 100
         limit *= min(2.0, max(0.5, step))
-        pacing.observe({1: Effort(batch // 2, limit), 2: Effort(batch // 2, limit)}, {1, 2})
-        assert pacing.limit_seconds == pytest.approx(limit)
+        sizing.observe({1: Effort(batch // 2, limit), 2: Effort(batch // 2, limit)}, {1, 2})
+        assert sizing.limit_seconds == pytest.approx(limit)
 
 
-def test_the_controller_does_not_wind_up_where_everyone_is_at_the_cap() -> None:
-    pacing = TargetBatchSizing(TargetBatch(samples=100, first=10, samples_max=10), microbatch=1)
+def test_the_controller_does_not_wind_up_when_all_workers_are_at_samples_max() -> None:
+    sizing = TargetBatchSizing(TargetBatch(samples=100, first=10, samples_max=10), microbatch=1)
     for _ in range(50):
-        pacing.observe({1: Effort(10, 1.0)}, {1})
-    assert pacing.limit_seconds == pytest.approx(10.0)
+        sizing.observe({1: Effort(10, 1.0)}, {1})
+    assert sizing.limit_seconds == pytest.approx(10.0)
 
 
 def test_workers_that_join_after_gathering_ended_are_welcomed_at_once() -> None:
-    hub = ob.Hub(optimizer=ob.SGD(lr=1.0), patience_seconds=5.0).node(setup_for(0, 2))
+    hub = ob.Hub(optimizer=ob.SGD(lr=1.0), patience_seconds=5.0).node(context_for(0, 2))
     list(hub.handle(Started(0.0)))
     list(hub.handle(PeerJoined(1.0, 1, 0)))
     list(hub.handle(PeerLost(2.0, 1, 0)))
@@ -229,12 +229,12 @@ def test_workers_that_join_after_gathering_ended_are_welcomed_at_once() -> None:
     assert sent(list(hub.handle(PeerJoined(6.0, 1, 1))), Welcome) == [1]
 
 
-def test_a_hub_restored_in_a_new_process_welcomes_whoever_joins() -> None:
+def test_a_hub_restored_in_a_new_process_welcomes_workers_that_join() -> None:
     config = ob.Hub(compute=ob.Samples(4), collect=Every(2.0), waits=False, optimizer=ob.SGD(lr=1.0))
     old = hub_of(config)
     list(old.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
     list(old.handle(TimerFired(2.0, "update")))
-    new = config.node(setup_for(0, 2))
+    new = config.node(context_for(0, 2))
     new.restore(old.state())
     timers = {action.name: action.seconds for action in new.handle(Started(10.0)) if isinstance(action, SetTimer)}
     assert timers == {"workers": 60.0, "update": 2.0}
@@ -243,23 +243,23 @@ def test_a_hub_restored_in_a_new_process_welcomes_whoever_joins() -> None:
     assert (welcome.version, welcome.draw, welcome.parameters.tolist()) == (1, 4, [-1.0, 0.0])
 
 
-def test_a_result_that_was_being_measured_is_measured_again_in_a_new_process() -> None:
-    context = dataclasses.replace(setup_for(0, 1), evaluate=ob.EveryUpdates())
+def test_a_result_whose_evaluation_was_cut_off_is_evaluated_again_in_a_new_process() -> None:
+    context = dataclasses.replace(context_for(0, 1), evaluate=ob.EveryUpdates())
     old = FMB.node(context)
     list(old.handle(Started(0.0)))
     list(old.handle(PeerJoined(0.0, 1, 0)))
     list(old.handle(Leave(1.0)))
     new = FMB.node(context)
     new.restore(old.state())
-    (measured,) = [action for action in new.handle(Started(2.0)) if isinstance(action, Evaluate)]
-    assert any(isinstance(action, Finish) for action in new.handle(Evaluated(3.0, measured.version, 1.0, None)))
+    (evaluate,) = [action for action in new.handle(Started(2.0)) if isinstance(action, Evaluate)]
+    assert any(isinstance(action, Finish) for action in new.handle(Evaluated(3.0, evaluate.version, 1.0, None)))
 
 
 def test_a_late_gradient_is_late_even_if_it_is_not_finite() -> None:
     hub = hub_of(ob.Hub(collect=Distinct(1), optimizer=ob.SGD(lr=1.0)))
     list(hub.handle(arrives(1, gradient([1.0, 0.0], 0, (0, 4)))))
-    broken = Gradient(torch.empty(0), (), 4, 0.0, 0, (0, 4), 1.0, False)
-    actions = list(hub.handle(arrives(2, broken)))
+    nonfinite = Gradient(torch.empty(0), (), 4, 0.0, 0, (0, 4), 1.0, False)
+    actions = list(hub.handle(arrives(2, nonfinite)))
     assert [a.record.reason for a in actions if isinstance(a, Report) and isinstance(a.record, Dropped)] == ["late"]
     assert updates(actions) == []
     assert sent(actions, Parameters) == [2]
@@ -276,20 +276,20 @@ def test_counters_in_buffers_never_fall() -> None:
     assert hub.state()["buffers"][0].tolist() == [7]
 
 
-def test_amsgrad_takes_over_what_it_shares_with_the_workloads_optimizer() -> None:
-    with_default_optimizer = ob.AsyncAdaptive().with_default_optimizer(
+def test_amsgrad_inherits_the_fields_that_it_shares_with_the_workloads_optimizer() -> None:
+    strategy = ob.AsyncAdaptive().with_default_optimizer(
         ob.SGD(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
     )
-    assert with_default_optimizer.optimizer == ob.AMSGrad(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
+    assert strategy.optimizer == ob.AMSGrad(lr=0.05, weight_decay=1e-3, clip_norm=1.0, decay_1d=False)
 
 
-def test_a_worker_told_to_compute_while_it_computes_remembers_it_through_its_state() -> None:
+def test_parameters_that_arrive_during_a_round_survive_state_and_restore() -> None:
     config = ob.Hub(compute=ob.Samples(4), optimizer=ob.SGD(lr=1.0))
-    worker = config.node(setup_for(1, 1))
+    worker = config.node(context_for(1, 1))
     list(worker.handle(arrives(0, Welcome(torch.zeros(2), (), 1, ob.Samples(4), 0, ()))))
     list(worker.handle(PeerLost(1.0, 0, 0)))
     list(worker.handle(arrives(0, Welcome(torch.ones(2), (), 2, ob.Samples(4), 0, ()))))
-    again = config.node(setup_for(1, 1))
+    again = config.node(context_for(1, 1))
     again.restore(worker.state())
     ready = GradientReady(1.0, torch.zeros(2), 4, 0.0, (), 1, (0, 4), 1.0, 0.0, True)
     (compute,) = again.handle(ready)
@@ -302,8 +302,8 @@ def test_a_worker_told_to_compute_while_it_computes_remembers_it_through_its_sta
 FMB = ob.Hub(optimizer=ob.SGD(lr=0.1))
 
 
-def test_a_worker_that_is_asked_to_leave_cancels_says_stopped_and_finishes() -> None:
-    worker = FMB.node(setup_for(1, 1))
+def test_a_worker_that_leaves_cancels_its_round_sends_stopped_and_finishes() -> None:
+    worker = FMB.node(context_for(1, 1))
     list(worker.handle(Started(0.0)))
     list(worker.handle(PeerJoined(0.0, 0, 0)))
     welcome = Welcome(torch.zeros(2), (), 0, ob.Samples(8), 0, ())
@@ -316,7 +316,7 @@ def test_a_worker_that_is_asked_to_leave_cancels_says_stopped_and_finishes() -> 
     assert actions[-1].failure is None
 
 
-def test_a_hub_goes_on_without_a_worker_that_left_and_ends_when_all_have() -> None:
+def test_a_hub_continues_without_a_worker_that_left_and_ends_when_all_have() -> None:
     hub = hub_of(FMB)
     assert list(hub.handle(arrives(1, Stopped(0, 0)))) == []
     assert not any(isinstance(action, Finish) for action in hub.handle(PeerLost(1.0, 1, 0)))
@@ -325,49 +325,49 @@ def test_a_hub_goes_on_without_a_worker_that_left_and_ends_when_all_have() -> No
     assert [finish.failure for finish in finishes] == [None]
 
 
-def test_a_hub_that_is_asked_to_leave_stops_those_who_are_there() -> None:
+def test_a_hub_that_leaves_stops_the_connected_workers() -> None:
     hub = hub_of(FMB)
     list(hub.handle(arrives(1, Stopped(0, 0))))
     assert sent(hub.handle(Leave(1.0)), Stop) == [2]
     assert any(isinstance(action, Finish) for action in hub.handle(arrives(2, Stopped(0, 0))))
 
 
-def test_a_worker_that_left_and_is_lost_for_good_is_still_waited_for_if_another_died() -> None:
+def test_a_hub_without_workers_waits_for_one_that_crashed_though_another_left() -> None:
     hub = hub_of(FMB)
-    list(hub.handle(PeerLost(1.0, 1, 0)))  # it died, and may come back
+    list(hub.handle(PeerLost(1.0, 1, 0)))  # it crashed, and may join again
     list(hub.handle(arrives(2, Stopped(0, 0))))
     actions = list(hub.handle(PeerLost(2.0, 2, 0)))
     assert [action.name for action in actions if isinstance(action, SetTimer)] == ["workers"]
 
 
-def test_evaluation_that_does_not_keep_up_is_not_asked_for_without_end() -> None:
-    context = setup_for(0, 1, until=10_000)
+def test_evaluations_that_do_not_keep_up_are_limited() -> None:
+    context = context_for(0, 1, until=10_000)
     hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(context, evaluate=ob.EveryUpdates(1)))
     list(hub.handle(Started(0.0)))
-    asked = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
+    requests = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
     for number in range(20):
         actions = hub.handle(arrives(1, gradient([1.0, 1.0], number, (number, number + 1)), at=float(number)))
-        asked += [action for action in actions if isinstance(action, Evaluate)]
-    assert len(asked) == EVALUATIONS_MAX
+        requests += [action for action in actions if isinstance(action, Evaluate)]
+    assert len(requests) == EVALUATIONS_MAX
 
 
-def test_evaluation_by_the_clock_is_one_at_a_time_so_that_what_is_known_stays_fresh() -> None:
-    context = setup_for(0, 1, until=10_000)
+def test_evaluations_every_few_seconds_run_one_at_a_time() -> None:
+    context = context_for(0, 1, until=10_000)
     hub = ob.Hub(optimizer=ob.SGD(lr=0.1)).node(dataclasses.replace(context, evaluate=ob.EverySeconds(2.0)))
     list(hub.handle(Started(0.0)))
-    asked = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
+    requests = [action for action in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(action, Evaluate)]
     for number in range(20):
         if number == 10:
-            list(hub.handle(Evaluated(10.0, asked[-1].version, 1.0, 0.5, 0.9)))
+            list(hub.handle(Evaluated(10.0, requests[-1].version, 1.0, 0.5, 0.9)))
         actions = hub.handle(arrives(1, gradient([1.0, 1.0], number, (number, number + 1)), at=float(number)))
-        asked += [action for action in actions if isinstance(action, Evaluate)]
-    assert len(asked) == 2
-    assert asked[1].version == 11
+        requests += [action for action in actions if isinstance(action, Evaluate)]
+    assert len(requests) == 2
+    assert requests[1].version == 11
 
 
-def test_nothing_takes_the_place_of_a_welcome_in_a_queue() -> None:
+def test_no_queued_message_supersedes_a_welcome() -> None:
     """A worker that was never welcomed ignores parameters, so it would do nothing for the rest of the run."""
-    hub = FMB.node(setup_for(0, 1))
+    hub = FMB.node(context_for(0, 1))
     list(hub.handle(Started(0.0)))
     welcomes = [a for a in hub.handle(PeerJoined(0.0, 1, 0)) if isinstance(a, Send) and isinstance(a.message, Welcome)]
     assert [send.supersedes for send in welcomes] == [None]
@@ -376,20 +376,20 @@ def test_nothing_takes_the_place_of_a_welcome_in_a_queue() -> None:
 RESTARTING = ob.Hub(compute=ob.Samples(4), optimizer=ob.SGD(lr=1.0), checkpoint_interval_seconds=10.0)
 
 
-def test_a_worker_that_says_goodbye_sends_nobody_back_to_a_checkpoint() -> None:
+def test_a_worker_that_leaves_causes_no_restart() -> None:
     hub = hub_of(RESTARTING)
     list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
     list(hub.handle(arrives(2, Stopped(0, 0))))
-    assert len(updates(hub.handle(PeerLost(1.0, 2, 0)))) == 1  # nobody is waited for any more
+    assert len(updates(hub.handle(PeerLost(1.0, 2, 0)))) == 1  # the hub waits for no other worker
     assert hub.state()["parameters"].tolist() == [-1.0, 0.0]
 
 
-def test_a_hub_that_goes_on_from_disk_waits_for_all_and_begins_at_its_checkpoint_in_memory() -> None:
+def test_a_hub_restored_from_disk_waits_for_all_and_begins_at_its_checkpoint_in_memory() -> None:
     before = hub_of(RESTARTING)
     for rank in (1, 2):
         list(before.handle(arrives(rank, gradient([4.0, 0.0], 0, (0, 4)))))
     assert before.state()["parameters"].tolist() == [-1.0, 0.0]
-    hub = RESTARTING.node(setup_for(0, 2))
+    hub = RESTARTING.node(context_for(0, 2))
     hub.restore(before.state())
     list(hub.handle(Started(2.0)))
     assert hub.state()["parameters"].tolist() == [0.0, 0.0]
@@ -398,16 +398,16 @@ def test_a_hub_that_goes_on_from_disk_waits_for_all_and_begins_at_its_checkpoint
     assert [(send.to, send.message.draw) for send in welcomed if isinstance(send.message, Welcome)] == [(1, 0), (2, 0)]
 
 
-def test_a_gradient_on_what_was_undone_is_passed_over() -> None:
+def test_a_gradient_of_an_undone_version_is_ignored() -> None:
     hub = hub_of(RESTARTING)
     list(hub.handle(PeerLost(1.0, 2, 0)))
     assert list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4))))) == []
-    assert hub.state()["draws"]["1"] == []
+    assert dict(hub.state()["ledgers"])[1] == []
 
 
-def test_a_welcome_that_was_overtaken_by_a_later_one_is_passed_over() -> None:
-    worker = RESTARTING.node(setup_for(1, 2))
+def test_a_welcome_that_was_overtaken_by_a_later_one_is_ignored() -> None:
+    worker = RESTARTING.node(context_for(1, 2))
     list(worker.handle(PeerJoined(0.0, 0, 0)))
     list(worker.handle(arrives(0, Welcome(torch.ones(2), (), 7, ob.Samples(4), 8, ()))))
     assert list(worker.handle(arrives(0, Welcome(torch.zeros(2), (), 5, ob.Samples(4), 0, ())))) == []
-    assert worker.state()["newest"]["version"] == 7
+    assert worker.state()["latest"]["version"] == 7

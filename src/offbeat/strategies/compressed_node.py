@@ -1,17 +1,17 @@
-"""Compression of any strategy's messages: a node around the node, which does not know of it.
+"""Compression of the messages of any strategy: a node that wraps another, which does not depend on it.
 
-What the inner node sends leaves with the tensors coded that the message declares; what arrives is decoded before the
-inner node sees it. The coded tensor takes the place of the other in the same message, so engines, wire and transports
-need not know. A message declares
+The tensors that a message declares are encoded when the inner node sends it, and decoded before the inner node of the
+receiver handles it. An encoded tensor replaces the original in the same message, so engines, wire format and transports
+are not involved. A message declares
 
-    increments   gradients, differences: what the code loses is kept in a residual, per peer, kind of message, field
-                 and `residual_key_fields`, and is added to the next one
-    values       parameters: no residual; top-k leaves them as they are
-    conveyed     what the node has put through the compression itself, so that there is nothing left to lose
+    increments   gradients, differences: the encoding error is kept in a residual, per peer, kind of message, field and
+                 `residual_key_fields`, and is added to the next one
+    values       parameters: without a residual; top-k does not encode them
+    roundtrip    tensors that the node has encoded and decoded itself, so that encoding them again loses nothing
 
-Everything else travels exactly, above all Stop, so that all end with the same bits.
-Residuals are part of the state. Those towards a peer are dropped when it is lost, since whoever comes back begins anew.
-An increment that is superseded before it has left takes what was coded into it along; no strategy here does that.
+All other tensors are sent exactly, in particular those of Stop, so that all ranks end with the same bits.
+Residuals are part of the state. Those of a lost peer are dropped, since a peer that joins again begins anew.
+An increment that is superseded before it has left loses the residual that was added to it; no strategy here does that.
 """
 
 from __future__ import annotations
@@ -29,35 +29,45 @@ from offbeat.core.compression import Compression, decode, is_encoded
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.core.strategy import Node, NodeContext, State, Strategy
+from offbeat.core.strategy import Node, NodeContext, Strategy
+from offbeat.strategies.node_state import Stateful
 
 _Key = tuple[int, str, str, tuple[Any, ...]]
 """peer, kind of message, field, values of `residual_key_fields`"""
 
 
 def build_node(strategy: Strategy, context: NodeContext) -> Node:
-    """The node of `context.rank`, its messages compressed where the strategy says so. Engines make nodes by this."""
+    """The node of `context.rank`, wrapped if the strategy has a compression. Engines call this function."""
     node = strategy.node(context)
     return node if strategy.compression is None else CompressedNode(node, strategy.compression, context.parameters)
 
 
-class CompressedNode(Node):
+class CompressedNode(Stateful, Node):
+    """A node whose messages are compressed.
+
+    inner: the node that is wrapped.
+    compression: how tensors are encoded.
+    parameters: its device is that of decoded tensors, its length the most that one may have.
+    """
+
+    _inner: Node
+    _residuals: dict[_Key, Tensor]
+
     def __init__(self, inner: Node, compression: Compression, parameters: Tensor) -> None:
-        """`parameters` says where vectors belong, and how long one can be at the most."""
         self._inner = inner
         self._compression = compression
         self._device = parameters.device
         self._numel_max = parameters.numel()
         self._pool = Pool()
-        self._residuals: dict[_Key, Tensor] = {}
+        self._residuals = {}
         self._coded: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        """Values that are coded already, by identity: one snapshot goes to many peers."""
+        """id of a tensor → itself, its version counter, and its code: one snapshot is sent to many peers"""
 
     def handle(self, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerLost):
             self._residuals = {key: kept for key, kept in self._residuals.items() if key[0] != event.peer}
         elif isinstance(event, Started):
-            self._residuals = {}  # a process that goes on from a checkpoint knows nobody yet
+            self._residuals = {}  # a process that continues from a checkpoint is connected to no peer yet
         elif isinstance(event, MessageArrived):
             event = self._decoded(event)
         return self._compressed(self._inner.handle(event))
@@ -65,7 +75,7 @@ class CompressedNode(Node):
     def replica(self) -> Tensor | None:
         return self._inner.replica()
 
-    # Out
+    # Encode
 
     def _compressed(self, actions: Iterable[Action]) -> Iterator[Action]:
         for action in actions:
@@ -74,8 +84,8 @@ class CompressedNode(Node):
     def _encoded(self, send: Send) -> Send:
         message, changes = send.message, {}
         for name in message.increments:
-            parts = tuple(getattr(message, part) for part in message.residual_key_fields)
-            changes[name] = self._increment((send.to, type(message).__name__, name, parts), getattr(message, name))
+            fields = tuple(getattr(message, field) for field in message.residual_key_fields)
+            changes[name] = self._increment((send.to, type(message).__name__, name, fields), getattr(message, name))
         for name in message.roundtrip:
             changes[name] = self._compression.encode(getattr(message, name).cpu(), self._pool)
         if self._compression.encodes_values:
@@ -95,17 +105,17 @@ class CompressedNode(Node):
 
     def _value(self, vector: Tensor) -> Tensor:
         identity = id(vector)
-        found = self._coded.get(identity)
-        if found is not None and found[0]() is vector and found[1] == vector._version:
-            return found[2]
-        blob = self._compression.encode(vector.cpu(), self._pool)
-        if blob is vector:
-            return blob
-        forget = self._coded.pop
-        self._coded[identity] = weakref.ref(vector, lambda _: forget(identity, None)), vector._version, blob
-        return blob
+        cached = self._coded.get(identity)
+        if cached is not None and cached[0]() is vector and cached[1] == vector._version:
+            return cached[2]
+        code = self._compression.encode(vector.cpu(), self._pool)
+        if code is vector:
+            return code
+        remove = self._coded.pop
+        self._coded[identity] = weakref.ref(vector, lambda _: remove(identity, None)), vector._version, code
+        return code
 
-    # In
+    # Decode
 
     def _decoded(self, event: MessageArrived) -> MessageArrived:
         message = event.message
@@ -118,22 +128,7 @@ class CompressedNode(Node):
             return event
         return dataclasses.replace(event, message=dataclasses.replace(message, **vectors), keep=_kept(event, vectors))
 
-    # State
-
-    def state(self) -> State:
-        residuals = [[peer, kind, name, list(parts)] for peer, kind, name, parts in self._residuals]
-        return {
-            "inner": self._inner.state(),
-            "residuals": residuals,
-            "residual_vectors": [residual.clone() for residual in self._residuals.values()],
-        }
-
-    def restore(self, state: State) -> None:
-        self._inner.restore(state["inner"])
-        keys = [(peer, kind, name, tuple(parts)) for peer, kind, name, parts in state["residuals"]]
-        self._residuals = dict(zip(keys, state["residual_vectors"], strict=True))
-
 
 def _kept(event: MessageArrived, vectors: dict[str, Tensor]) -> Callable[[], Message]:
-    """`keep` of a message with these vectors decoded, which are the receiver's own in any case."""
+    """The `keep` of a message with decoded vectors, which no buffer of the transport refers to."""
     return lambda: dataclasses.replace(event.keep(), **vectors)

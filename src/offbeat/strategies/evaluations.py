@@ -1,4 +1,4 @@
-"""Evaluations that a node has asked for: which versions are being measured, and when the next is due."""
+"""Evaluations that a node has requested: which versions are being evaluated, and when the next evaluation is due."""
 
 from __future__ import annotations
 
@@ -9,32 +9,40 @@ from torch import Tensor
 from offbeat.core.actions import Action, Evaluate, Report
 from offbeat.core.events import Evaluated
 from offbeat.core.messages import Buffers
-from offbeat.core.strategy import Cadence, EverySeconds, EveryUpdates, State
+from offbeat.core.strategy import Cadence, EverySeconds, EveryUpdates
 from offbeat.records.schema import Evaluation
+from offbeat.strategies.node_state import Stateful
 
 EVALUATIONS_MAX = 8
-"""Evaluations under way at a time: each holds parameters of its own."""
+"""Most evaluations under way at a time, since each holds a copy of the parameters."""
 
 
-class Evaluations:
-    """For the rank that evaluates; where `cadence` is None, nobody does."""
+class Evaluations(Stateful):
+    """The evaluations of one rank.
+
+    rank: the rank that evaluates, for the record.
+    cadence: how often to evaluate; None: never.
+    """
+
+    _last_at: float = 0.0
+    _last_version: int = -1
+    _under_way: dict[int, tuple[float, int]]
+    """version → time of the request, samples that the version was trained on"""
 
     def __init__(self, rank: int, cadence: Cadence | None) -> None:
         self._rank = rank
         self._cadence = cadence
-        self._last_at = 0.0
-        self._last_version = -1
-        self._under_way: dict[int, tuple[float, int]] = {}
-        """version → (when it was made, samples in it)"""
+        self._under_way = {}
 
     @property
     def under_way(self) -> bool:
+        """Whether a requested evaluation has not ended yet."""
         return bool(self._under_way)
 
     def due(self, at: float, version: int) -> bool:
-        """Whether this version should be measured. Where updates are faster than that, a later one will do.
+        """Whether `version` should be evaluated now. A version that is passed over is not evaluated later.
 
-        By the clock one is measured at a time: where that takes longer than the interval, what is known stays fresh.
+        With `EverySeconds` there is one evaluation at a time, so that slow evaluations do not queue up.
         """
         if isinstance(self._cadence, EveryUpdates):
             due = version - self._last_version >= self._cadence.updates
@@ -43,16 +51,20 @@ class Evaluations:
         return due and not self._under_way
 
     def has_new(self, version: int) -> bool:
-        """Whether there is anything to measure, due or not: not what was measured last."""
+        """Whether this rank evaluates at all, and `version` is not the one that it evaluated last."""
         return self._cadence is not None and version != self._last_version
 
     def begin(self, at: float, version: int, samples: int, values: tuple[Tensor, Buffers]) -> Iterator[Action]:
-        """Measure these values, which nobody changes any more."""
+        """Evaluate parameters and buffers, which must not be changed afterwards.
+
+        samples: samples that `version` was trained on, for the record.
+        """
         self._last_at, self._last_version = at, version
         self._under_way[version] = (at, samples)
         yield Evaluate(*values, version)
 
     def report(self, event: Evaluated) -> Iterator[Action]:
+        """The record of an evaluation that has ended, at the time of its request."""
         at, samples = self._under_way.pop(event.version)
         yield Report(
             Evaluation(
@@ -67,18 +79,7 @@ class Evaluations:
         )
 
     def reset(self) -> None:
-        """A process that goes on from a checkpoint gets no answer to what the one before it asked; it may ask again."""
+        """Discard requests of the process that wrote the checkpoint; the same version may be requested again."""
         if self._under_way:
             self._last_version = -1
         self._under_way = {}
-
-    def state(self) -> State:
-        return {
-            "last_at": self._last_at,
-            "last_version": self._last_version,
-            "under_way": {str(version): list(made) for version, made in self._under_way.items()},
-        }
-
-    def restore(self, state: State) -> None:
-        self._last_at, self._last_version = state["last_at"], state["last_version"]
-        self._under_way = {int(version): (at, samples) for version, (at, samples) in state["under_way"].items()}

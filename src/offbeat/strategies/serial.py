@@ -1,16 +1,16 @@
-"""Serial training: the plain loop that everything else is measured against, and the same with stale gradients.
+"""Serial training: the plain loop that everything else is compared with, and the same with stale gradients.
 
-    name               gradient at                               update
-    serial             the newest parameters                     after every gradient
-    artificial-delay   one of the last D iterates, by chance     of the newest, after every gradient, by AMSGrad
+    name               gradient at                             update, after every gradient
+    serial             the newest parameters                   of the newest parameters
+    artificial-delay   one of the last D iterates, at random   of the newest parameters, by AMSGrad
 
 One process, the first worker of the cluster, does everything; nothing is sent.
 
     step    draw one of the kept iterates → compute its gradient → update the newest, and keep the result
     stop    after enough samples or seconds: evaluate the result → Finish
 
-Invariants: an iterate is a tensor that is never changed after it was made, so it is kept, differentiated at, evaluated
-and saved without a copy. Data positions are used in order; a gradient that is not finite is dropped with its samples.
+Invariants: the tensor of an iterate is never changed, so it is kept, differentiated at, evaluated and saved without a
+copy. Data positions are used in order; a gradient that is not finite is dropped with its samples.
 A node restored from a checkpoint repeats the step that was under way, at the same iterate.
 Papers: Robbins and Monro, 1951; Xu et al., 2020, arXiv:2002.09095 (delay).
 """
@@ -25,21 +25,22 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from offbeat.core import randomness
-from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Report, Samples, Seconds, SetTimer
+from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Samples
 from offbeat.core.events import Evaluated, Event, GradientReady, Leave, Started, StepReady, TimerFired
 from offbeat.core.memory_pool import Pool
-from offbeat.core.optimizers import AMSGrad, Optimizer
+from offbeat.core.messages import Buffers
+from offbeat.core.optimizers import AMSGrad, Optimizer, Stepper
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext, State, Strategy
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.errors import ConfigurationError
-from offbeat.records.schema import Contribution, Dropped, Reason, Update
-from offbeat.strategies.evaluations import Evaluations
+from offbeat.records.schema import Contribution, Reason
+from offbeat.strategies.training_node import TrainingNode, dropped
 
 
 @dataclass(frozen=True)
 class Serial(Strategy, name="serial"):
-    """One process, one batch after the other, however many workers others have. Nothing is sent or compressed."""
+    """One process that trains one batch after the other, whatever the number of workers. Nothing is sent."""
 
     summary: ClassVar[str] = "one process and one batch after the other: what a single machine does by itself"
     paper: ClassVar[str] = "Robbins and Monro, 1951 (stochastic approximation)"
@@ -50,7 +51,7 @@ class Serial(Strategy, name="serial"):
     microbatch: int = 16
     """samples per forward and backward call"""
     optimizer: Optimizer | None = None
-    """how it updates; none: the one that suits the workload"""
+    """how the parameters are updated; none: the one that suits the workload"""
     nonfinite_max: int = 5
     """gradients in a row that may be NaN or infinite before the run fails"""
 
@@ -84,7 +85,7 @@ class Serial(Strategy, name="serial"):
 
     @property
     def iterates(self) -> int:
-        """How many of the newest parameters are kept, one of which is differentiated at."""
+        """How many of the newest iterates are kept; gradients are computed at one of them."""
         return 1
 
     def node(self, context: NodeContext) -> Node:
@@ -97,15 +98,15 @@ class Serial(Strategy, name="serial"):
 
 @dataclass(frozen=True)
 class ArtificialDelay(Serial, name="artificial-delay"):
-    """Serial training whose gradients are stale on purpose, to study what staleness costs by itself.
+    """Serial training whose gradients are stale on purpose, to study the cost of staleness by itself.
 
-    The last D iterates are kept. Each step draws one of them, all with the same chance, from a random stream of its
-    own, takes the gradient there, and applies it to the newest. So delays are uniform on 0 .. D − 1, and fewer while
-    there are fewer iterates; D = 1 is `serial`, bit for bit. Buffers, such as the statistics of batch norm, belong to
-    the newest model and are not delayed. Memory and checkpoints hold D times the parameters.
+    The last D iterates are kept. Each step draws one of them uniformly at random, computes the gradient there, and
+    applies it to the newest. So delays are uniform on 0 .. D − 1, or less while there are fewer iterates; D = 1 is
+    `serial`, bit for bit. Buffers, such as the statistics of batch norm, belong to the newest iterate and are not
+    delayed. Memory and checkpoints hold D times the parameters.
     """
 
-    summary: ClassVar[str] = "serial AMSGrad, its gradients taken up to D − 1 updates ago by chance: a study of delay"
+    summary: ClassVar[str] = "serial AMSGrad with gradients 0 to D − 1 updates old, at random: a study of delay"
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM's study of delay)"
     figure_style: ClassVar[int | None] = 16
 
@@ -132,31 +133,26 @@ class ArtificialDelay(Serial, name="artificial-delay"):
         return super().with_default_optimizer(AMSGrad.like(optimizer))
 
 
-Computed = GradientReady | StepReady
+class SerialNode(TrainingNode):
+    _buffers: Buffers
+    _optimizer: Stepper | None = None
+    _delay: int = 0
+    """Updates between the newest iterate and the one that the step under way is computed at."""
+    _draw: int = 0
+    _computing: bool = False
+    _nonfinite_in_a_row: int = 0
+    _stopping: bool = False
 
-
-class SerialNode(Node):
     def __init__(self, config: Serial, context: NodeContext) -> None:
-        self._config, self._setup, self._rank = config, context, context.rank
+        super().__init__(context)
+        self._config = config
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
-        optimizer = config.optimizer
-        self._stepper = None if optimizer is None else optimizer.build(self._parameters, context.layout)
+        if config.optimizer is not None:
+            self._optimizer = config.optimizer.build(self._parameters, context.layout)
         self._copies = Pool()
-        self._iterates: deque[Tensor] = deque([context.parameters], maxlen=config.iterates)
+        self._iterates = deque([context.parameters], maxlen=config.iterates)
         """The newest is the last."""
-        self._delay = 0
-        """Of the step that is under way: how many updates before the newest its gradient is taken."""
-        self._evaluations = Evaluations(context.rank, context.evaluate)
-        self._version = 0
-        self._samples = 0
-        self._draw = 0
-        self._began_at: float | None = None
-        self._computing = False
-        self._nonfinite_in_a_row = 0
-        self._stopping = False
-        self._failure: str | None = None
-        self._finished = False
 
     # Events
 
@@ -171,49 +167,44 @@ class SerialNode(Node):
             case Evaluated():
                 return self._evaluated(event)
             case Started():
-                return self._start(event.at) if self._began_at is None else self._resume(event.at)
+                return self._resume(event.at) if self._started else self._start(event.at)
             case _:
                 return ()
 
     def _start(self, at: float) -> Iterator[Action]:
-        self._began_at = at
-        yield from self._set_timer(at)
+        self._started, self._began_at = True, at
+        yield from self._set_until_timer(at)
         yield from self._evaluate(at)
         yield from self._step()
 
     def _resume(self, at: float) -> Iterator[Action]:
-        """Go on from a checkpoint, in a process that has nothing under way."""
+        """Continue from a checkpoint, in a process that has nothing under way."""
         self._evaluations.reset()
         self._computing = False
         if self._stopping:
-            yield from self._evaluate(at)  # the result, if the process before died while it was measured
-            yield from self._finish_if_done()
+            yield from self._evaluate(at)  # the result, if the process ended during its evaluation
+            yield from self._finish_if_done(at)
             return
-        yield from self._set_timer(at)
+        yield from self._set_until_timer(at)
         yield from self._compute()
-
-    def _set_timer(self, at: float) -> Iterator[Action]:
-        if isinstance(self._setup.until, Seconds):
-            assert self._began_at is not None
-            yield SetTimer("until", max(0.0, self._began_at + self._setup.until.seconds - at))
 
     # Train
 
     def _step(self) -> Iterator[Action]:
-        self._delay = int(self._setup.random.integers(len(self._iterates)))
+        self._delay = int(self._context.random.integers(len(self._iterates)))
         yield from self._compute()
 
     def _compute(self) -> Iterator[Action]:
         self._computing = True
-        budget, microbatch = Samples(self._config.batch), self._config.microbatch
-        at = self._iterates[-1 - self._delay]
-        yield Compute(at, self._buffers, self._version - self._delay, self._draw, budget, microbatch)
+        iterate, version = self._iterates[-1 - self._delay], self._version - self._delay
+        budget = Samples(self._config.batch)
+        yield Compute(iterate, self._buffers, version, self._draw, budget, self._config.microbatch)
 
-    def _computed(self, event: Computed) -> Iterator[Action]:
+    def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
         self._computing = False
         if self._stopping:
             yield from self._drop(event, "stopped")
-            yield from self._finish_if_done()
+            yield from self._finish_if_done(event.at)
             return
         self._draw = event.draws[1]
         if event.finite and event.samples:
@@ -232,59 +223,27 @@ class SerialNode(Node):
         else:
             yield from self._step()
 
-    def _update(self, event: Computed) -> Iterator[Action]:
+    def _update(self, event: GradientReady | StepReady) -> Iterator[Action]:
         rate = self._apply(event)
         self._iterates.append(self._copies.copy(self._parameters))
         self._buffers = tuple(buffer.clone() for buffer in event.buffers)
-        self._version += 1
-        self._samples += event.samples
-        yield Report(
-            Update(
-                at=event.at,
-                rank=self._rank,
-                version=self._version,
-                messages=1,
-                samples=event.samples,
-                samples_total=self._samples,
-                learning_rate=rate,
-                contributions=(Contribution(self._rank, *event.draws, self._delay),),
-            )
-        )
-        if self._evaluations.due(event.at, self._version):
-            yield from self._evaluate(event.at)
+        contribution = Contribution(self._context.rank, *event.draws, self._delay)
+        yield from self._updated(event.at, 1, rate, [contribution])
 
-    def _apply(self, event: Computed) -> float:
-        """Change the newest parameters; the learning rate, where there is one here."""
+    def _apply(self, event: GradientReady | StepReady) -> float:
+        """Change the newest parameters, and return the learning rate; 0 if the user steps an optimizer."""
         if isinstance(event, StepReady):
             self._parameters.add_(event.delta)
             return 0.0
-        if self._stepper is None:
+        if self._optimizer is None:
             raise ConfigurationError(
                 f"{self._config.name} has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)"
             )
-        return self._stepper.step(event.gradient.div_(event.samples), self._samples)
+        return self._optimizer.step(event.gradient.div_(event.samples), self._samples)
 
-    def _drop(self, event: Computed, reason: Reason) -> Iterator[Action]:
-        first, stop = event.draws
-        if stop > first:
-            staleness = self._version - event.version
-            yield Report(
-                Dropped(at=event.at, rank=self._rank, first=first, stop=stop, staleness=staleness, reason=reason)
-            )
-
-    def _has_enough(self) -> bool:
-        until = self._setup.until
-        samples_max = until.count if isinstance(until, Samples) else getattr(until, "samples_max", None)
-        return samples_max is not None and self._samples >= samples_max
-
-    def _evaluate(self, at: float) -> Iterator[Action]:
-        if self._evaluations.has_new(self._version):
-            values = self._iterates[-1], self._buffers
-            yield from self._evaluations.begin(at, self._version, self._samples, values)
-
-    def _evaluated(self, event: Evaluated) -> Iterator[Action]:
-        yield from self._evaluations.report(event)
-        yield from self._finish_if_done()
+    def _drop(self, event: GradientReady | StepReady, reason: Reason) -> Iterator[Action]:
+        if event.draws[1] > event.draws[0]:
+            yield dropped(event.at, self._context.rank, event.draws, self._version - event.version, reason)
 
     # Stop
 
@@ -296,12 +255,15 @@ class SerialNode(Node):
         if self._computing:
             yield Cancel()
         yield from self._evaluate(at)
-        yield from self._finish_if_done()
+        yield from self._finish_if_done(at)
 
-    def _finish_if_done(self) -> Iterator[Action]:
+    def _finish_if_done(self, at: float) -> Iterator[Action]:
         if self._stopping and not self._computing and not self._evaluations.under_way:
             self._finished = True
-            yield Finish(self._iterates[-1], self._buffers, self._version, self._failure)
+            yield Finish(*self._result(), self._version, self._failure)
+
+    def _result(self) -> tuple[Tensor, Buffers]:
+        return self._iterates[-1], self._buffers
 
     def replica(self) -> Tensor:
         return self._iterates[-1]
@@ -310,37 +272,14 @@ class SerialNode(Node):
 
     def state(self) -> State:
         return {
-            "iterates": list(self._iterates),  # which nobody changes, so they need not be copied
-            "buffers": list(self._buffers),
-            "optimizer": None if self._stepper is None else self._stepper.state(),
-            "random": randomness.state_of(self._setup.random),
-            "evaluations": self._evaluations.state(),
-            "plain": {name: getattr(self, f"_{name}") for name in _PLAIN},
+            **super().state(),
+            "iterates": list(self._iterates),  # not copied, since their tensors are never changed
+            "random": randomness.state_of(self._context.random),
         }
 
     def restore(self, state: State) -> None:
+        super().restore(state)
         self._iterates.clear()
         self._iterates.extend(state["iterates"])
         self._parameters.copy_(self._iterates[-1])
-        self._buffers = tuple(state["buffers"])
-        if self._stepper is not None:
-            self._stepper.restore(state["optimizer"])
-        randomness.restore(self._setup.random, state["random"])
-        self._evaluations.restore(state["evaluations"])
-        for name in _PLAIN:
-            setattr(self, f"_{name}", state["plain"][name])
-
-
-_PLAIN = (
-    "delay",
-    "version",
-    "samples",
-    "draw",
-    "began_at",
-    "computing",
-    "nonfinite_in_a_row",
-    "stopping",
-    "failure",
-    "finished",
-)
-"""Fields of the state that are plain values."""
+        randomness.restore(self._context.random, state["random"])

@@ -1,7 +1,7 @@
-"""A rank that computes for a hub: it begins when the hub welcomes it, and ends when the hub says so.
+"""The node of a rank that computes for a hub: it begins when the hub welcomes it, and ends when the hub sends Stop.
 
-When the link to the hub breaks it forgets what it was doing: whatever the hub has not received is computed again after
-the next welcome, from the position that the hub hands out. A hub that is not there is waited for, but not for ever.
+When the link to the hub breaks, the worker cancels its round. Samples that the hub has not received are computed again
+after the next welcome, from the position that the hub sends. The worker waits patience_seconds for the hub, then fails.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from offbeat.core.actions import Action, Budget, Cancel, ClearTimer, Finish, Samples, Seconds, Send, SetTimer
@@ -28,30 +27,37 @@ from offbeat.core.events import (
 )
 from offbeat.core.messages import Buffers, Stop, Stopped
 from offbeat.core.sample_ledger import Range, SampleLedger
-from offbeat.core.strategy import Node, NodeContext, State
+from offbeat.core.strategy import Node, NodeContext
+from offbeat.strategies.node_state import Stateful
 from offbeat.strategies.server_node import HUB
 
 
-class WorkerNode(Node):
+class WorkerNode(Stateful, Node):
     """What the workers of all families with a hub share."""
 
-    def __init__(self, context: NodeContext, patience_seconds: float) -> None:
-        self._setup = context
-        self._patience_seconds = patience_seconds
-        self._stop: Stop | None = None
-        self._leaving = False
-        self._draw = 0
-        self._done = SampleLedger()
-        self._computing = False
-        self._discard = False
-        self._in_flight = 0
-        self._samples = 0
+    _stop: Stop | None = None
+    _leaving: bool = False
+    """Whether it ends on its own, before the hub has sent Stop."""
+    _draw: int = 0
+    _done: SampleLedger
+    """Draws that the hub had received when it sent its welcome."""
+    _computing: bool = False
+    _discard: bool = False
+    """Whether the result of the round under way is discarded."""
+    _in_flight: int = 0
+    """Messages that have not left yet."""
+    _samples: int = 0
 
-    # What a family fills in
+    def __init__(self, context: NodeContext, patience_seconds: float) -> None:
+        self._context = context
+        self._patience_seconds = patience_seconds
+        self._done = SampleLedger()
+
+    # Methods of a family
 
     @abstractmethod
-    def _received(self, event: MessageArrived) -> Iterable[Action]:
-        """A message of the hub, other than Stop."""
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
+        """Handle a message of the hub, other than Stop."""
 
     @abstractmethod
     def _compute(self) -> Iterator[Action]:
@@ -59,15 +65,15 @@ class WorkerNode(Node):
 
     @abstractmethod
     def _computed(self, event: GradientReady | StepReady) -> Iterable[Action]:
-        """A round has ended that counts."""
+        """Handle the result of a round that was not discarded."""
 
     @abstractmethod
-    def _forget_hub(self) -> None:
-        """The link to the hub is gone, and with it whatever it has told."""
+    def _reset_hub(self) -> None:
+        """Discard what the hub has sent: the link to it is lost."""
 
     @abstractmethod
     def _newest(self) -> tuple[Tensor, Buffers, int]:
-        """What to end with where the hub has not said: parameters, buffers, and their version."""
+        """Parameters, buffers and version to finish with if the hub has not sent Stop."""
 
     # Events
 
@@ -78,7 +84,7 @@ class WorkerNode(Node):
             case MessageArrived(message=Stop()):
                 return self._stopping(cast(Stop, event.keep()))
             case MessageArrived():
-                return self._received(event)
+                return self._message_arrived(event)
             case Sent():
                 self._in_flight = max(0, self._in_flight - 1)
                 return self._compute()
@@ -91,8 +97,8 @@ class WorkerNode(Node):
             case Started():
                 return [SetTimer("hub", self._patience_seconds)]
             case TimerFired(name="hub"):
-                waited = f"worker {self._setup.rank} waited {self._patience_seconds:g} s for the hub in vain"
-                return [self._finish(waited)]
+                waited = f"worker {self._context.rank} had no link to the hub for {self._patience_seconds:g} s"
+                return [self._finish(f"{waited} (patience_seconds); check that rank 0 runs, or raise patience_seconds")]
             case _:
                 return ()
 
@@ -100,13 +106,13 @@ class WorkerNode(Node):
     def _ending(self) -> bool:
         return self._stop is not None or self._leaving
 
-    def _go_on_at(self, draw: int, done: tuple[Range, ...]) -> Iterator[Action]:
-        """Take the position that the hub hands out; a round that is under way counts for nothing."""
+    def _set_position(self, draw: int, done: tuple[Range, ...]) -> Iterator[Action]:
+        """Continue at the position that the hub has sent; the result of a round under way is discarded."""
         self._draw, self._done = draw, SampleLedger(done)
         yield from self._abandon()
 
-    def _room_for(self, budget: Budget) -> Budget:
-        """The budget of the next round, which begins at the next draw that the hub does not have."""
+    def _next_budget(self, budget: Budget) -> Budget:
+        """Move to the next draw that the hub does not have, and limit the budget to the gap that begins there."""
         self._draw, room = self._done.room_from(self._draw)
         return _within(budget, room)
 
@@ -120,7 +126,7 @@ class WorkerNode(Node):
         self._samples += event.samples
         if self._ending:
             if not self._discard:
-                self._draw = event.draws[1]  # computed in vain, and accounted for
+                self._draw = event.draws[1]  # these are in no update, and Stopped accounts for them
             yield from self._stopped()
         elif self._discard:
             self._discard = False
@@ -131,7 +137,7 @@ class WorkerNode(Node):
 
     def _hub_lost(self) -> Iterator[Action]:
         self._in_flight = 0
-        self._forget_hub()
+        self._reset_hub()
         yield from self._abandon()
         yield SetTimer("hub", self._patience_seconds)
 
@@ -143,7 +149,7 @@ class WorkerNode(Node):
             yield from self._end()
 
     def _leave(self) -> Iterator[Action]:
-        """Say goodbye unasked; what is being computed is left undone."""
+        """End before the hub has sent Stop; a round under way is canceled."""
         if not self._ending:
             self._leaving = True
             yield from self._end()
@@ -163,48 +169,13 @@ class WorkerNode(Node):
             return Finish(self._stop.parameters, self._stop.buffers, self._stop.version, failure)
         return Finish(*self._newest(), failure)
 
-    # State
-
-    def state(self) -> State:
-        return {
-            "stop": None if self._stop is None else pack(self._stop.parameters, self._stop.buffers, self._stop.version),
-            "leaving": self._leaving,
-            "draw": self._draw,
-            "done": self._done.ranges,
-            "computing": self._computing,
-            "discard": self._discard,
-            "in_flight": self._in_flight,
-            "samples": self._samples,
-        }
-
-    def restore(self, state: State) -> None:
-        stop = state["stop"]
-        if stop is not None:
-            self._stop = Stop(stop["parameters"], tuple(stop["buffers"]), stop["version"])
-        self._leaving = state["leaving"]
-        self._draw = state["draw"]
-        self._done = SampleLedger(tuple(r) for r in state["done"])
-        self._computing = state["computing"]
-        self._discard = state["discard"]
-        self._in_flight = state["in_flight"]
-        self._samples = state["samples"]
-
-
-def pack(parameters: Tensor, buffers: Buffers, version: int) -> State:
-    """Values as a state, in tensors of their own."""
-    return {
-        "parameters": parameters.detach().clone(memory_format=torch.contiguous_format),
-        "buffers": [buffer.clone() for buffer in buffers],
-        "version": version,
-    }
-
 
 def _within(budget: Budget, room: int | None) -> Budget:
-    """The budget, but never into data that the hub has already."""
+    """The budget, limited to `room` samples; None: no limit."""
     if room is None:
         return budget
     if isinstance(budget, Samples):
-        alone = room - budget.count == 1  # a single sample left for later is one that batch norm cannot take
-        return Samples(room if alone else min(budget.count, room))
+        leaves_one = room - budget.count == 1  # batch normalization fails on a batch of a single sample
+        return Samples(room if leaves_one else min(budget.count, room))
     assert isinstance(budget, Seconds)
     return Seconds(budget.seconds, samples_max=min(budget.samples_max or room, room))

@@ -1,7 +1,7 @@
-"""The axes of the hub family: what a worker computes, and when the hub updates.
+"""The parts of parameter-server strategies: how much a worker computes per message, and when the hub updates.
 
-Compute: `Samples(n)` and `Seconds(t, samples_max)` are what a worker is told; `Share(n)` and `TargetBatch(n)`
-tell the hub how to choose them. Collect: `AllWorkers`, `Messages`, `Every`, `Distinct`.
+Compute: `Samples(n)` and `Seconds(t, samples_max)` are sent to workers as they are; with `Share(n)` and
+`TargetBatch(n)` the hub chooses them. Collect: `AllWorkers`, `Messages`, `Every`, `Distinct`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 
 from offbeat.core.actions import Budget, Samples
 from offbeat.core.optimizers import Optimizer
-from offbeat.core.validation import require_not_negative, require_positive
+from offbeat.core.validation import check_types, require_not_negative, require_positive
 from offbeat.strategies.server_node import ServerStrategy
 
 
 @dataclass(frozen=True)
 class Share:
-    """So many samples per update over all workers, split among them as evenly as it goes."""
+    """A number of samples per update over all workers, split among them as evenly as possible."""
 
     samples: int
+    """samples per update over all workers"""
 
     def __post_init__(self) -> None:
         require_positive(self, "samples")
@@ -28,14 +29,17 @@ class Share:
 
 @dataclass(frozen=True)
 class TargetBatch:
-    """A time limit, steered so that all workers together compute so many samples per update.
+    """A time limit, adjusted so that all workers together compute a number of samples per update.
 
-    The first round is a fixed one of `first` samples each, which shows how fast the workers are.
+    The first round has a fixed number of samples, which shows how fast the workers are.
     """
 
     samples: int
+    """samples per update over all workers"""
     first: int
+    """samples per worker in the first round"""
     samples_max: int
+    """samples per worker and update at the most"""
 
     def __post_init__(self) -> None:
         require_positive(self, "samples", "first", "samples_max")
@@ -43,33 +47,34 @@ class TargetBatch:
 
 @dataclass(frozen=True)
 class CollectStatus:
-    """What the hub knows when it asks whether to update."""
+    """What a `Collect` decides by."""
 
     live: int
-    """Workers that are there."""
+    """Workers that are connected."""
     reported: int
-    """Live workers that have reported since the last update."""
+    """Connected workers from which a message has arrived since the last update."""
     messages: int
-    """Messages since the last update, whoever sent them."""
+    """Messages since the last update, from all workers."""
 
 
 class Collect(ABC):
     """When the hub updates."""
 
     in_rank_order = False
-    """Whether an update sums in the order of ranks, so that it does not depend on who was first."""
+    """Whether an update sums in the order of ranks, so that it does not depend on the order of arrival."""
     current_only = False
     """Whether gradients of older versions are dropped as late."""
     synchronous = False
-    """Whether workers that wait never have a gradient of an older version applied."""
+    """Whether all applied gradients are of the newest version, provided that workers wait."""
 
     @abstractmethod
-    def ready(self, status: CollectStatus) -> bool: ...
+    def ready(self, status: CollectStatus) -> bool:
+        """Whether to update now. Called when a message has arrived or a worker was lost."""
 
 
 @dataclass(frozen=True)
 class AllWorkers(Collect):
-    """When every live worker has reported."""
+    """Update when a message of every connected worker has arrived."""
 
     in_rank_order = True
     synchronous = True
@@ -80,9 +85,10 @@ class AllWorkers(Collect):
 
 @dataclass(frozen=True)
 class Messages(Collect):
-    """When so many messages have arrived, several of one worker allowed; None: as many as there are workers."""
+    """Update when a number of messages have arrived, from whichever workers."""
 
     count: int | None = None
+    """messages per update; none: as many as there are workers"""
 
     def __post_init__(self) -> None:
         require_positive(self, "count")
@@ -93,9 +99,10 @@ class Messages(Collect):
 
 @dataclass(frozen=True)
 class Distinct(Collect):
-    """When so many different workers have reported on this version; whoever comes later is dropped."""
+    """Update when messages of a number of different workers have arrived; later ones of that version are dropped."""
 
     count: int
+    """workers whose messages make an update"""
 
     in_rank_order = True
     current_only = True
@@ -110,9 +117,10 @@ class Distinct(Collect):
 
 @dataclass(frozen=True)
 class Every(Collect):
-    """Every so many seconds, if at least one message is there. A timer: nothing stretches the period."""
+    """Update at fixed times, if at least one message has arrived; updates that take long do not stretch the period."""
 
     seconds: float
+    """seconds between updates"""
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds")
@@ -123,14 +131,14 @@ class Every(Collect):
 
 @dataclass(frozen=True)
 class HubSettings(ServerStrategy):
-    """The fields of `Hub`: all that its nodes read."""
+    """The fields of `Hub`, which its nodes read."""
 
     compute: Budget | Share | TargetBatch = Samples(256)
     """how much each worker computes per message"""
     collect: Collect = AllWorkers()
     """when the hub updates"""
     waits: bool = True
-    """Whether a worker waits for an answer before it computes again."""
+    """whether a worker waits for new parameters before it computes again"""
     optimizer: Optimizer | None = None
     """how the hub updates; none: the one that suits the workload"""
     microbatch: int = 16
@@ -144,18 +152,19 @@ class HubSettings(ServerStrategy):
     nonfinite_max: int = 5
     """gradients in a row from one worker that may be NaN or infinite before the run fails"""
     patience_seconds: float = 60.0
-    """seconds that hub and workers wait for each other before they give up"""
+    """seconds that hub and workers wait for each other before the run fails"""
     checkpoint_interval_seconds: float | None = None
-    """Where given, a lost worker sends everybody back to the last checkpoint; None: the others go on without it."""
+    """seconds between checkpoints that a lost worker resets all to; none: the others continue without it"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
         require_positive(self, "checkpoint_interval_seconds")
         require_not_negative(self, "staleness_max", "damping")
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
-        return {}  # the parts are what is tested
+        return {}  # its parts are what a test chooses
 
     @property
     def staleness_bound(self) -> int | None:

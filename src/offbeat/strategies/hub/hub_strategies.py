@@ -1,5 +1,15 @@
-"""One hub and its workers, composed: what a worker computes × when the hub updates × whether the worker waits
-× optimizer. Every algorithm of the family is a choice along these axes; `named.py` has the choices with a name.
+"""The parameter-server algorithms: each is a choice of parts of `Hub`, with flat fields of its own.
+
+name           worker computes             hub updates                                  worker afterwards
+fmb            `batch` samples             when all workers have sent                   waits
+amb            until a time limit          when all workers have sent                   waits
+async-fmb      `batch` samples             when `messages` have arrived                 continues
+async-timed    until a time limit          every `hub_seconds`                          continues
+apam           `batch` samples             on each gradient, by AMSGrad                 waits for the answer to its own
+sync-amsgrad   its share of `batch`        when all workers have sent, by AMSGrad       waits
+k-of-n         `batch` samples             when the first k workers have sent           waits
+restart        `batch` samples             when all workers have sent; a loss resets    waits
+                                           all to a checkpoint
 """
 
 from __future__ import annotations
@@ -19,53 +29,31 @@ from offbeat.strategies.hub.hub_parts import AllWorkers, Distinct, Every, HubSet
 from offbeat.strategies.hub.hub_server import HubServer
 from offbeat.strategies.hub.hub_worker import HubWorker
 from offbeat.strategies.hub.restart_server import RestartServer
-from offbeat.strategies.server_node import HUB, ServerStrategy
+from offbeat.strategies.server_node import HUB, ServerStrategy, shared_fields
+from offbeat.strategies.training_node import NO_OPTIMIZER
 
 
 @dataclass(frozen=True)
 class Hub(HubSettings):
-    """Rank 0 is the hub, all other ranks compute."""
+    """A parameter server composed from parts. Rank 0 is the hub, all other ranks compute."""
 
     summary: ClassVar[str] = "one hub and its workers, composed from parts"
 
     def node(self, context: NodeContext) -> Node:
         if context.rank != HUB:
-            return HubWorker(
-                context,
-                microbatch=self.microbatch,
-                waits=self.waits,
-                in_flight_max=self.in_flight_max,
-                patience_seconds=self.patience_seconds,
-            )
-        require(
-            self.optimizer is not None,
-            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
-        )
+            return HubWorker(self, context)
+        require(self.optimizer is not None, NO_OPTIMIZER)
         return HubServer(self, context) if self.checkpoint_interval_seconds is None else RestartServer(self, context)
-
-
-# The hub algorithms by name: thin frozen dataclasses with flat fields, each a choice of `Hub` parts.
-#
-# name           worker computes                 hub updates                          worker afterwards
-# fmb            `batch` samples                 when all live workers reported       waits
-# amb            until a time limit              when all live workers reported       waits
-# async-fmb      `batch` samples                 when `messages` have arrived         goes on
-# async-timed    until a time limit              every `hub_seconds`                  goes on
-# apam           `batch` samples                 on each gradient, by AMSGrad         waits for its own answer
-# sync-amsgrad   its share of `batch`            when all reported, by AMSGrad        waits
-# k-of-n         `batch` samples                 when the first k have reported       waits
-# restart        `batch` samples                 when all have reported; if one is    waits
-#                                                lost, all go back to a checkpoint
 
 
 USUAL_PERIOD_SECONDS = 2.0
 USUAL_SAMPLES = 512 / 5.65
-"""What a worker computes in that period at the speed that published studies of stragglers measured."""
+"""Samples that a worker computes in that period at the speed that published studies of stragglers measured."""
 
 
 @dataclass(frozen=True)
 class HubStrategy(ServerStrategy):
-    """What all of them share. `hub` builds the composition for a number of workers."""
+    """A parameter-server algorithm by name."""
 
     microbatch: int = 16
     """samples per forward and backward call"""
@@ -74,21 +62,21 @@ class HubStrategy(ServerStrategy):
     nonfinite_max: int = 5
     """gradients in a row from one worker that may be NaN or infinite before the run fails"""
     patience_seconds: float = 60.0
-    """seconds that hub and workers wait for each other before they give up"""
+    """seconds that hub and workers wait for each other before the run fails"""
 
     @abstractmethod
-    def hub(self, workers: int) -> Hub: ...
+    def hub(self, workers: int) -> Hub:
+        """The composition of parts for a number of workers."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        if hasattr(self, "batch"):  # named here, since the parts call it by another name
+        if hasattr(self, "batch"):  # checked here, since the parts have it under another name
             require_positive(self, "batch")
-        self.hub(workers=1)  # whatever its parts refuse is refused here
+        self.hub(workers=1)  # raises what its parts raise
 
-    def composed(self, **parts: object) -> Hub:
-        """A composition of these parts and of the fields that all share."""
-        shared = {item.name: getattr(self, item.name) for item in dataclasses.fields(HubStrategy)}
-        return Hub(**shared, **parts)  # type: ignore[arg-type]
+    def composed(self, **parts: Any) -> Hub:
+        """A composition of these parts, and of the fields that `Hub` has under the same name."""
+        return Hub(**shared_fields(self, Hub), **parts)
 
     @property
     def staleness_bound(self) -> int | None:
@@ -100,7 +88,7 @@ class HubStrategy(ServerStrategy):
 
 @dataclass(frozen=True)
 class AsynchronousHubStrategy(HubStrategy):
-    """What those share whose gradients can be stale."""
+    """An algorithm whose gradients can be stale."""
 
     staleness_max: int | None = None
     """updates; gradients staler than this are dropped and counted"""
@@ -109,17 +97,12 @@ class AsynchronousHubStrategy(HubStrategy):
     in_flight_max: int = 2
     """messages a worker may have on the way before it waits for its link"""
 
-    def composed(self, **parts: object) -> Hub:
-        return super().composed(
-            staleness_max=self.staleness_max, damping=self.damping, in_flight_max=self.in_flight_max, **parts
-        )
-
 
 @dataclass(frozen=True)
 class FixedMinibatch(HubStrategy, name="fmb"):
-    """Fixed mini-batch: everybody computes the same number of samples, and waits for the slowest."""
+    """Fixed mini-batch: all workers compute the same number of samples, and wait for the slowest."""
 
-    summary: ClassVar[str] = "synchronous, a fixed batch per worker; the slowest sets the pace (the baseline)"
+    summary: ClassVar[str] = "synchronous, a fixed batch per worker; all wait for the slowest (the baseline)"
     paper: ClassVar[str] = "Dekel et al., JMLR 2012 (distributed mini-batches)"
     figure_style: ClassVar[int | None] = 0
 
@@ -132,16 +115,16 @@ class FixedMinibatch(HubStrategy, name="fmb"):
 
 @dataclass(frozen=True)
 class AnytimeMinibatch(HubStrategy, name="amb"):
-    """Anytime mini-batch: everybody computes for the same time, and reports as much as it got done."""
+    """Anytime mini-batch: all workers compute for the same time; each sends what it has computed by then."""
 
-    summary: ClassVar[str] = "synchronous, a time limit per worker; slow ones contribute less, nobody waits long"
+    summary: ClassVar[str] = "synchronous, a time limit per worker; slow workers contribute less, none waits long"
     paper: ClassVar[str] = "Ferdinand et al., ICLR 2019"
     figure_style: ClassVar[int | None] = 1
 
     batch: int = 256
-    """samples per update and worker that the time limit is steered to, where seconds is none"""
+    """samples per update and worker that the time limit is adjusted to, where seconds is none"""
     seconds: float | None = None
-    """seconds each worker computes per update; none: steered towards the batch"""
+    """seconds each worker computes per update; none: adjusted to the batch"""
     samples_max: int | None = None
     """samples a worker computes at the most per update; none: 4 × batch"""
 
@@ -156,7 +139,7 @@ class AnytimeMinibatch(HubStrategy, name="amb"):
 
 @dataclass(frozen=True)
 class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
-    """K-batch asynchronous: nobody waits; the hub updates whenever so many messages have arrived."""
+    """K-batch asynchronous: workers do not wait; the hub updates when K messages have arrived."""
 
     summary: ClassVar[str] = "asynchronous, a fixed batch per message; the hub updates on every K-th message"
     paper: ClassVar[str] = "Dutta et al., AISTATS 2018 (K-batch async SGD)"
@@ -173,9 +156,9 @@ class AsyncFixed(AsynchronousHubStrategy, name="async-fmb"):
 
 @dataclass(frozen=True)
 class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
-    """AMB with delayed gradients: workers report by the clock, the hub updates by the clock, nobody waits."""
+    """AMB with delayed gradients: workers send and the hub updates at fixed intervals; workers do not wait."""
 
-    summary: ClassVar[str] = "asynchronous, workers and hub each run by a clock of their own"
+    summary: ClassVar[str] = "asynchronous, workers and hub each have a fixed interval of their own"
     paper: ClassVar[str] = "Al-Lawati, Adikari, Draper, IEEE JSAIT 2021 (AMB-DG)"
     figure_style: ClassVar[int | None] = 2
 
@@ -200,7 +183,7 @@ class AsyncTimed(AsynchronousHubStrategy, name="async-timed"):
 
 @dataclass(frozen=True)
 class AsyncAdaptive(AsynchronousHubStrategy, name="apam"):
-    """APAM: the hub applies each gradient as it arrives, by AMSGrad, and answers its sender alone."""
+    """APAM: the hub applies each gradient as it arrives, by AMSGrad, and sends new parameters to its sender alone."""
 
     summary: ClassVar[str] = "asynchronous AMSGrad; an update per gradient, each worker waits for its own answer only"
     paper: ClassVar[str] = "Xu et al., 2020, arXiv:2002.09095 (APAM)"
@@ -236,7 +219,7 @@ class SyncAdaptive(HubStrategy, name="sync-amsgrad"):
 
 @dataclass(frozen=True)
 class BackupWorkers(HubStrategy, name="k-of-n"):
-    """Backup workers: the hub takes the first k reports on a version, and drops those that come later."""
+    """Backup workers: the hub updates with the first k gradients of a version, and drops later ones."""
 
     summary: ClassVar[str] = "synchronous, but only the first k of n workers count; late gradients are dropped"
     paper: ClassVar[str] = "Chen et al., 2016, arXiv:1604.00981 (backup workers)"
@@ -245,7 +228,7 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
     batch: int = 256
     """samples each worker computes per update"""
     k: int | None = None
-    """workers whose reports make an update; none: 0.8 of them"""
+    """workers whose gradients make an update; none: 0.8 of them"""
 
     def hub(self, workers: int) -> Hub:
         require_positive(self, "k")
@@ -262,13 +245,13 @@ class BackupWorkers(HubStrategy, name="k-of-n"):
 
 @dataclass(frozen=True)
 class RestartFromCheckpoint(HubStrategy, name="restart"):
-    """Plain synchronous training: a lost worker stops everybody, until it is back and all begin at a checkpoint.
+    """Plain synchronous training: a lost worker halts all, until it has joined again and all restart at a checkpoint.
 
-    It waits `patience_seconds` for those who are missing, and goes on without them after that. The checkpoints meant
-    here are copies in the memory of the hub, apart from those that a live run writes to disk.
+    The hub waits `patience_seconds` for lost workers, and continues without them after that. These checkpoints are
+    copies in the memory of the hub, apart from those that a live run writes to disk.
     """
 
-    summary: ClassVar[str] = "synchronous, and a lost worker stops all: they wait for it and restart at a checkpoint"
+    summary: ClassVar[str] = "synchronous, and a lost worker halts all: they wait for it and restart at a checkpoint"
     paper: ClassVar[str] = "common practice; the baseline under failures"
     figure_style: ClassVar[int | None] = 9
 
@@ -278,10 +261,7 @@ class RestartFromCheckpoint(HubStrategy, name="restart"):
     """seconds of training between two checkpoints in memory"""
 
     def hub(self, workers: int) -> Hub:
-        every = self.checkpoint_interval_seconds
-        return self.composed(
-            compute=Samples(self.batch), collect=AllWorkers(), waits=True, checkpoint_interval_seconds=every
-        )
+        return self.composed(compute=Samples(self.batch), collect=AllWorkers(), waits=True)
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:

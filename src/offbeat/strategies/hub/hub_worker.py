@@ -1,8 +1,11 @@
-"""What hub and workers say to each other, besides Stop and Stopped.
+"""The messages of parameter-server strategies besides Stop and Stopped, and the node of a worker.
 
-hub → worker   Welcome      you have joined: the newest parameters, and where in your data to go on
-hub → worker   Parameters   newer parameters (to one that waits: compute at these)
-worker → hub   Gradient     a sum of gradients and how many samples are in it
+hub → worker   Welcome      after joining: the newest parameters, and the position in the worker's data
+hub → worker   Parameters   newer parameters; a worker that waits computes at these
+worker → hub   Gradient     a sum of gradients, and over how many samples
+
+After a round the worker sends its gradient; then it either waits for new parameters, or continues with the newest that
+it has. How it joins, loses the hub and ends is in `worker_node.py`.
 """
 
 from __future__ import annotations
@@ -14,20 +17,20 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from offbeat.core.actions import Action, Budget, Compute, Report, Seconds, Send
-from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.events import GradientReady, MessageArrived, StepReady
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.sample_ledger import Range
-from offbeat.core.strategy import NodeContext, State
+from offbeat.core.strategy import NodeContext
 from offbeat.errors import ConfigurationError
 from offbeat.records.schema import Notice
+from offbeat.strategies.hub.hub_parts import HubSettings
 from offbeat.strategies.server_node import HUB
-from offbeat.strategies.worker_node import WorkerNode, pack
+from offbeat.strategies.worker_node import WorkerNode
 
 
 @dataclass(frozen=True)
 class Parameters(Message):
-    """`budget` is how much to compute at them: the limit travels with the parameters."""
+    """Parameters, and how much to compute at them."""
 
     values: ClassVar[tuple[str, ...]] = ("parameters",)
 
@@ -39,7 +42,7 @@ class Parameters(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """As `Parameters`, and the data position: go on at `draw`, but pass over `done`, which has arrived already."""
+    """As `Parameters`, and the data position: continue at `draw`, but skip `done`, which has already arrived."""
 
     parameters: Tensor
     buffers: Buffers
@@ -51,7 +54,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Gradient(Message):
-    """`gradient` is the sum over `samples` samples, and empty where it was not finite."""
+    """`gradient` is the sum over `samples` samples; it is empty where it was not finite."""
 
     increments: ClassVar[tuple[str, ...]] = ("gradient",)
 
@@ -65,54 +68,46 @@ class Gradient(Message):
     finite: bool
 
 
-# A worker: computes gradients where the hub tells it to, and reports their sum.
-#
-# After a round it sends the gradient and then either waits for the answer or goes on with the newest parameters it has.
-# How it joins the hub, loses it and ends stands in `follower.py`.
-
-
 class HubWorker(WorkerNode):
-    def __init__(
-        self, context: NodeContext, *, microbatch: int, waits: bool, in_flight_max: int, patience_seconds: float
-    ) -> None:
-        super().__init__(context, patience_seconds)
-        self._microbatch = microbatch
-        self._waits = waits
-        self._in_flight_max = in_flight_max
-        self._told: Parameters | None = None
-        """The newest parameters."""
-        self._told_to_compute = False
-        self._warned_of_cap = False
+    _latest: Parameters | None = None
+    """The newest parameters from the hub; None without a link to it."""
+    _has_new: bool = False
+    """Whether no round has been started at `_latest`."""
+    _cap_noticed: bool = False
 
-    def _received(self, event: MessageArrived) -> Iterable[Action]:
+    def __init__(self, config: HubSettings, context: NodeContext) -> None:
+        super().__init__(context, config.patience_seconds)
+        self._config = config
+
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
         message = event.keep()
         return self._welcome(message) if isinstance(message, Welcome) else self._parameters(cast(Parameters, message))
 
     def _welcome(self, welcome: Welcome) -> Iterator[Action]:
-        if self._told is not None and welcome.version < self._told.version:
+        if self._latest is not None and welcome.version < self._latest.version:
             return  # overtaken by a later one
-        self._told = Parameters(welcome.parameters, welcome.buffers, welcome.version, welcome.budget)
-        self._told_to_compute = True
-        yield from self._go_on_at(welcome.draw, welcome.done)
+        self._latest = Parameters(welcome.parameters, welcome.buffers, welcome.version, welcome.budget)
+        self._has_new = True
+        yield from self._set_position(welcome.draw, welcome.done)
         yield from self._compute()
 
     def _parameters(self, message: Parameters) -> Iterable[Action]:
-        if self._told is None or message.version < self._told.version:
-            return ()  # overtaken on the way, or meant for the link that broke
-        self._told = message
-        self._told_to_compute = True
+        if self._latest is None or message.version < self._latest.version:
+            return ()  # overtaken by later ones, or sent over the link that broke
+        self._latest = message
+        self._has_new = True
         return self._compute()
 
     def _compute(self) -> Iterator[Action]:
-        """Start a round, if one is due: none is under way, there is something to compute at, and the link keeps up."""
-        if self._computing or self._told is None or self._ending:
+        """Start a round unless one is under way, parameters are missing, or the link does not keep up."""
+        if self._computing or self._latest is None or self._ending:
             return
-        if not self._told_to_compute if self._waits else self._in_flight >= self._in_flight_max:
+        if not self._has_new if self._config.waits else self._in_flight >= self._config.in_flight_max:
             return
-        self._computing, self._told_to_compute = True, False
-        told = self._told
-        budget = self._room_for(told.budget)
-        yield Compute(told.parameters, told.buffers, told.version, self._draw, budget, self._microbatch)
+        self._computing, self._has_new = True, False
+        latest = self._latest
+        budget = self._next_budget(latest.budget)
+        yield Compute(latest.parameters, latest.buffers, latest.version, self._draw, budget, self._config.microbatch)
 
     def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
         if isinstance(event, StepReady):
@@ -120,14 +115,13 @@ class HubWorker(WorkerNode):
                 "a hub strategy steps its own optimizer, on the hub; hand it gradients, not steps of yours"
             )
         self._in_flight += 1
-        yield Send(HUB, self._report(event))
+        yield Send(HUB, self._gradient(event))
         yield from self._cap_notice(event)
         yield from self._compute()
 
-    def _report(self, event: GradientReady) -> Gradient:
-        gradient = event.gradient if event.finite else event.gradient.new_empty(0)
+    def _gradient(self, event: GradientReady) -> Gradient:
         return Gradient(
-            gradient=gradient,
+            gradient=event.gradient if event.finite else event.gradient.new_empty(0),
             buffers=event.buffers if event.finite else (),
             samples=event.samples,
             loss=event.loss if event.finite else 0.0,
@@ -138,42 +132,22 @@ class HubWorker(WorkerNode):
         )
 
     def _cap_notice(self, event: GradientReady) -> Iterator[Action]:
-        budget = self._told.budget if self._told else None
-        if self._warned_of_cap or not isinstance(budget, Seconds) or budget.samples_max is None:
+        """Report, once, that samples_max has ended a round before its time limit."""
+        budget = self._latest.budget if self._latest else None
+        if self._cap_noticed or not isinstance(budget, Seconds) or budget.samples_max is None:
             return
         if event.samples >= budget.samples_max and event.seconds < budget.seconds:
-            self._warned_of_cap = True
+            self._cap_noticed = True
             text = (
-                f"worker {self._setup.rank} had computed samples_max = {budget.samples_max} samples "
+                f"worker {self._context.rank} had computed samples_max = {budget.samples_max} samples "
                 f"after {event.seconds:.3g} of {budget.seconds:.3g} s and stopped; raise samples_max to use the rest"
             )
-            yield Report(Notice(at=event.at, rank=self._setup.rank, text=text))
+            yield Report(Notice(at=event.at, rank=self._context.rank, text=text))
 
-    def _forget_hub(self) -> None:
-        self._told, self._told_to_compute = None, False
+    def _reset_hub(self) -> None:
+        self._latest, self._has_new = None, False
 
     def _newest(self) -> tuple[Tensor, Buffers, int]:
-        if self._told is None:
-            return self._setup.parameters, self._setup.buffers, 0
-        return self._told.parameters, self._told.buffers, self._told.version
-
-    def state(self) -> State:
-        told = None
-        if self._told is not None:
-            told = pack(self._told.parameters, self._told.buffers, self._told.version)
-            told["budget"] = to_plain(self._told.budget)
-        return {
-            **super().state(),
-            "newest": told,
-            "told_to_compute": self._told_to_compute,
-            "warned_of_cap": self._warned_of_cap,
-        }
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        told = state["newest"]
-        if told is not None:
-            budget = from_plain(Budget, told["budget"], "budget")
-            self._told = Parameters(told["parameters"], tuple(told["buffers"]), told["version"], budget)
-        self._told_to_compute = state["told_to_compute"]
-        self._warned_of_cap = state["warned_of_cap"]
+        if self._latest is None:
+            return self._context.parameters, self._context.buffers, 0
+        return self._latest.parameters, self._latest.buffers, self._latest.version

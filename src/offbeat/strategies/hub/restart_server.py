@@ -1,13 +1,13 @@
-"""The hub of plain synchronous training: when a worker is lost, nobody goes on without it.
+"""The hub of plain synchronous training, which does not continue without a lost worker.
 
-    a worker is lost   parameters, buffers and optimizer go back to the last checkpoint; nobody is answered any more
-    all are back       Welcome to everybody, at the checkpoint; one more loss in the meantime prolongs the wait
-    patience ends      Welcome to those who are there
+    a worker is lost   parameters, buffers and optimizer are reset to the last checkpoint; training halts
+    all are back       Welcome to all workers, at the checkpoint; a further loss in the meantime prolongs the wait
+    patience ends      Welcome to the workers that are connected
 
-A checkpoint is a copy in memory, made after the first update that comes `checkpoint_interval_seconds` after the last
-checkpoint, or after training went on. Updates since then are undone: their samples are drawn again, as are those of
-gradients that were on the way. What was dropped stays dropped. The version after going back is a new one, so that
-versions never repeat, and whatever was computed before is known by its older version.
+A checkpoint is a copy in memory, made after the first update that is `checkpoint_interval_seconds` later than the last
+checkpoint or restart. Updates since then are undone: their samples are drawn again, as are those of gradients that were
+in flight. Dropped samples stay dropped. The version after a restart is a new one, so that versions never repeat, and
+gradients from before the restart are recognized by their older version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from offbeat.core.actions import Action, ClearTimer, Report, Send, SetTimer
 from offbeat.core.events import MessageArrived, PeerLost, TimerFired
 from offbeat.core.messages import Buffers
-from offbeat.core.strategy import NodeContext, State
+from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Undone
 from offbeat.strategies.hub.hub_parts import HubSettings
 from offbeat.strategies.hub.hub_server import HubServer
@@ -29,12 +29,12 @@ from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.strategies.server_node import HUB
 
 ROUNDING = 1.0 - 1e-9
-"""So much of an interval is one: sums of times are not exact, and an update that is due must not wait for the next."""
+"""Factor on the checkpoint interval: sums of times are rounded, and a checkpoint that is due must not be postponed."""
 
 
 @dataclass
-class _Checkpoint:
-    """What the hub goes back to."""
+class RestartPoint:
+    """A checkpoint in memory."""
 
     at: float
     version: int
@@ -47,22 +47,25 @@ class _Checkpoint:
 class RestartServer(HubServer):
     timers = (*HubServer.timers, "missing")
 
+    _checkpoint: RestartPoint
+    _since: list[Contribution]
+    """Contributions to the updates since the checkpoint."""
+    _halted: bool = False
+    _missing: set[int]
+    """While training is halted: the lost workers that have not joined again."""
+
     def __init__(self, config: HubSettings, context: NodeContext) -> None:
         super().__init__(config, context)
         assert config.checkpoint_interval_seconds is not None
         self._interval_seconds = config.checkpoint_interval_seconds
-        self._checkpoint = self._made_checkpoint(0.0)
-        self._since: list[Contribution] = []
-        """What is in the updates since the checkpoint."""
-        self._halted = False
-        self._missing: set[int] = set()
-        """While halted: who is waited for."""
+        self._checkpoint = self._new_checkpoint(0.0)
+        self._since, self._missing = [], set()
 
     # Checkpoints
 
-    def _made_checkpoint(self, at: float) -> _Checkpoint:
-        optimizer = self._stepper.state()
-        return _Checkpoint(at, self._version, self._samples, self._parameters.clone(), self._buffers, optimizer)
+    def _new_checkpoint(self, at: float) -> RestartPoint:
+        optimizer = self._optimizer.state()
+        return RestartPoint(at, self._version, self._samples, self._parameters.clone(), self._buffers, optimizer)
 
     def _begin(self, at: float) -> Iterator[Action]:
         self._checkpoint.at = at
@@ -72,23 +75,23 @@ class RestartServer(HubServer):
         self._since += self._collected.contributions
         yield from super()._update(at)
         if at - self._checkpoint.at >= self._interval_seconds * ROUNDING:
-            self._checkpoint = self._made_checkpoint(at)
+            self._checkpoint = self._new_checkpoint(at)
             self._since = []
 
     # Halt
 
     def _lost(self, event: PeerLost) -> Iterator[Action]:
-        """Somebody is gone who did not say goodbye: everybody stops."""
+        """Halt when a worker is lost that has not left on its own."""
         rank = event.peer
-        falls = self._started and self._awaited is None and rank in self._live and rank not in self._left
-        was_halted, self._halted = self._halted, self._halted or falls
+        halts = self._started and not self._is_stopping and rank in self._live and rank not in self._left
+        was_halted, self._halted = self._halted, self._halted or halts
         yield from super()._lost(event)
-        if falls:
+        if halts:
             yield from self._wait_for(event.at, [rank], go_back=not was_halted)
 
     def _resume(self, at: float) -> Iterator[Action]:
         ranks = sorted(self._live)
-        was_halted, self._halted = self._halted, self._awaited is None
+        was_halted, self._halted = self._halted, not self._is_stopping
         yield from super()._resume(at)
         if self._halted:
             yield from self._wait_for(at, ranks, go_back=not was_halted)
@@ -100,16 +103,17 @@ class RestartServer(HubServer):
         yield SetTimer("missing", self._patience_seconds)
 
     def _go_back(self, at: float) -> Report:
-        undone = sum(found.stop - found.first for found in self._since)
-        for found in (*self._since, *self._discard()):
-            self._draws[found.rank].remove(found.first, found.stop)
+        """Reset everything to the checkpoint, under a new version."""
+        undone = sum(part.stop - part.first for part in self._since)
+        for part in (*self._since, *self._take_unused()):
+            self._ledgers[part.rank].remove(part.first, part.stop)
         self._since = []
         self._reported.clear()
         self._idle.clear()
         back = self._checkpoint
         self._parameters.copy_(back.parameters)
         self._buffers = back.buffers
-        self._stepper.restore(back.optimizer)
+        self._optimizer.restore(back.optimizer)
         self._snapshot = self._copies.copy(self._parameters)
         self._version, self._samples = self._version + 1, back.samples
         to_version, back.version = back.version, self._version
@@ -124,24 +128,24 @@ class RestartServer(HubServer):
             )
         )
 
-    # Go on
+    # Continue
 
     def _admit(self, at: float, rank: int) -> Iterator[Action]:
         self._missing.discard(rank)
         if not self._halted:
             yield from super()._admit(at, rank)
         elif not self._missing:
-            yield from self._go_on(at)
+            yield from self._continue(at)
 
-    def _fired(self, event: TimerFired) -> Iterator[Action]:
+    def _timer_fired(self, event: TimerFired) -> Iterator[Action]:
         if event.name != "missing":
-            yield from super()._fired(event)
-        elif self._awaited is None:
+            yield from super()._timer_fired(event)
+        elif not self._is_stopping:
             self._missing.clear()
             if self._live:
-                yield from self._go_on(event.at)
+                yield from self._continue(event.at)
 
-    def _go_on(self, at: float) -> Iterator[Action]:
+    def _continue(self, at: float) -> Iterator[Action]:
         self._halted = False
         self._checkpoint.at = at
         yield ClearTimer("missing")
@@ -150,38 +154,11 @@ class RestartServer(HubServer):
 
     # Train
 
-    def _received(self, event: MessageArrived) -> Iterator[Action]:
+    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
         message = cast(Gradient, event.message)
-        if message.version >= self._version:  # else of what was undone, and computed again
-            yield from super()._received(event)
+        if message.version >= self._version:  # an older one was undone, and its samples are computed again
+            yield from super()._message_arrived(event)
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
         if not self._halted:
             yield from super()._update_if_ready(at)
-
-    # State
-
-    def state(self) -> State:
-        kept = self._checkpoint
-        return {
-            **super().state(),
-            "checkpoint": {
-                "at": kept.at,
-                "version": kept.version,
-                "samples": kept.samples,
-                "parameters": kept.parameters.clone(),
-                "buffers": [buffer.clone() for buffer in kept.buffers],
-                "optimizer": kept.optimizer,
-            },
-            "since": [[found.rank, found.first, found.stop, found.staleness] for found in self._since],
-            "halted": self._halted,
-            "missing": sorted(self._missing),
-        }
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        kept = state["checkpoint"]
-        self._checkpoint = _Checkpoint(**{**kept, "buffers": tuple(kept["buffers"])})
-        self._since = [Contribution(*entry) for entry in state["since"]]
-        self._halted = state["halted"]
-        self._missing = set(state["missing"])

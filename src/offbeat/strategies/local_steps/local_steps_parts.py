@@ -1,4 +1,4 @@
-"""When the hub merges what learners have sent."""
+"""The part of local-steps strategies that decides when the hub merges what workers have sent."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from offbeat.core.validation import require_not_negative, require_positive
 
 
 class Merge(Family):
-    """Whom the hub waits for."""
+    """When the hub merges."""
 
 
 @dataclass(frozen=True)
 class Everyone(Merge, name="everyone"):
-    """An exchange is merged when every learner that is there has sent it."""
+    """An exchange is merged when every connected worker has sent it."""
 
 
 @dataclass(frozen=True)
 class Quorum(Merge, name="quorum"):
-    """A fragment is merged when so many learners have sent it, and a grace window has passed for the others.
+    """A fragment is merged when a number of workers have sent it, after a grace window for the others.
 
-    The window is a share of the time in which the fastest learner goes once through all fragments: it ends before
-    anybody sends the fragment again. Nobody waits for the hub meanwhile, so it costs no goodput.
+    The window is a share of the time in which the fastest worker sends all fragments once, so it ends before that
+    worker sends the fragment again. Workers do not wait for the hub meanwhile, so it costs no goodput.
     """
 
     learners: int | None = None
-    """learners that make a quorum; none: half of those that are there"""
+    """workers that make a quorum; none: half of those that are connected"""
     grace: float = 0.5
-    """grace window after the quorum, as a share of the fastest learner's cycle"""
+    """grace window after the quorum, as a share of the fastest worker's cycle"""
 
     def __post_init__(self) -> None:
         require_positive(self, "learners")
         require_not_negative(self, "grace")
 
     def size(self, live: int) -> int:
-        """How many of those that are there make a quorum."""
+        """How many of `live` connected workers make a quorum."""
         return min(live, self.learners or math.ceil(live / 2))

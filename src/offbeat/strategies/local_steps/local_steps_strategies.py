@@ -1,6 +1,12 @@
-"""Learners and their hub, composed: what is sent × how often × in how many fragments × when it is merged and applied.
+"""The local-steps algorithms: each is a choice of parts of `LocalSteps`, with flat fields of its own.
 
-Every algorithm of the family is a choice along these axes; `named.py` has the choices with a name.
+name               workers send, every k steps   the hub merges                       workers apply the result
+local-sgd          differences                   the mean of all                      at once; all wait for it
+diloco             differences                   the mean of all, by Nesterov SGD     at once; all wait for it
+delayed-exchange   gradients, or differences     the mean of all                      d steps later, or on arrival if
+                                                                                      that is later
+decoupled-diloco   differences of one fragment   after a quorum and a grace window,   on arrival; none waits
+                   at a time                     by Nesterov SGD
 """
 
 from __future__ import annotations
@@ -17,38 +23,31 @@ from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_steps.local_steps_server import LocalStepsServer
-from offbeat.strategies.local_training import (
-    Content,
-    Differences,
-    Gradients,
-    LocalStepsWorker,
-    LocalTraining,
-    Values,
-    soonest,
-)
-from offbeat.strategies.server_node import HUB, ServerStrategy
+from offbeat.strategies.local_steps_worker import LocalStepsWorker
+from offbeat.strategies.local_training import Content, Differences, Gradients, LocalTraining, Values
+from offbeat.strategies.server_node import HUB, ServerStrategy, shared_fields
 
 
 @dataclass(frozen=True)
 class LocalSteps(ServerStrategy):
-    """Rank 0 is the hub, all other ranks train replicas of their own."""
+    """Local training composed from parts. Rank 0 is the hub, all other ranks train replicas of their own."""
 
-    summary: ClassVar[str] = "learners that exchange now and then through a hub, composed from parts"
+    summary: ClassVar[str] = "workers that train replicas and exchange through a hub, composed from parts"
 
     every: int = 10
-    """Steps between two exchanges of a fragment."""
+    """steps between two exchanges of a fragment"""
     delay: int | None = 0
-    """Steps after an exchange at which its result is applied; None: when it arrives, and nobody waits."""
+    """steps after an exchange at which its result is applied; none: on arrival, and workers do not wait"""
     content: Content = Differences()
     """what workers send: differences of parameters, or gradients"""
     fragments: int = 1
-    """pieces of the parameters that are exchanged in turn"""
+    """fragments of the parameters, which are exchanged in turn"""
     merge: Merge = Everyone()
     """when the hub merges what workers have sent"""
     optimizer: Optimizer | None = None
-    """Of the learners."""
+    """how workers update; none: the one that suits the workload"""
     outer: Optimizer = SGD(lr=1.0)
-    """Of the hub, on the mean difference; with gradients it is the learners' optimizer that steps there."""
+    """how the hub updates, with the mean difference as its gradient; unused where workers send gradients"""
     batch: int = 64
     """samples per step"""
     microbatch: int = 16
@@ -58,9 +57,10 @@ class LocalSteps(ServerStrategy):
     nonfinite_max: int = 5
     """gradients in a row from one worker that may be NaN or infinite before the run fails"""
     patience_seconds: float = 60.0
-    """seconds that hub and workers wait for each other before they give up"""
+    """seconds that hub and workers wait for each other before the run fails"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "every", "fragments", "batch", "microbatch", "in_flight_max", "nonfinite_max")
         require_positive(self, "patience_seconds")
         require_not_negative(self, "delay")
@@ -71,7 +71,7 @@ class LocalSteps(ServerStrategy):
         )
         require(
             not isinstance(self.content, Values),
-            "learners send gradients or differences; models of their own are for a population: offbeat.Population()",
+            "workers of LocalSteps send gradients or differences; for a model per worker use offbeat.Population()",
         )
         require(
             self.fragments == 1 or not isinstance(self.content, Gradients),
@@ -80,7 +80,7 @@ class LocalSteps(ServerStrategy):
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
-        return {}  # the parts are what is tested
+        return {}  # its parts are what a test chooses
 
     @property
     def staleness_bound(self) -> int | None:
@@ -88,54 +88,27 @@ class LocalSteps(ServerStrategy):
 
     def node(self, context: NodeContext) -> Node:
         require(
-            self.optimizer is not None,
-            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
-        )
-        assert self.optimizer is not None
-        require(
             self.fragments <= context.layout.numel,
             f"a model of {context.layout.numel} parameters cannot be sent in {self.fragments} fragments; "
             "lower fragments",
         )
-        training = LocalTraining(
-            optimizer=self.optimizer,
-            batch=self.batch,
-            microbatch=self.microbatch,
-            every=max(self.fragments, soonest(self.every, self.batch, context)),
-            delay=self.delay,
-            content=self.content,
-            fragments=self.fragments,
-            in_flight_max=self.in_flight_max,
-            nonfinite_max=self.nonfinite_max,
-            patience_seconds=self.patience_seconds,
-        )
+        training = LocalTraining.of(self, context)
         if context.rank != HUB:
             return LocalStepsWorker(context, training)
-        outer = self.optimizer if isinstance(self.content, Gradients) else self.outer
+        outer = training.optimizer if isinstance(self.content, Gradients) else self.outer
         return LocalStepsServer(context, training, self.merge, outer)
 
 
-# Local steps by name: thin frozen dataclasses with flat fields, each a choice of `LocalSteps` parts.
-#
-# name               sends, every k steps     merged                                     applied
-# local-sgd          differences              when all have sent: their mean             at once; everybody waits
-# diloco             differences              when all have sent: outer Nesterov SGD     at once; everybody waits
-# delayed-exchange   gradients, or            when all have sent: a step with the mean   d steps later; nobody waits
-#                    differences              gradient, or their mean                    where that is long enough
-# decoupled-diloco   differences of one       when a quorum has sent it, and a grace     when it arrives; nobody waits
-#                    fragment at a time       window is over: outer Nesterov SGD
-
-
 OUTER = SGD(lr=0.7, momentum=0.5, nesterov=True)
-"""Published is momentum 0.9, for hundreds of rounds; below 50 rounds 0.5 is better."""
+"""The outer optimizer of DiLoCo. Published is momentum 0.9, for hundreds of rounds; below 50 rounds 0.5 is better."""
 
 ADAMW_LR_MAX = 1e-2
-"""A learning rate above this was meant for another optimizer."""
+"""A learning rate above this is meant for another optimizer."""
 
 
 @dataclass(frozen=True)
 class LocalStepsStrategy(ServerStrategy):
-    """What all of them share. `composition` builds the parts."""
+    """A local-steps algorithm by name."""
 
     batch: int = 64
     """samples per local step"""
@@ -144,20 +117,21 @@ class LocalStepsStrategy(ServerStrategy):
     nonfinite_max: int = 5
     """gradients in a row from one worker that may be NaN or infinite before the run fails"""
     patience_seconds: float = 60.0
-    """seconds that hub and workers wait for each other before they give up"""
+    """seconds that hub and workers wait for each other before the run fails"""
 
     @abstractmethod
-    def composition(self) -> LocalSteps: ...
+    def composition(self) -> LocalSteps:
+        """The composition of parts."""
 
     def __post_init__(self) -> None:
         check_types(self)
         positive = ("every", "fragments", "quorum", "batch", "microbatch", "nonfinite_max", "patience_seconds")
         require_positive(self, *(name for name in positive if hasattr(self, name)))
-        self.composition()  # whatever its parts refuse is refused here
+        self.composition()  # raises what its parts raise
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
-        """For all strategies of the family; each takes the fields that it has."""
+        """For all strategies of the family; a case uses the fields that its strategy has."""
         random = stream(seed, "fuzz local steps")
         every = int(random.integers(1, 6))
         return {
@@ -171,10 +145,9 @@ class LocalStepsStrategy(ServerStrategy):
             "outer": [SGD(lr=1.0), SGD(lr=0.7, momentum=0.5, nesterov=True)][int(random.integers(2))],
         }
 
-    def composed(self, **parts: object) -> LocalSteps:
-        """A composition of these parts and of the fields that all share."""
-        names = ("batch", "microbatch", "nonfinite_max", "patience_seconds")
-        return LocalSteps(**{name: getattr(self, name) for name in names}, **parts)  # type: ignore[arg-type]
+    def composed(self, **parts: Any) -> LocalSteps:
+        """A composition of these parts, and of the fields that `LocalSteps` has under the same name."""
+        return LocalSteps(**{**shared_fields(self, LocalSteps), **parts})
 
     @property
     def staleness_bound(self) -> int | None:
@@ -186,9 +159,9 @@ class LocalStepsStrategy(ServerStrategy):
 
 @dataclass(frozen=True)
 class LocalSGD(LocalStepsStrategy, name="local-sgd"):
-    """Everybody trains for k steps, then all take the mean of their parameters."""
+    """All workers train for k steps, then continue with the mean of their parameters."""
 
-    summary: ClassVar[str] = "synchronous, but only every k steps: workers train alone, then take the mean"
+    summary: ClassVar[str] = "synchronous, but only every k steps: workers train alone, then average their parameters"
     paper: ClassVar[str] = "Stich, ICLR 2019 (local SGD)"
     figure_style: ClassVar[int | None] = 8
 
@@ -198,12 +171,12 @@ class LocalSGD(LocalStepsStrategy, name="local-sgd"):
     """how every worker updates; none: the one that suits the workload"""
 
     def composition(self) -> LocalSteps:
-        return self.composed(every=self.every, optimizer=self.optimizer)
+        return self.composed()
 
 
 @dataclass(frozen=True)
 class DiLoCo(LocalStepsStrategy, name="diloco"):
-    """Local steps by AdamW; the hub takes the mean difference for a gradient and steps by Nesterov momentum."""
+    """Local steps by AdamW; the hub steps by Nesterov momentum with the mean difference as its gradient."""
 
     summary: ClassVar[str] = "synchronous every k steps: AdamW on workers, Nesterov momentum on their mean difference"
     paper: ClassVar[str] = "Douillard et al., 2023, arXiv:2311.08105 (DiLoCo)"
@@ -217,7 +190,7 @@ class DiLoCo(LocalStepsStrategy, name="diloco"):
     """how the hub updates, with the mean difference as its gradient"""
 
     def composition(self) -> LocalSteps:
-        return self.composed(every=self.every, optimizer=self.inner, outer=self.outer)
+        return self.composed(optimizer=self.inner)
 
     def with_default_optimizer(self, optimizer: Optimizer) -> Self:
         return self if self.inner is not None else dataclasses.replace(self, inner=adamw(optimizer))
@@ -225,30 +198,30 @@ class DiLoCo(LocalStepsStrategy, name="diloco"):
 
 @dataclass(frozen=True)
 class DelayedExchange(LocalStepsStrategy, name="delayed-exchange"):
-    """Everybody trains on while what it has sent is under way; the answer is applied d steps later."""
+    """Workers continue to train while an exchange is in flight; its result is applied d steps later."""
 
-    summary: ClassVar[str] = "workers send every k steps and apply the answer d steps later: the wire stalls nobody"
+    summary: ClassVar[str] = "workers send every k steps and apply the result d steps later, and do not wait meanwhile"
     paper: ClassVar[str] = "a proof of concept for PC clusters; as DaSGD, Zhou et al., 2020, arXiv:2006.00441"
     figure_style: ClassVar[int | None] = 12
 
     every: int = 4
     """steps between two exchanges"""
     delay: int = 2
-    """steps after which the answer is applied; 0: everybody waits for it"""
+    """steps after which the result is applied; 0: all workers wait for it"""
     send: Content = Gradients()
     """what is sent: gradients, or differences (of parameters)"""
     optimizer: Optimizer | None = None
     """how workers and hub update; none: the one that suits the workload"""
 
     def composition(self) -> LocalSteps:
-        return self.composed(every=self.every, delay=self.delay, content=self.send, optimizer=self.optimizer)
+        return self.composed(content=self.send)
 
 
 @dataclass(frozen=True)
 class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
-    """DiLoCo where nobody waits: fragments in turn, merged as soon as a quorum has reported and grace is over."""
+    """DiLoCo without waiting: fragments in turn, merged when a quorum has sent them and the grace window has ended."""
 
-    summary: ClassVar[str] = "DiLoCo where nobody waits: fragments in turn, a quorum and a grace window at the hub"
+    summary: ClassVar[str] = "DiLoCo where no worker waits: fragments in turn, a quorum and a grace window at the hub"
     paper: ClassVar[str] = "Decoupled DiLoCo, 2026, arXiv:2604.21428"
     figure_style: ClassVar[int | None] = 14
 
@@ -257,15 +230,15 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
     fragments: int = 4
     """fragments that the parameters are sent in, one after the other"""
     quorum: int | None = None
-    """workers whose reports make a merge; none: half of those that are there"""
+    """workers that make a quorum; none: half of those that are connected"""
     grace: float = 0.5
-    """time for the others after the quorum, as a share of the fastest worker's cycle"""
+    """grace window after the quorum, as a share of the fastest worker's cycle"""
     inner: Optimizer | None = None
     """how every worker updates; none: AdamW at the rate that suits the workload"""
     outer: Optimizer = OUTER
     """how the hub updates, with the mean difference as its gradient"""
     in_flight_max: int = 2
-    """messages a worker may have on the way before it passes a turn"""
+    """messages a worker may have on the way before it skips an exchange"""
 
     def processes(self, workers: int) -> int:
         require(
@@ -276,15 +249,7 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
         return super().processes(workers)
 
     def composition(self) -> LocalSteps:
-        return self.composed(
-            every=self.every,
-            fragments=self.fragments,
-            delay=None,
-            merge=Quorum(self.quorum, self.grace),
-            optimizer=self.inner,
-            outer=self.outer,
-            in_flight_max=self.in_flight_max,
-        )
+        return self.composed(delay=None, merge=Quorum(self.quorum, self.grace), optimizer=self.inner)
 
     def with_default_optimizer(self, optimizer: Optimizer) -> Self:
         return self if self.inner is not None else dataclasses.replace(self, inner=adamw(optimizer))

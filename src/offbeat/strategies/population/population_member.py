@@ -1,8 +1,10 @@
-"""What a population says besides what all learners say (`strategies/progress.py`).
+"""The messages of a population besides those of `local_training.py`, and the node of a member.
 
-hub → member   Lend       send me all that you are made of: somebody does so badly that it should take your place
-member → hub   Lent       parameters, optimizer state, and whose settings they were made with
-hub → member   Takeover   go on as that one
+hub → member   SnapshotRequest   send a snapshot: another member has a far worse score, and is to be replaced by a copy
+member → hub   Snapshot          parameters, optimizer state, and the rank whose settings they were trained with
+hub → member   Replace           continue with this snapshot of another member
+
+A member is a worker that sends its parameters, and can be replaced by a copy of another member.
 """
 
 from __future__ import annotations
@@ -22,179 +24,147 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Stepper
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
-from offbeat.strategies.local_training import (
-    Begin,
-    GlobalUpdate,
-    LocalDelta,
-    LocalParameters,
-    LocalStepsWorker,
-    LocalTraining,
-)
+from offbeat.strategies.local_steps_worker import LocalStepsWorker
+from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalDelta, LocalParameters, LocalTraining
 from offbeat.strategies.population.population_parts import Rates, rate_factor
 from offbeat.strategies.server_node import HUB
 
 
 @dataclass(frozen=True)
 class SnapshotRequest(Message):
-    """Asked of the best. It goes on as it was."""
+    """Sent to the best member, which continues to train."""
 
 
 @dataclass(frozen=True)
 class Snapshot(Message):
-    """`state` are the tensors of the optimizer's state, and `shape` all else of it, as JSON with places for them."""
+    """A copy of a member. `state` and `structure` are the optimizer's state as `flatten_state` returns it."""
 
     parameters: Tensor
     buffers: Buffers
     state: Buffers
-    shape: str
+    structure: str
     settings: int
 
 
 @dataclass(frozen=True)
 class Replace(Message):
-    """As `Snapshot`. What the receiver sends from now on says that it has taken over so many times."""
+    """As `Snapshot`. The receiver sends `replacements` in its messages from now on."""
 
     parameters: Tensor
     buffers: Buffers
     state: Buffers
-    shape: str
+    structure: str
     settings: int
-    takeovers: int
+    replacements: int
     version: int
 
 
-_PLACE = "tensor"
+_INDEX = "tensor index"
 
 
-def flattened(state: Any) -> tuple[Buffers, str]:
-    """A nested state of tensors and plain data as tensors and a text that says where they belong."""
+def flatten_state(state: State) -> tuple[Buffers, str]:
+    """The tensors of a nested state, and the rest of it as JSON with the index of each tensor in its place."""
     tensors: list[Tensor] = []
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return {_PLACE: len(tensors) - 1}
-        if isinstance(value, dict):
-            return {"dict": [[key, walk(inner)] for key, inner in value.items()]}
-        if isinstance(value, list | tuple):
-            return {"list": [walk(inner) for inner in value]}
-        return value
+    def index_of(tensor: Tensor) -> dict[str, int]:
+        tensors.append(tensor)
+        return {_INDEX: len(tensors) - 1}
 
-    shape = json.dumps(walk(state))
-    return tuple(tensors), shape
+    structure = json.dumps(state, default=index_of)
+    return tuple(tensors), structure
 
 
-def nested(tensors: Sequence[Tensor], shape: str) -> Any:
-    """What `flattened` took apart."""
+def unflatten_state(tensors: Sequence[Tensor], structure: str) -> State:
+    """The inverse of `flatten_state`."""
 
-    def walk(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if _PLACE in value:
-            return tensors[value[_PLACE]]
-        if "dict" in value:
-            return {key: walk(inner) for key, inner in value["dict"]}
-        return [walk(inner) for inner in value["list"]]
+    def tensor_of(table: dict[str, Any]) -> Any:
+        return tensors[table[_INDEX]] if _INDEX in table else table
 
-    return walk(json.loads(shape))
-
-
-# A member of a population: a learner that sends its parameters, and can take another's place.
+    return cast(State, json.loads(structure, object_hook=tensor_of))
 
 
 class PopulationMember(LocalStepsWorker):
+    _settings: int
+    """The rank whose settings it trains with: its own, until it is replaced."""
+    _replacements: int = 0
+    _replaced_at_exchange: int = 0
+    """The first exchange since the last replacement."""
+    _abandoned: list[Range]
+    """Draws that were computed before a replacement, and of which the hub does not know."""
+    _round_is_abandoned: bool = False
+    """Whether the round under way was started before a replacement."""
+
     def __init__(self, context: NodeContext, training: LocalTraining, rates: Rates) -> None:
         self._rates = rates
         self._settings = context.rank
-        """The rank whose settings these are: its own, until it takes another's place."""
-        self._takeovers = 0
-        self._taken_at = 0
-        """The first exchange since it took another's place."""
-        self._abandoned: list[Range] = []
-        """Draws that were for what it was before, and of which the hub does not know."""
-        self._in_vain = False
-        """Whether the round that is under way belongs to what it was before."""
+        self._abandoned = []
         super().__init__(context, training)
 
-    def _fresh_stepper(self) -> Stepper:
-        stepper = super()._fresh_stepper()
-        stepper.rate_factor = rate_factor(self._rates, self._settings)
-        return stepper
+    def _new_optimizer(self) -> Stepper:
+        optimizer = super()._new_optimizer()
+        optimizer.rate_factor = rate_factor(self._rates, self._settings)
+        return optimizer
 
-    def _received(self, event: MessageArrived) -> Iterable[Action]:
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
         if isinstance(event.message, SnapshotRequest):
-            return [self._lent()] if self._begun else ()
+            return [self._snapshot()] if self._begun else ()
         if isinstance(event.message, Replace):
-            return self._take_over(cast(Replace, event.keep()))
-        return super()._received(event)
+            return self._replace(cast(Replace, event.keep()))
+        return super()._message_arrived(event)
 
-    def _lent(self) -> Send:
-        """What it is now; if that has just blown up, what it was when it last reported, and a new optimizer."""
+    def _snapshot(self) -> Send:
+        """Send a copy of this member; if it has diverged since its last report, the reported values without a state."""
         self._in_flight += 1
         if not is_finite(self._parameters):
-            return Send(HUB, Snapshot(self._fragments[0].sent.clone(), self._buffers, (), "", self._settings))
-        state, shape = flattened(self._stepper.state())
-        return Send(HUB, Snapshot(self._parameters.clone(), self._buffers, state, shape, self._settings))
+            return Send(HUB, Snapshot(self._fragments[0].last_sent.clone(), self._buffers, (), "", self._settings))
+        state, structure = flatten_state(self._optimizer.state())
+        return Send(HUB, Snapshot(self._parameters.clone(), self._buffers, state, structure, self._settings))
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
-        self._takeovers, self._taken_at, self._in_vain, self._abandoned = 0, 0, False, []
+        self._replacements = self._replaced_at_exchange = 0
+        self._round_is_abandoned, self._abandoned = False, []
         yield from super()._begin(begin)
 
-    def _take_over(self, given: Replace) -> Iterator[Action]:
-        """Go on as another. A gradient that is under way was taken elsewhere and is of no use any more."""
-        if not self._begun or given.takeovers <= self._takeovers:
+    def _replace(self, given: Replace) -> Iterator[Action]:
+        """Continue with the snapshot of another member. The gradient of a round under way is not used."""
+        if not self._begun or given.replacements <= self._replacements:
             return
-        self._takeovers, self._taken_at = given.takeovers, self._exchange
+        self._replacements, self._replaced_at_exchange = given.replacements, self._exchange
         self._settings = given.settings
         self._parameters.copy_(given.parameters)
         self._buffers = given.buffers
-        self._stepper = self._fresh_stepper()
-        if given.shape:
-            self._stepper.restore(nested(given.state, given.shape))
+        self._optimizer = self._new_optimizer()
+        if given.structure:
+            self._optimizer.restore(unflatten_state(given.state, given.structure))
         self._abandoned += [(first, stop) for first, stop, _, _ in self._unsent]
         self._unsent = []
-        self._fragments = self._fresh_fragments()
+        self._fragments = self._new_fragments()
         self._version = max(self._version, given.version)
-        self._broken_in_a_row = self._blown_up_in_a_row = self._scored = 0
+        self._nonfinite_in_a_row = self._diverged_in_a_row = self._scored_steps = 0
         if self._computing and not self._discard:
-            self._in_vain = True
+            self._round_is_abandoned = True
             yield Cancel()
         yield from self._compute()
 
-    def _merged(self, merged: GlobalUpdate) -> Iterator[Action]:
-        if merged.included >= self._taken_at:  # else it is an answer to what it was before
-            yield from super()._merged(merged)
+    def _update_arrived(self, update: GlobalUpdate) -> Iterator[Action]:
+        if update.included >= self._replaced_at_exchange:  # an earlier one is of the member before its replacement
+            yield from super()._update_arrived(update)
 
     def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
-        if self._in_vain:
-            self._in_vain = False
+        if self._round_is_abandoned:
+            self._round_is_abandoned = False
             if event.samples:
                 self._abandoned.append(event.draws)
             yield from self._compute()
         else:
             yield from super()._computed(event)
 
-    def _progress(self) -> LocalDelta:
-        progress = super()._progress()
-        fields = {item.name: getattr(progress, item.name) for item in dataclasses.fields(progress)}
+    def _delta(self) -> LocalDelta:
+        delta = super()._delta()
+        fields = {item.name: getattr(delta, item.name) for item in dataclasses.fields(delta)}
         abandoned, self._abandoned = tuple(self._abandoned), []
-        return LocalParameters(**{**fields, "takeovers": self._takeovers, "abandoned": abandoned})
-
-    def state(self) -> State:
-        return {
-            **super().state(),
-            "settings": self._settings,
-            "takeovers": self._takeovers,
-            "taken_at": self._taken_at,
-            "abandoned": [list(draws) for draws in self._abandoned],
-            "in_vain": self._in_vain,
-        }
+        return LocalParameters(**fields, replacements=self._replacements, abandoned=abandoned)
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self._settings = state["settings"]
-        self._takeovers = state["takeovers"]
-        self._taken_at = state["taken_at"]
-        self._abandoned = [(first, stop) for first, stop in state["abandoned"]]
-        self._in_vain = state["in_vain"]
-        self._stepper.rate_factor = rate_factor(self._rates, self._settings)
+        self._optimizer.rate_factor = rate_factor(self._rates, self._settings)

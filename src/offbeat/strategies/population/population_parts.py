@@ -1,4 +1,4 @@
-"""Whom a member of a population learns from, and what it begins with."""
+"""The parts of a population: with which models a member is averaged, and with which parameters it begins."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from offbeat.core.flat import Layout
 
 
 class Sources(Family, ABC):
-    """Whose parameters a member averages its own with, given the scores of all; lower is better."""
+    """The members whose parameters a member is averaged with, given the scores of all; lower is better."""
 
     def of(self, rank: int, scores: Mapping[int, float]) -> list[int]:
-        """The sources of a rank. One whose score is not finite never is a source, and nobody is its own."""
+        """The sources of a rank: never itself, and never a member whose score is not finite."""
         others = {other: score for other, score in scores.items() if other != rank and math.isfinite(score)}
         return sorted(self.among(others, scores.get(rank, math.inf))) if others else []
 
     @abstractmethod
     def among(self, others: Mapping[int, float], score: float) -> list[int]:
-        """Those of the others that are sources of one with this score."""
+        """Which of the others are sources of a member with this score."""
 
 
 @dataclass(frozen=True)
 class AllMembers(Sources, name="all"):
-    """All others."""
+    """All other members."""
 
     def among(self, others: Mapping[int, float], score: float) -> list[int]:
         return list(others)
@@ -38,7 +38,7 @@ class AllMembers(Sources, name="all"):
 
 @dataclass(frozen=True)
 class Best(Sources, name="best"):
-    """The one with the best score, unless the member itself is as good."""
+    """The member with the best score, unless the member itself is as good."""
 
     def among(self, others: Mapping[int, float], score: float) -> list[int]:
         best = min(others, key=lambda rank: (others[rank], rank))
@@ -47,7 +47,7 @@ class Best(Sources, name="best"):
 
 @dataclass(frozen=True)
 class Better(Sources, name="better"):
-    """All whose score is strictly better: nobody is harmed by one that does badly."""
+    """All members with a strictly better score, so that a bad model is averaged into none."""
 
     def among(self, others: Mapping[int, float], score: float) -> list[int]:
         return [rank for rank, other in others.items() if other < score or not math.isfinite(score)]
@@ -62,18 +62,24 @@ def rate_factor(rates: Rates, rank: int) -> float:
 
 
 class Initial(Family, ABC):
-    """What the members begin with."""
+    """The initial parameters of the members."""
 
     @abstractmethod
     def parameters(self, given: Tensor, layout: Layout, random: np.random.Generator) -> Tensor:
-        """The parameters of a member, in a tensor of its own."""
+        """The initial parameters of a member, in a new tensor.
+
+        given: the initial parameters of the model.
+        layout: where its tensors are in the flat vector.
+        random: the generator of the member.
+        """
 
 
 @dataclass(frozen=True)
 class Shuffled(Initial, name="shuffled"):
-    """Different ones: in every tensor the model's own initial values, in an order of the member's own.
+    """Different ones for each member: the entries of every tensor of the model are permuted at random.
 
-    Initial values of one tensor are usually drawn independently from one distribution, so these are as good as fresh.
+    Initial values of a tensor are usually independent and identically distributed, so a permutation is as good as a
+    new initialization.
     """
 
     def parameters(self, given: Tensor, layout: Layout, random: np.random.Generator) -> Tensor:
@@ -86,7 +92,7 @@ class Shuffled(Initial, name="shuffled"):
 
 @dataclass(frozen=True)
 class Same(Initial, name="same"):
-    """The model's own, for all: for a model that has been trained before."""
+    """Those of the model for all members: for a model that is already trained."""
 
     def parameters(self, given: Tensor, layout: Layout, random: np.random.Generator) -> Tensor:
         return given.clone()

@@ -1,4 +1,4 @@
-"""A population by name: members with parameters of their own, who learn from those that do better."""
+"""Population training: a model per worker, averaged with those that have better scores; the best is the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offbeat.core.random_settings import maybe
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_positive
-from offbeat.strategies.local_training import LocalTraining, Values, soonest
+from offbeat.strategies.local_training import LocalTraining, Values
 from offbeat.strategies.population.population_member import PopulationMember
 from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Shuffled, Sources
 from offbeat.strategies.population.population_server import PopulationServer
@@ -20,20 +20,20 @@ from offbeat.strategies.server_node import HUB, ServerStrategy
 
 @dataclass(frozen=True)
 class Population(ServerStrategy, name="population"):
-    """Rank 0 is the switch, all other ranks train parameters of their own; the best of them is the result."""
+    """Rank 0 is the hub, all other ranks train parameters of their own; the best of them is the result."""
 
-    summary: ClassVar[str] = "a model of its own on every worker, averaged with those that do better; the best is kept"
+    summary: ClassVar[str] = "a model on every worker, averaged with those that have better scores; the best is kept"
     paper: ClassVar[str] = "a proof of concept for PC clusters; preemption as in population-based training"
     figure_style: ClassVar[int | None] = 13
 
     every: int = 20
     """steps between two reports of a worker"""
     sources: Sources = Better()
-    """whom a worker averages with: all, best, or better (strictly better scores)"""
+    """which workers a worker is averaged with: all, best, or better (strictly better scores)"""
     preempt_above: float | None = 1.25
-    """score, in multiples of the best, above which a worker takes the best one's place; none: never"""
+    """score, in multiples of the best, above which a worker is replaced by a copy of the best; none: never"""
     initial: Initial = Shuffled()
-    """what workers begin with: shuffled (each its own), or same"""
+    """initial parameters of workers: shuffled (each its own), or same"""
     optimizer: Optimizer | None = None
     """how every worker updates; none: the one that suits the workload"""
     rates: tuple[float, ...] = ()
@@ -43,11 +43,11 @@ class Population(ServerStrategy, name="population"):
     microbatch: int = 16
     """samples per forward and backward call"""
     in_flight_max: int = 2
-    """messages a worker may have on the way before it passes a turn"""
+    """messages a worker may have on the way before it skips an exchange"""
     nonfinite_max: int = 5
-    """reports in a row without anything finite, from every worker, before the run fails"""
+    """reports in a row without finite parameters, from every worker, before the run fails"""
     patience_seconds: float = 60.0
-    """seconds that hub and workers wait for each other before they give up"""
+    """seconds that hub and workers wait for each other before the run fails"""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -80,22 +80,7 @@ class Population(ServerStrategy, name="population"):
         return super().processes(workers)
 
     def node(self, context: NodeContext) -> Node:
-        require(
-            self.optimizer is not None,
-            "the strategy has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)",
-        )
-        assert self.optimizer is not None
-        training = LocalTraining(
-            optimizer=self.optimizer,
-            batch=self.batch,
-            microbatch=self.microbatch,
-            every=soonest(self.every, self.batch, context),
-            delay=None,
-            content=Values(),
-            in_flight_max=self.in_flight_max,
-            nonfinite_max=self.nonfinite_max,
-            patience_seconds=self.patience_seconds,
-        )
+        training = LocalTraining.of(self, context, delay=None, content=Values())
         if context.rank == HUB:
             return PopulationServer(context, training, self.sources, self.preempt_above, self.rates)
         initial = self.initial.parameters(context.parameters, context.layout, context.random)
