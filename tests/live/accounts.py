@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.schema import Dropped, Ended, RunRecords, Traffic, Update, of_kind
-from offbeat.records.traffic import counts
+from offbeat.records.traffic import traffic_series
 
 
 def check_accounts(run: RunRecords) -> None:
@@ -37,7 +37,7 @@ def check_traffic(run: RunRecords) -> None:
         sent = last[end.rank, end.at]
         assert sum(flow.bytes for flow in sent) == end.bytes_sent
         assert sum(flow.messages for flow in sent) == end.messages_sent
-    for records in counts(run):
+    for records in traffic_series(run):
         assert records[0].since <= records[0].at
         for way in ("sent", "received"):
             totals = [sum(flow.bytes for flow in getattr(record, way).values()) for record in records]

@@ -78,7 +78,7 @@ def test_processes_keep_to_a_rate_limit_and_use_it() -> None:
     assert used[1, "0"] >= 0.8
     assert used[2, "0"] >= 0.8
     assert run.summary.budget_used is not None
-    assert f"{run.summary.budget_used:.0%} of the budget used" in str(run.summary)
+    assert f"{run.summary.budget_used:.0%} of the bandwidth limit used" in str(run.summary)
 
 
 def test_it_holds_from_the_beginning_to_any_moment() -> None:

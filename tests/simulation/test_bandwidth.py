@@ -339,7 +339,7 @@ def test_a_budget_far_below_the_demand_is_used_and_reported() -> None:
     assert free.summary.bytes_per_second / 6 > 5 * 2e4, "six directions in all"
     assert thrifty.summary.budget_used is not None
     assert 0.9 < thrifty.summary.budget_used <= ROUNDING
-    assert "of the budget used on the busiest link" in str(thrifty.summary)
+    assert "of the bandwidth limit used on the busiest link" in str(thrifty.summary)
     assert (free.summary.budget_used, free.summary.budget_used_mean) == (None, None)
     assert "budget" not in str(free.summary)
     assert not any(isinstance(record, LinkUse) for record in free.records.records)

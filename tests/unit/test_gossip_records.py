@@ -23,7 +23,7 @@ from offbeat.lab.report.table import comparison_table
 from offbeat.records.comparison import Comparison
 from offbeat.records.curves import consensus_curve
 from offbeat.records.exchanges import PER_BIN, consensus_series, exchange_counts
-from offbeat.records.metrics import per_rank, summarize
+from offbeat.records.metrics import summarize
 from offbeat.records.schema import AnyRecord, Consensus, Ended, RunRecords
 
 END = Ended(at=10.0, bytes_sent=0, messages_sent=0, failure=None)
@@ -60,13 +60,8 @@ def test_exchanges_are_counted_as_they_would_be_in_the_head() -> None:
 
 def test_each_pair_is_counted_from_both_ends() -> None:
     assert exchange_counts(peers(three_peers())) == [[0, 2, 0], [2, 0, 1], [0, 1, 0]]
-    assert len(exchange_counts(peers(three_peers(), workers=5))) == 5, "a peer that averaged with nobody has a row, too"
+    assert len(exchange_counts(peers(three_peers(), workers=5))) == 5, "a peer without exchanges has a row too"
     assert exchange_counts(a_small_run()) == []
-
-
-def test_each_rank_knows_how_often_it_averaged_and_how_often_it_began() -> None:
-    ranks = per_rank(peers(three_peers()))
-    assert [(one.rank, one.exchanges, one.exchanges_begun) for one in ranks] == [(0, 2, 2), (1, 3, 0), (2, 1, 1)]
 
 
 def test_a_run_of_a_hub_has_no_exchanges_and_no_distance() -> None:

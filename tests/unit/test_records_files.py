@@ -138,7 +138,7 @@ def test_what_came_after_a_checkpoint_is_forgotten_on_resuming(tmp_path: Path) -
 @pytest.mark.parametrize("position", [-1, 5, 10_000])
 def test_records_that_do_not_go_with_a_checkpoint_are_left_as_they_are(tmp_path: Path, position: int) -> None:
     write(live(tmp_path), 0, note(1.0))
-    with RankWriter(tmp_path, 0) as writer, pytest.raises(ConfigurationError, match="does not go with the checkpoint"):
+    with RankWriter(tmp_path, 0) as writer, pytest.raises(ConfigurationError, match="does not match the checkpoint"):
         writer.truncate(position)
     assert read_run(tmp_path).records == (note(1.0),)
 

@@ -18,7 +18,7 @@ from offbeat.lab.plots.figures import plot
 from offbeat.lab.report.formatting import size
 from offbeat.lab.report.page import report_page
 from offbeat.lab.report.table import columns, comparison_table
-from offbeat.records.comparison import Comparison, bytes_ratio
+from offbeat.records.comparison import Comparison, cost_ratio
 from offbeat.records.curves import quality_over_bytes
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, RunRecords, Traffic
@@ -62,7 +62,7 @@ def test_without_traffic_or_target_or_success_there_are_no_bytes_to_target() -> 
 def test_a_target_that_is_met_from_the_start_takes_no_bytes_and_compares_nothing() -> None:
     met = run([*accuracies([0.95, 0.96, 0.97]), a_traffic(0.0), a_traffic(2.0, Gradient=100), END], label="met")
     assert summarize(met).bytes_to_target == 0
-    assert bytes_ratio([summarize(weighed("fmb", 1, 100))], [summarize(met)]) is None
+    assert cost_ratio([summarize(weighed("fmb", 1, 100))], [summarize(met)], "bytes_to_target") is None
 
 
 def test_of_several_records_at_one_moment_the_first_counts() -> None:
@@ -126,7 +126,7 @@ def test_records_on_their_way_to_rank_0_are_traffic_but_not_training() -> None:
 def test_fewer_bytes_are_paired_by_seed_with_a_student_interval() -> None:
     baseline = [summarize(weighed("fmb", seed, 1200)) for seed in (1, 2, 3)]
     other = [summarize(weighed("amb", seed, nbytes)) for seed, nbytes in ((3, 400), (1, 1200), (2, 600))]
-    ratio = bytes_ratio(baseline, other)
+    ratio = cost_ratio(baseline, other, "bytes_to_target")
     assert ratio is not None
     # The ratios are 1, 2 and 3: mean 2, standard deviation 1, and t(0.975, 2) is 4.302653; 4.302653/√3 is 2.484138.
     assert ratio.mean == pytest.approx(2.0)

@@ -1,10 +1,13 @@
-"""How long a message is under way."""
+"""A cluster: speed of workers, links and faults. The simulator follows it; live runs inject its delays.
+
+Workers count from 0 and are the ranks that compute; ranks are processes, including a hub. Speeds belong to workers,
+faults to ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from numpy.random import Generator
 
@@ -16,9 +19,9 @@ from offbeat.core.validation import check_types, require, require_not_negative, 
 
 @dataclass(frozen=True)
 class Link(Configuration):
-    """One end's connection to the others. A message leaves for `transmit_seconds`, then travels `latency_seconds`.
+    """The network connection of a rank. A message takes `transmit_seconds` to send, then `latency_seconds` to arrive.
 
-    `delay_std_seconds` holds every received message |N(0, 1)| times as long; messages may overtake each other.
+    Every received message is delayed by another |N(0, 1)| · `delay_std_seconds`, so messages may arrive out of order.
     """
 
     latency_seconds: float = 0.0
@@ -26,14 +29,14 @@ class Link(Configuration):
     bytes_per_second: float | None = None
     """bandwidth in bytes per second; none: unlimited"""
     delay_std_seconds: float = 0.0
-    """spread, in seconds, of the random delay of each received message"""
+    """scale, in seconds, of the random delay of each received message"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "latency_seconds", "delay_std_seconds")
         require_positive(self, "bytes_per_second")
 
     def transmit_seconds(self, nbytes: int) -> float:
-        """How long the link is busy with a message of this size."""
+        """The time that the link is busy with a message of this size."""
         return 0.0 if self.bytes_per_second is None else nbytes / self.bytes_per_second
 
     def draw_delay(self, rng: Generator) -> float:
@@ -41,33 +44,24 @@ class Link(Configuration):
         return abs(float(rng.standard_normal())) * self.delay_std_seconds
 
 
-# One cluster: the truth for the simulator, induced delay for live runs.
-#
-# Workers count from 0 and are those that compute; ranks are processes, the hub among them. Speeds belong to
-# workers, faults to ranks.
-
-
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class WorkerOverride(Configuration):
-    """What is different about some workers; a field that is none is as everywhere."""
+    """Settings of some workers that differ from those of the cluster; none: those of the cluster."""
 
     workers: tuple[int, ...]
     """which workers, counted from 0"""
     seconds_per_sample: float | None = None
-    """seconds to differentiate one sample"""
+    """seconds per sample of a gradient"""
     seconds_per_call: float | None = None
-    """seconds that each micro-batch costs on top"""
+    """additional seconds per micro-batch"""
     straggle: StragglerModel | None = None
-    """what disturbs a round"""
+    """straggler model of the rounds"""
     link: Link | None = None
-    """its connection to the others"""
+    """network connection"""
     seconds_per_round: float | None = None
-    """seconds that each round costs on top"""
+    """additional seconds per round"""
     speed_trace: Trace | None = None
-    """how the speed varies over time, as it was recorded"""
+    """recorded variation of the speed over time"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_round")
@@ -79,45 +73,45 @@ class WorkerOverride(Configuration):
 
 @dataclass(frozen=True)
 class Cluster(Configuration):
-    """How fast machines and links are and what goes wrong."""
+    """Speed of workers and links, stragglers and faults."""
 
     seconds_per_sample: float = SECONDS_PER_SAMPLE
-    """seconds to differentiate one sample"""
+    """seconds per sample of a gradient"""
     seconds_per_call: float = 0.0
-    """seconds that each micro-batch costs on top"""
+    """additional seconds per micro-batch"""
     seconds_per_update: float = 0.0
-    """seconds that one update of the parameters takes"""
+    """seconds per update of the parameters"""
     straggle: StragglerModel = NoStragglers()
-    """what disturbs a round: none, niagara, cedar, lognormal:0.5, ..."""
+    """straggler model of the rounds: none, niagara, cedar, lognormal:0.5, ..."""
     factors: tuple[float, ...] = ()
-    """how many times slower worker 0, 1, ... is; the rest are not"""
+    """slow-down factors of worker 0, 1, ...; 1 for the rest"""
     workers: tuple[WorkerOverride, ...] = ()
-    """what is different about some workers"""
+    """settings of some workers that differ"""
     link: Link = Link()
-    """everyone's connection to the others"""
+    """network connection of every rank"""
     faults: tuple[Fault, ...] = ()
-    """what goes wrong: crash:RANK:SECONDS, pause:RANK:SECONDS:SECONDS, ..."""
+    """faults: crash:RANK:SECONDS, pause:RANK:SECONDS:SECONDS, ..."""
     crash_seen_seconds: float = 1.0
-    """seconds until the others notice a closed connection"""
+    """seconds until peers detect a closed connection"""
     silence_seconds: float = 10.0
-    """seconds after which a silent peer is given up"""
+    """seconds without a message after which a peer counts as lost"""
     seconds_per_round: float = 0.0
-    """seconds that each round costs on top: values read in, the gradient sent"""
+    """additional seconds per round: copying parameters in, sending the gradient"""
     speed_trace: Trace | None = None
-    """how the speed varies over time, as it was recorded; none: it does not"""
+    """recorded variation of the speed over time; none: it is constant"""
     measured: bool = False
-    """whether speeds and links are what was measured here, which live runs do not induce"""
+    """whether speeds and links were measured on this machine; live runs then inject no delay"""
     size: int | None = None
-    """workers that it has, for runs that do not say how many; none: any number"""
+    """default number of workers; none: any number"""
 
     def __post_init__(self) -> None:
         check_types(self)
-        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "crash_seen_seconds")
-        require_not_negative(self, "seconds_per_round")
+        require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")
+        require_not_negative(self, "crash_seen_seconds")
         require_positive(self, "silence_seconds", "size")
         require(
             self.seconds_per_sample + self.seconds_per_call > 0,
-            "a cluster where computing takes no time would never get anywhere; give seconds_per_sample or "
+            "a cluster where computing takes no time cannot be simulated; give seconds_per_sample or "
             "seconds_per_call more than 0",
         )
         require(
@@ -126,26 +120,24 @@ class Cluster(Configuration):
         )
 
     def speed(self, worker: int) -> Speed:
-        """How fast this worker is, its slow-down factor folded in."""
-        mine = self._overrides(worker)
+        """The speed of a worker, including its slow-down factor."""
         factor = self.factors[worker] if worker < len(self.factors) else 1.0
         return Speed(
-            seconds_per_sample=factor * _last((o.seconds_per_sample for o in mine), self.seconds_per_sample),
-            seconds_per_call=factor * _last((o.seconds_per_call for o in mine), self.seconds_per_call),
+            seconds_per_sample=factor * self._setting("seconds_per_sample", worker),
+            seconds_per_call=factor * self._setting("seconds_per_call", worker),
             seconds_per_update=factor * self.seconds_per_update,
-            straggle=_last((o.straggle for o in mine), self.straggle),
-            seconds_per_round=factor * _last((o.seconds_per_round for o in mine), self.seconds_per_round),
-            speed_trace=_last((o.speed_trace for o in mine), self.speed_trace),
+            straggle=self._setting("straggle", worker),
+            seconds_per_round=factor * self._setting("seconds_per_round", worker),
+            speed_trace=self._setting("speed_trace", worker),
         )
 
     def link_of(self, worker: int | None) -> Link:
-        """The connection of this worker; None is the hub."""
-        if worker is None:
-            return self.link
-        return _last((o.link for o in self._overrides(worker)), self.link)
+        """The link of a worker; None is the hub."""
+        link: Link = self.link if worker is None else self._setting("link", worker)
+        return link
 
     def link_between(self, a: int | None, b: int | None) -> Link:
-        """The connection of the worker; between two workers, the worse of theirs in every respect; None is the hub."""
+        """The link between two ranks: that of the worker; between two workers, the worse of both. None is the hub."""
         ends = [self.link_of(worker) for worker in (a, b) if worker is not None] or [self.link]
         limits = [end.bytes_per_second for end in ends if end.bytes_per_second is not None]
         return Link(
@@ -155,11 +147,11 @@ class Cluster(Configuration):
         )
 
     def check(self, processes: int, workers: int) -> None:
-        """Refuse a cluster that speaks of workers or ranks that a run of this size does not have."""
+        """Raise ConfigurationError if the cluster names workers or ranks that a run of this size does not have."""
         require(
             len(self.factors) <= workers,
             f"the cluster gives {len(self.factors)} factors for {_counted(workers, 'worker')}; "
-            "give one factor per worker at the most",
+            "give at most one factor per worker",
         )
         for override in self.workers:
             require(
@@ -174,15 +166,10 @@ class Cluster(Configuration):
                 "counted from 0",
             )
 
-    def _overrides(self, worker: int) -> list[WorkerOverride]:
-        return [override for override in self.workers if worker in override.workers]
-
-
-def _last(given: Iterable[T | None], otherwise: T) -> T:
-    """What was said last, so that a later override corrects an earlier one."""
-    for value in given:
-        otherwise = otherwise if value is None else value
-    return otherwise
+    def _setting(self, name: str, worker: int) -> Any:
+        """The value of a field for a worker; the last override takes precedence."""
+        overrides = [getattr(override, name) for override in self.workers if worker in override.workers]
+        return next((value for value in reversed(overrides) if value is not None), getattr(self, name))
 
 
 def _counted(count: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Failures by chance: machines that fail now and then, each for itself, and come back after a while."""
+"""Faults: which rank fails, how and when. Times are in seconds since the run began."""
 
 from __future__ import annotations
 
@@ -10,48 +10,17 @@ from offbeat.core.randomness import stream
 from offbeat.core.validation import require, require_not_negative, require_positive
 
 
-def failures(
-    workers: int,
-    mtbf_seconds: float,
-    recovery_seconds: float,
-    until_seconds: float,
-    seed: int = 0,
-    first_rank: int = 1,
-) -> tuple[Crash, ...]:
-    """Crashes for `Cluster(faults=...)`, in the order of time, of `workers` ranks from `first_rank` on.
-
-    Each rank fails after an exponential time with this mean (MTBF), whatever the others do, is back `recovery_seconds`
-    later, and may fail again from then on. `first_rank` is 1 where rank 0 is a hub that does not fail.
-    """
-    require(
-        workers >= 0 and mtbf_seconds > 0 and recovery_seconds >= 0,
-        f"failures() needs an mtbf_seconds greater than 0 and a recovery_seconds of 0 or more, "
-        f"but was given {mtbf_seconds:g} and {recovery_seconds:g}, for {workers} workers",
-    )
-    found = []
-    for rank in range(first_rank, first_rank + workers):
-        random = stream(seed, "failures", rank)
-        at = float(random.exponential(mtbf_seconds))
-        while at < until_seconds:
-            found.append(Crash(rank, at, recovery_seconds))
-            at += recovery_seconds + float(random.exponential(mtbf_seconds))
-    return tuple(sorted(found, key=lambda crash: crash.at_seconds))
-
-
-# What goes wrong, on which rank and when. Times are seconds since the run began.
-
-
 class Fault(Family, ABC):
-    """One thing that goes wrong once. As a word: `crash:1:30`, `pause:2:10:5`, `partition:1+2:30:10`."""
+    """A fault that happens once. Shorthand: `crash:1:30`, `pause:2:10:5`, `partition:1+2:30:10`."""
 
     at_seconds: float
 
     @property
     @abstractmethod
     def affected(self) -> tuple[int, ...]:
-        """The ranks it happens to."""
+        """The ranks that it happens to."""
 
-    def _check_time_and_ranks(self) -> None:
+    def __post_init__(self) -> None:
         require_not_negative(self, "at_seconds")
         require(
             len(self.affected) > 0 and all(rank >= 0 for rank in self.affected),
@@ -60,19 +29,13 @@ class Fault(Family, ABC):
 
 
 @dataclass(frozen=True)
-class Crash(Fault, name="crash"):
-    """The rank is gone with everything it held; it may come back as a new incarnation."""
+class RankFault(Fault):
+    """The base class of faults of a single rank."""
 
     rank: int
     """the rank it happens to"""
     at_seconds: float
     """seconds after the run began"""
-    back_after_seconds: float | None = None
-    """seconds until it comes back; none: never"""
-
-    def __post_init__(self) -> None:
-        self._check_time_and_ranks()
-        require_not_negative(self, "back_after_seconds")
 
     @property
     def affected(self) -> tuple[int, ...]:
@@ -80,38 +43,50 @@ class Crash(Fault, name="crash"):
 
 
 @dataclass(frozen=True)
-class Pause(Fault, name="pause"):
-    """The rank stands still and then goes on where it was; messages to it wait."""
+class Crash(RankFault, name="crash"):
+    """The process of the rank ends and its state is lost; it may be restarted as a new incarnation."""
 
-    rank: int
-    """the rank it happens to"""
-    at_seconds: float
-    """seconds after the run began"""
-    seconds: float
-    """seconds that it stands still"""
+    back_after_seconds: float | None = None
+    """seconds until it is restarted; none: never"""
 
     def __post_init__(self) -> None:
-        self._check_time_and_ranks()
+        super().__post_init__()
+        require_not_negative(self, "back_after_seconds")
+
+
+@dataclass(frozen=True)
+class _Temporary(RankFault):
+    seconds: float
+    """seconds that it lasts"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require_positive(self, "seconds")
 
-    @property
-    def affected(self) -> tuple[int, ...]:
-        return (self.rank,)
+
+@dataclass(frozen=True)
+class Pause(_Temporary, name="pause"):
+    """The process of the rank is suspended and then continues; messages to it wait."""
+
+
+@dataclass(frozen=True)
+class Corrupt(_Temporary, name="corrupt"):
+    """Gradients of rounds that end in this time are not finite, as after a memory error or an overflow."""
 
 
 @dataclass(frozen=True)
 class Partition(Fault, name="partition"):
-    """These ranks reach each other, but neither reach the others nor are reached by them."""
+    """A network partition: these ranks can reach each other, but no other rank."""
 
     ranks: tuple[int, ...]
-    """the ranks that are cut off together"""
+    """the ranks on one side of the partition"""
     at_seconds: float
     """seconds after the run began"""
     seconds: float
-    """seconds that the network is cut"""
+    """seconds that it lasts"""
 
     def __post_init__(self) -> None:
-        self._check_time_and_ranks()
+        super().__post_init__()
         require_positive(self, "seconds")
 
     @property
@@ -119,21 +94,33 @@ class Partition(Fault, name="partition"):
         return self.ranks
 
 
-@dataclass(frozen=True)
-class Corrupt(Fault, name="corrupt"):
-    """Gradients of rounds that end in this span are not finite, as after a bad memory cell or an overflow."""
+def failures(
+    workers: int,
+    mtbf_seconds: float,
+    recovery_seconds: float,
+    until_seconds: float,
+    seed: int = 0,
+    first_rank: int = 1,
+) -> tuple[Crash, ...]:
+    """Random crashes for `Cluster(faults=...)`, in the order of time, independent for each rank.
 
-    rank: int
-    """the rank it happens to"""
-    at_seconds: float
-    """seconds after the run began"""
-    seconds: float
-    """seconds that it lasts"""
-
-    def __post_init__(self) -> None:
-        self._check_time_and_ranks()
-        require_positive(self, "seconds")
-
-    @property
-    def affected(self) -> tuple[int, ...]:
-        return (self.rank,)
+    workers: number of ranks that can fail
+    mtbf_seconds: mean time between failures of a rank, exponentially distributed
+    recovery_seconds: time from a crash to the restart, after which the rank may fail again
+    until_seconds: end of the time in which crashes are drawn
+    seed: seed of the random times
+    first_rank: the lowest rank that can fail; 1 if rank 0 is a hub that does not fail
+    """
+    require(
+        workers >= 0 and mtbf_seconds > 0 and recovery_seconds >= 0,
+        f"failures() needs an mtbf_seconds greater than 0 and a recovery_seconds of 0 or more, "
+        f"but was given {mtbf_seconds:g} and {recovery_seconds:g}, for {workers} workers",
+    )
+    crashes = []
+    for rank in range(first_rank, first_rank + workers):
+        random = stream(seed, "failures", rank)
+        at = float(random.exponential(mtbf_seconds))
+        while at < until_seconds:
+            crashes.append(Crash(rank, at, recovery_seconds))
+            at += recovery_seconds + float(random.exponential(mtbf_seconds))
+    return tuple(sorted(crashes, key=lambda crash: crash.at_seconds))

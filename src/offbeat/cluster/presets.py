@@ -1,4 +1,4 @@
-"""Clusters with a name, and clusters from a TOML file."""
+"""Named clusters, and clusters from TOML files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offbeat.errors import unknown
 _GIGABYTE = Link(latency_seconds=1.5e-4, bytes_per_second=1e9)
 
 _TABLE: dict[str, tuple[str, Cluster]] = {
-    "uniform": ("machines of one speed, nothing disturbs them", Cluster()),
+    "uniform": ("machines of equal speed, without stragglers", Cluster()),
     "niagara": (
         "induced sleeps of a shared machine: 1.0 s on average, 4.0 s the slowest of ten",
         Cluster(straggle=NIAGARA),
@@ -44,10 +44,10 @@ _TABLE: dict[str, tuple[str, Cluster]] = {
 }
 
 PRESETS: dict[str, Cluster] = {name: cluster for name, (_, cluster) in _TABLE.items()}
-"""The clusters that have a name."""
+"""The named clusters."""
 
 SUMMARIES: dict[str, str] = {name: summary for name, (summary, _) in _TABLE.items()}
-"""What each of them is, in one line."""
+"""Their descriptions in one line."""
 
 
 def load_cluster(name_or_path: str) -> Cluster:

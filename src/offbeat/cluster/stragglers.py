@@ -1,8 +1,7 @@
-"""How long a worker computes: its undisturbed speed, and what disturbs it.
+"""The computing time of a worker: its base speed, and straggler models.
 
-A `StragglerModel` is drawn once per round. It may hold the round up (`delay_seconds`, a sleep before the first
-micro-batch) or stretch it (`factor`, on the time of every micro-batch). The family is open; a recorded `Trace` is
-the member whose draws are what was measured.
+A `StragglerModel` is sampled once per round. It may delay the round (`delay_seconds`, a sleep before the first
+micro-batch) or slow it down (`factor`, on the time of every micro-batch). `Trace` replays recorded factors.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from offbeat.core.configuration import Configuration, Family
 from offbeat.core.validation import require, require_not_negative, require_positive
 
 SECONDS_PER_SAMPLE = 5.65 / 256
-"""The undisturbed speed that published straggler studies measured, so that figures can be compared with theirs."""
+"""The base speed that published straggler studies measured, so that figures can be compared with theirs."""
 
 
 class RoundDelay(NamedTuple):
-    """What happens to one round: seconds of sleep before it, and the factor by which it takes longer."""
+    """The delay of one round: seconds of sleep before it, and the factor by which it takes longer."""
 
     delay_seconds: float
     factor: float
 
 
 class StragglerModel(Family, ABC):
-    """How a worker's rounds are disturbed, one draw per round. As a word: `niagara`, `cedar`, `lognormal:0.5`."""
+    """Random delays of the rounds of a worker, one sample per round. Shorthand: `niagara`, `cedar`, `lognormal:0.5`."""
 
     @abstractmethod
     def draw(self, rng: Generator) -> RoundDelay:
-        """The disturbance of one round."""
+        """The delay of one round."""
 
     def draws(self, rng: Generator) -> Iterator[RoundDelay]:
-        """The disturbances of one worker's rounds, one after the other."""
+        """The delays of successive rounds of one worker."""
         while True:
             yield self.draw(rng)
 
 
 @dataclass(frozen=True)
 class NoStragglers(StragglerModel, name="none"):
-    """Every round takes exactly what it should."""
+    """No delays."""
 
     def draw(self, rng: Generator) -> RoundDelay:
         return RoundDelay(0.0, 1.0)
@@ -52,10 +51,10 @@ class NoStragglers(StragglerModel, name="none"):
 
 @dataclass(frozen=True)
 class Slowdown(StragglerModel, name="factor"):
-    """Every round takes the same factor longer."""
+    """Every round takes longer by the same factor."""
 
     factor: float = 2.0
-    """how many times longer a round takes"""
+    """factor on the duration of a round"""
 
     def __post_init__(self) -> None:
         require_positive(self, "factor")
@@ -80,7 +79,7 @@ class ShiftedExponential(StragglerModel, name="shifted-exponential"):
 
 @dataclass(frozen=True)
 class Lognormal(StragglerModel, name="lognormal"):
-    """A round takes exp(N(0, σ)) times as long: as often shorter as longer, median 1."""
+    """A round takes exp(N(0, σ)) times as long, with a median of 1."""
 
     sigma: float = 0.5
     """standard deviation of the logarithm of the factor"""
@@ -94,7 +93,7 @@ class Lognormal(StragglerModel, name="lognormal"):
 
 @dataclass(frozen=True)
 class Pareto(StragglerModel, name="pareto"):
-    """A heavy tail: the factor is at least 1 and exceeds f with probability f^(-shape)."""
+    """A heavy-tailed factor: at least 1, and above f with probability f^(-shape)."""
 
     shape: float = 2.5
     """tail exponent; smaller is heavier, at 1 and below the mean is infinite"""
@@ -108,7 +107,7 @@ class Pareto(StragglerModel, name="pareto"):
 
 @dataclass(frozen=True)
 class Mixture(StragglerModel, name="mixture"):
-    """Induced sleep: a component by weight, then min(cap, |N(μ, σ)|) seconds; the cap is the largest μ + 5σ."""
+    """Sleeps of a normal mixture: a component by its weight, then min(cap, |N(μ, σ)|) seconds; cap = max(μ + 5σ)."""
 
     components: tuple[tuple[float, float, float], ...]
     """mean in seconds, standard deviation in seconds and weight of each component"""
@@ -126,33 +125,34 @@ class Mixture(StragglerModel, name="mixture"):
         return max(mean + 5 * deviation for mean, deviation, _ in self.components)
 
     def draw(self, rng: Generator) -> RoundDelay:
-        # Two numbers per round whatever the component, so that two mixtures under one seed stay comparable.
+        # Always two random numbers per round, so that two mixtures with the same seed remain comparable.
         chosen, normal = float(rng.random()), float(rng.standard_normal())
         mean, deviation = self._component(chosen)
         return RoundDelay(min(self.cap_seconds, abs(mean + deviation * normal)), 1.0)
 
     def _component(self, chosen: float) -> tuple[float, float]:
-        left = chosen * sum(weight for *_, weight in self.components)
+        remainder = chosen * sum(weight for *_, weight in self.components)
         for mean, deviation, weight in self.components:
-            left -= weight
-            if left < 0:
+            remainder -= weight
+            if remainder < 0:
                 return mean, deviation
-        # Rounding can leave a remainder of 1e-17; it belongs to the last component that has weight.
+        # Rounding can leave a remainder of 1e-17, which belongs to the last component with a weight.
         return next((mean, deviation) for mean, deviation, weight in reversed(self.components) if weight > 0)
 
 
 @dataclass(frozen=True)
 class Trace(StragglerModel, name="trace"):
-    """Factors that were recorded, in their order, from a place that is drawn once per worker; then over again.
+    """Recorded factors, replayed cyclically from a start position that is random per worker.
 
-    Each was measured over so many samples. As a `straggle`, every round takes the next factor. As the `speed_trace` of
-    a cluster, each factor lasts for its samples, however they are cut into rounds: slow spells keep their length.
+    Each was measured over `samples` samples. As a `straggle`, every round takes the next factor. As the `speed_trace`
+    of a cluster, each factor lasts for its samples, however they are divided into rounds, so that slow periods keep
+    their length.
     """
 
     factors: tuple[float, ...]
-    """how many times longer than usual, one after the other"""
+    """successive factors on the usual duration"""
     samples: int = 256
-    """samples that each factor lasts"""
+    """duration of each factor in samples"""
 
     def __post_init__(self) -> None:
         require_positive(self, "samples")
@@ -170,7 +170,7 @@ class Trace(StragglerModel, name="trace"):
             yield RoundDelay(0.0, self.factors[index % len(self.factors)])
 
     def factor_at(self, position: int) -> float:
-        """The factor after so many samples."""
+        """The factor after `position` samples."""
         return self.factors[position // self.samples % len(self.factors)]
 
 
@@ -185,24 +185,24 @@ StragglerModel.constants |= {"niagara": NIAGARA, "cedar": CEDAR}
 
 @dataclass(frozen=True)
 class Speed(Configuration):
-    """How fast one worker is, with nothing else to look up."""
+    """The speed of one worker, with all overrides applied."""
 
     seconds_per_sample: float = SECONDS_PER_SAMPLE
-    """seconds to differentiate one sample"""
+    """seconds per sample of a gradient"""
     seconds_per_call: float = 0.0
-    """seconds that each micro-batch costs on top"""
+    """additional seconds per micro-batch"""
     seconds_per_update: float = 0.0
-    """seconds that one update of the parameters takes"""
+    """seconds per update of the parameters"""
     straggle: StragglerModel = NoStragglers()
-    """what disturbs a round"""
+    """straggler model of the rounds"""
     seconds_per_round: float = 0.0
-    """seconds that each round costs on top"""
+    """additional seconds per round"""
     speed_trace: Trace | None = None
-    """how the speed varies over time"""
+    """recorded variation of the speed over time"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")
 
     def microbatch_seconds(self, samples: int, factor: float = 1.0) -> float:
-        """How long one micro-batch takes in a round that is disturbed by `factor`."""
+        """The duration of a micro-batch in a round that is slower by `factor`."""
         return (self.seconds_per_call + samples * self.seconds_per_sample) * factor

@@ -1,16 +1,16 @@
-"""Many runs side by side: strategies over seeds, timed against the same target.
+"""Comparison of runs: strategies over several seeds, timed against the same target.
 
-Runs are paired by seed, because the seed also draws who straggles when: two strategies that met the same bad
-luck differ by less than their seconds alone suggest.
+Runs are paired by seed, since the seed also determines the delays: the ratio of two runs with the same delays has less
+variance than their times.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,12 +20,12 @@ from offbeat.records.metrics import Summary, finite, summarize, target_of
 from offbeat.records.schema import RunRecords
 
 CONFIDENCE = 0.95
-CUSTOMARY_BASELINE = "fmb"
+DEFAULT_BASELINE = "fmb"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over `count` values with its 95% Student-t interval; one value alone has none."""
+    """A mean over `count` values with its 95% Student-t interval, which is None for a single value."""
 
     mean: float
     low: float | None
@@ -35,10 +35,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times sooner the target was reached than by the baseline, or with how many times fewer bytes.
+    """The cost of reaching the target of the baseline ÷ that of another strategy; above 1 is better.
 
-    Above 1 is sooner, or fewer. `pairs` seeds went into it, and `missed` more did not, for want of a number to compare
-    on either side.
+    It is the mean over `pairs` pairs of runs with the same seed; `missed` pairs have no cost on either side.
     """
 
     mean: float
@@ -49,14 +48,14 @@ class Speedup:
 
 
 def interval(values: Iterable[float | None]) -> Interval | None:
-    """The mean and its interval over what is there; None where nothing is."""
+    """The mean and its interval over the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return None
     mean = statistics.fmean(known)
     if len(known) == 1:
         return Interval(mean, None, None, 1)
-    # Imported here since it takes longer to import than most commands take to answer.
+    # Imported here, since the import takes longer than most commands.
     from scipy import stats
 
     quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(known) - 1))
@@ -64,36 +63,19 @@ def interval(values: Iterable[float | None]) -> Interval | None:
     return Interval(mean, mean - half, mean + half, len(known))
 
 
-Cost = Callable[[Summary], float | None]
-"""What a run paid for reaching its target; None where it did not, or nobody counted."""
+Cost = Literal["seconds_to_target", "bytes_to_target"]
+"""The field of a summary that is compared; None if the target was not reached, or nothing was counted."""
 
 
-def _seconds(summary: Summary) -> float | None:
-    return summary.seconds_to_target
-
-
-def _bytes(summary: Summary) -> float | None:
-    return summary.bytes_to_target
-
-
-def speedup(baseline: Sequence[Summary], other: Sequence[Summary]) -> Speedup | None:
-    """The seconds to target of `baseline` over those of `other`, paired by seed; None without any such pair."""
-    return _compared(baseline, other, _seconds)
-
-
-def bytes_ratio(baseline: Sequence[Summary], other: Sequence[Summary]) -> Speedup | None:
-    """The bytes to target of `baseline` over those of `other`, paired by seed; None without any such pair."""
-    return _compared(baseline, other, _bytes)
-
-
-def _compared(baseline: Sequence[Summary], other: Sequence[Summary], cost: Cost) -> Speedup | None:
+def cost_ratio(baseline: Sequence[Summary], other: Sequence[Summary], cost: Cost) -> Speedup | None:
+    """The cost of `baseline` over that of `other`, paired by seed; None if no pair has both."""
     ratios, missed = _ratios(baseline, other, cost)
     over = interval(ratios)
     return Speedup(over.mean, over.low, over.high, over.count, missed) if over else None
 
 
 def _ratios(baseline: Sequence[Summary], other: Sequence[Summary], cost: Cost) -> tuple[list[float], int]:
-    """One ratio a pair, and how many pairs have none. A target that was met from the start compares nothing."""
+    """One ratio per pair, and the number of pairs without one: a cost is None, or 0 if the target was met at once."""
     costs, paired = _by_seed(baseline, cost), _by_seed(other, cost)
     ratios, missed = [], 0
     for key in costs.keys() & paired.keys():
@@ -106,17 +88,17 @@ def _ratios(baseline: Sequence[Summary], other: Sequence[Summary], cost: Cost) -
 
 
 def _by_seed(summaries: Sequence[Summary], cost: Cost) -> dict[tuple[int, int], float | None]:
-    """Keyed by seed and occurrence, so that a seed that was run twice is paired twice."""
+    """The costs by seed and occurrence, so that a seed that was run twice is paired twice."""
     costs: dict[tuple[int, int], float | None] = {}
     for summary in summaries:
         occurrence = sum(seed == summary.seed for seed, _ in costs)
-        costs[summary.seed, occurrence] = cost(summary)
+        costs[summary.seed, occurrence] = getattr(summary, cost)
     return costs
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Summaries of runs on one workload, what they are timed against, and which strategy is the yardstick."""
+    """Summaries of runs on one workload, the target that they are timed against, and the baseline strategy."""
 
     summaries: tuple[Summary, ...]
     target: Target | None
@@ -124,7 +106,10 @@ class Comparison:
 
     @classmethod
     def of(cls, runs: Sequence[RunRecords], baseline: str | None = None) -> Comparison:
-        """Compare runs; the baseline is the one named, else `fmb` where there is one, else the first run's."""
+        """Compare runs. The baseline is by default `fmb`, or the strategy of the first run.
+
+        Raises ConfigurationError for runs of different workloads or targets.
+        """
         if not runs:
             raise ConfigurationError("there is no run to compare; name at least one run directory")
         workloads = list(dict.fromkeys(run.header.workload for run in runs))
@@ -143,7 +128,7 @@ class Comparison:
         target = targets[0] if targets else None
         labels = list(dict.fromkeys(run.header.label for run in runs))
         if baseline is None:
-            baseline = CUSTOMARY_BASELINE if CUSTOMARY_BASELINE in labels else labels[0]
+            baseline = DEFAULT_BASELINE if DEFAULT_BASELINE in labels else labels[0]
         elif baseline not in labels:
             raise unknown("baseline", baseline, labels)
         return cls(tuple(summarize(run, target) for run in runs), target, baseline)
@@ -154,13 +139,16 @@ class Comparison:
         return list(dict.fromkeys(summary.strategy for summary in self.summaries))
 
     def runs_of(self, strategy: str) -> list[Summary]:
+        """The summaries of one strategy."""
         return [summary for summary in self.summaries if summary.strategy == strategy]
 
     def speedup_of(self, strategy: str) -> Speedup | None:
-        return speedup(self.runs_of(self.baseline), self.runs_of(strategy))
+        """Seconds to the target of the baseline ÷ those of this strategy."""
+        return cost_ratio(self.runs_of(self.baseline), self.runs_of(strategy), "seconds_to_target")
 
     def bytes_ratio_of(self, strategy: str) -> Speedup | None:
-        return bytes_ratio(self.runs_of(self.baseline), self.runs_of(strategy))
+        """Bytes to the target of the baseline ÷ those of this strategy."""
+        return cost_ratio(self.runs_of(self.baseline), self.runs_of(strategy), "bytes_to_target")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data without NaN: `runs`, `target`, `baseline`, and `speedup` and `bytes_ratio` per strategy."""
@@ -168,17 +156,16 @@ class Comparison:
             "runs": [_plain(msgspec.to_builtins(summary)) for summary in self.summaries],
             "target": msgspec.to_builtins(self.target) if self.target else None,
             "baseline": self.baseline,
-            "speedup": {strategy: self._ratio_json(strategy, _seconds) for strategy in self.strategies},
-            "bytes_ratio": {strategy: self._ratio_json(strategy, _bytes) for strategy in self.strategies},
+            "speedup": {strategy: self._ratio_json(strategy, "seconds_to_target") for strategy in self.strategies},
+            "bytes_ratio": {strategy: self._ratio_json(strategy, "bytes_to_target") for strategy in self.strategies},
         }
 
     def _ratio_json(self, strategy: str, cost: Cost) -> dict[str, Any]:
         baseline, runs = self.runs_of(self.baseline), self.runs_of(strategy)
-        known = _compared(baseline, runs, cost)
-        if known is None:
-            _, missed = _ratios(baseline, runs, cost)
-            return {"mean": None, "low": None, "high": None, "pairs": 0, "missed": missed}
-        plain: dict[str, Any] = _plain(msgspec.to_builtins(known))
+        ratio = cost_ratio(baseline, runs, cost)
+        if ratio is None:
+            return {"mean": None, "low": None, "high": None, "pairs": 0, "missed": _ratios(baseline, runs, cost)[1]}
+        plain: dict[str, Any] = _plain(msgspec.to_builtins(ratio))
         return plain
 
 

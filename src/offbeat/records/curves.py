@@ -1,13 +1,12 @@
-"""From records to what figures are drawn of: curves, bands over seeds, distributions, and who did what when.
+"""The data of figures, from records: curves, bands over seeds, distributions, and time lines of ranks.
 
-A curve is over seconds, over the samples that were applied by then, or over steps, which are updates by number.
+A curve is over seconds, over the samples applied so far, or over steps, which are updates.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.records.exchanges import consensus_series
-from offbeat.records.metrics import evaluations
+from offbeat.records.metrics import evaluations, finite
 from offbeat.records.schema import Round, RunRecords, Traffic, Undone, Update, of_kind
 from offbeat.records.traffic import BytesSent
 
@@ -24,14 +23,14 @@ Array = NDArray[np.float64]
 Over = Literal["seconds", "samples", "steps"]
 HeldOutMetric = Literal["accuracy", "accuracy_top5", "loss"]
 ROUNDING = 1e-8
-"""A squared distance that is smaller than this share of the largest is one of rounding, in float32."""
+"""A squared distance below this fraction of the largest is a rounding error of float32."""
 WINDOWS = 50
-"""The training loss is a mean over this part of a run's samples."""
+"""The training loss is averaged over this fraction of the samples of a run: 1/50."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over seconds since the run began, or over what else grows: samples, steps, bytes sent."""
+    """Values over seconds since the run began, or over samples, steps or bytes sent."""
 
     over: Array
     values: Array
@@ -39,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """The mean of `count` curves on common times, between the lowest and the highest of them."""
+    """The mean of `count` curves on common times, with their minimum and maximum."""
 
     over: Array
     mean: Array
@@ -50,7 +49,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Segment:
-    """One round on a time line: `idle_seconds` of waiting up to `start`, then induced delay, then computing."""
+    """One round on a time line: idle time before `start`, then injected delay, then computing."""
 
     start: float
     compute_seconds: float
@@ -59,16 +58,19 @@ class Segment:
 
 
 def evaluation_curve(run: RunRecords, metric: HeldOutMetric, over: Over = "seconds") -> Curve:
-    """Held-out loss or accuracy as measured; what is not a finite number is left out."""
-    made = [(evaluation, getattr(evaluation, metric)) for evaluation in evaluations(run)]
-    known = [(evaluation, value) for evaluation, value in made if value is not None and np.isfinite(value)]
+    """Held-out loss or accuracy; values that are not finite are omitted."""
+    known = [
+        (evaluation, value)
+        for evaluation in evaluations(run)
+        if (value := finite(getattr(evaluation, metric))) is not None
+    ]
     if over == "samples":
         return _curve([(evaluation.samples_total, value) for evaluation, value in known])
-    return _moved(run, _curve([(evaluation.at, value) for evaluation, value in known]), over)
+    return _rescaled(run, _curve([(evaluation.at, value) for evaluation, value in known]), over)
 
 
 def quality_over_bytes(run: RunRecords, metric: HeldOutMetric) -> Curve:
-    """Held-out loss or accuracy over the bytes that all ranks had sent by then; empty where nobody counted them."""
+    """Held-out loss or accuracy over the bytes sent by all ranks; empty if they were not counted."""
     curve, sent = evaluation_curve(run, metric), BytesSent(run)
     if not sent.known:
         return _curve([])
@@ -76,16 +78,16 @@ def quality_over_bytes(run: RunRecords, metric: HeldOutMetric) -> Curve:
 
 
 def bytes_curve(run: RunRecords) -> Curve:
-    """Bytes that all ranks together had sent over time, for the sake of training; empty where nobody counted them."""
+    """Bytes of training traffic sent by all ranks over time; empty if they were not counted."""
     sent = BytesSent(run)
     times = sorted({0.0, *(record.at for record in of_kind(run, Traffic))}) if sent.known else []
     return _curve([(seconds, sent.by(seconds) or 0.0) for seconds in times])
 
 
 def training_loss_curve(run: RunRecords, over: Over = "seconds", window: int | None = None) -> Curve:
-    """The mean loss of the last `window` training samples, by default of a fiftieth of all, at the end of each round.
+    """The mean loss of the last `window` training samples, by default 1/50 of all, at the end of each round.
 
-    Every sample counts once, whoever computed it. Rounds without a loss, or with one that is not finite, do not count.
+    Every sample of every rank counts once. Rounds without a finite loss do not count.
     """
     rounds = sorted(of_kind(run, Round), key=lambda record: record.at)
     known = [(record.at, record.samples, record.loss) for record in rounds if record.samples and record.finite]
@@ -96,32 +98,32 @@ def training_loss_curve(run: RunRecords, over: Over = "seconds", window: int | N
     wanted = samples[-1] / WINDOWS if window is None else float(window)
     first = np.maximum(np.searchsorted(samples, samples[1:] - wanted, side="right") - 1, 0)
     means = (loss[1:] - loss[first]) / (samples[1:] - samples[first])
-    # Until there is a whole window the mean is over so few samples that it would only show their noise.
+    # Before the first full window, the mean is over too few samples.
     full = samples[1:] >= min(wanted, samples[-1])
-    return _moved(run, Curve(table[full, 0], means[full]), over)
+    return _rescaled(run, Curve(table[full, 0], means[full]), over)
 
 
 def learning_rate_curve(run: RunRecords, over: Over = "seconds") -> Curve:
     """The learning rate of each update."""
     updates = sorted(of_kind(run, Update), key=lambda update: update.at)
-    return _moved(run, _curve([(update.at, update.learning_rate) for update in updates]), over)
+    return _rescaled(run, _curve([(update.at, update.learning_rate) for update in updates]), over)
 
 
 def samples_curve(run: RunRecords) -> Curve:
-    """Samples applied over time, from zero at the start; it falls where some are undone."""
+    """Samples applied over time, starting at 0; it decreases where samples are undone."""
     counts = [record for record in run.records if isinstance(record, Update | Undone)]
     points = sorted(((record.at, float(record.samples_total)) for record in counts), key=lambda point: point[0])
     curve = _curve([(0.0, 0.0), *points])
     if any(isinstance(record, Undone) for record in counts):
         return curve
-    # Peers without a hub know of each other's samples late, so their totals can seem to fall.
+    # Without a hub, ranks learn of the samples of others with a delay, so that their totals may be out of order.
     return Curve(curve.over, np.maximum.accumulate(curve.values))
 
 
 def steps_curve(run: RunRecords) -> Curve:
-    """Updates by number over time, from zero at the start; it falls where some are undone.
+    """Updates over time, starting at 0; it decreases where updates are undone.
 
-    Where several ranks update, each its own model, a step is an update of all of them: the mean over ranks.
+    If several ranks update their own replicas, it is the mean over ranks.
     """
     counts = sorted((record for record in run.records if isinstance(record, Update | Undone)), key=lambda one: one.at)
     ranks = len({record.rank for record in counts if isinstance(record, Update)}) or 1
@@ -130,19 +132,19 @@ def steps_curve(run: RunRecords) -> Curve:
     return Curve(times, np.cumsum([0.0, *made]) / ranks)
 
 
-def _moved(run: RunRecords, curve: Curve, over: Over) -> Curve:
-    """A curve over seconds, over what was counted by then; it waits where steps that were undone are repeated."""
+def _rescaled(run: RunRecords, curve: Curve, over: Over) -> Curve:
+    """A curve over seconds converted to samples or steps; the axis is constant while undone steps are repeated."""
     if over == "seconds" or not len(curve.over):
         return curve
     counted = steps_curve(run) if over == "steps" else samples_curve(run)
-    places = np.searchsorted(counted.over, curve.over, side="right") - 1
-    return Curve(np.maximum.accumulate(counted.values)[places], curve.values)
+    indices = np.searchsorted(counted.over, curve.over, side="right") - 1
+    return Curve(np.maximum.accumulate(counted.values)[indices], curve.values)
 
 
 def consensus_curve(run: RunRecords) -> Curve:
-    """The consensus distance over time, for a logarithmic axis: where all peers are equal there is no point.
+    """The consensus distance over time, for a logarithmic axis: zeros are omitted.
 
-    Nor is there one at the beginning, while they are equal but for how the average that they begin at was rounded.
+    So are the first points, while replicas differ only by the rounding of their initial average.
     """
     points = [(at, distance) for at, distance in consensus_series(run).points if distance > 0]
     rounding = ROUNDING * max((distance for _, distance in points), default=0.0)
@@ -155,9 +157,9 @@ def _curve(points: Sequence[tuple[float, float]]) -> Curve:
 
 
 def band(curves: Sequence[Curve], points: int = 200) -> Band | None:
-    """Curves of several seeds as one, over the time that all of them cover; None where there is none.
+    """The band of the curves of several seeds, over the time that all of them cover; None if there is no such time.
 
-    Beyond that time the mean would jump whenever a seed ends. One curve alone keeps its own points.
+    Beyond that time the mean would jump whenever a curve ends. A single curve keeps its own points.
     """
     curves = [curve for curve in curves if len(curve.over)]
     if not curves:
@@ -172,7 +174,7 @@ def band(curves: Sequence[Curve], points: int = 200) -> Band | None:
 
 
 def thinned(curve: Curve, points: int = 400) -> Curve:
-    """At most so many points of a curve, evenly spread, its ends among them."""
+    """At most `points` evenly spaced points of a curve, including its ends."""
     if len(curve.over) <= points:
         return curve
     kept = np.linspace(0, len(curve.over) - 1, points).round().astype(np.int64)
@@ -180,7 +182,7 @@ def thinned(curve: Curve, points: int = 400) -> Curve:
 
 
 def segments(run: RunRecords, seconds: float = float("inf")) -> dict[int, list[Segment]]:
-    """The rounds of each rank that had begun, or were waited for, before `seconds`; ranks in order."""
+    """The rounds of each rank whose idle time or computing began before `seconds`, in the order of ranks."""
     rows: dict[int, list[Segment]] = {}
     for record in of_kind(run, Round):
         if record.start - record.idle_seconds < seconds:
@@ -192,7 +194,7 @@ def segments(run: RunRecords, seconds: float = float("inf")) -> dict[int, list[S
 
 
 def hub_updates(run: RunRecords) -> Array:
-    """When the hub updated; nothing where several ranks update, or one that computes, for then there is no hub."""
+    """The times of the updates of a hub; empty without a hub: if several ranks update, or one that computes."""
     updates = list(of_kind(run, Update))
     ranks = {update.rank for update in updates}
     if len(ranks) != 1 or any(record.rank in ranks for record in of_kind(run, Round)):
@@ -201,7 +203,7 @@ def hub_updates(run: RunRecords) -> Array:
 
 
 def timeline_seconds(runs: Sequence[RunRecords], cycles: int = 10, rounds_max: int = 150) -> float:
-    """How much of the runs' beginning to show: some cycles of the slowest, and not too many of the quickest."""
+    """The length of a time line: some rounds of the slowest run, and not too many of the fastest."""
     typical = [
         statistics.median(record.seconds + record.idle_seconds for record in rounds)
         for run in runs
@@ -213,21 +215,13 @@ def timeline_seconds(runs: Sequence[RunRecords], cycles: int = 10, rounds_max: i
     return min(longest, cycles * max(typical), rounds_max * min(typical))
 
 
-def staleness_counts(runs: Sequence[RunRecords]) -> dict[int, int]:
-    """How many messages were how stale when they were applied, in order of staleness."""
-    counts: Counter[int] = Counter()
-    for run in runs:
-        for update in of_kind(run, Update):
-            counts.update(contribution.staleness for contribution in update.contributions)
-    return dict(sorted(counts.items()))
-
-
 def stalenesses(runs: Sequence[RunRecords]) -> Array:
-    """How stale each message was when it was applied, in versions."""
-    counts = staleness_counts(runs)
-    return np.repeat(np.array(list(counts), dtype=np.float64), list(counts.values()))
+    """The staleness of each message when it was applied, in versions, in rising order."""
+    updates = (update for run in runs for update in of_kind(run, Update))
+    values = (contribution.staleness for update in updates for contribution in update.contributions)
+    return np.sort(np.fromiter(values, dtype=np.float64))
 
 
 def field_values(kind: type[Round | Update], field: str, runs: Sequence[RunRecords]) -> Array:
-    """One number of every round, or of every update, of these runs: the field of that name."""
+    """The values of a field of all rounds, or of all updates."""
     return np.fromiter((getattr(record, field) for run in runs for record in of_kind(run, kind)), dtype=np.float64)

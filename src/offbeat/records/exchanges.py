@@ -1,9 +1,9 @@
-"""What the peers of a run did with each other, from its records: who averaged with whom, and how far apart they were.
+"""Exchanges between gossip peers, from records: which pairs averaged, and the consensus distance.
 
-The consensus distance is the mean over peers of ‖x_i − mean of x‖². The simulator writes it down. Elsewhere nobody
-sees all peers at once, and it is estimated from exchanges: two peers drawn at random are 2n/(n−1) times as far apart,
-squared, so it is (n−1)/(2n) of the mean ‖x_i − x_j‖². Neighbours that average often are nearer to each other than
-two peers drawn at random, so on a sparse graph the estimate is low.
+The consensus distance is the mean over peers of ‖x_i − mean of x‖². The simulator records it. A live run has no global
+view, so it is estimated from exchanges: for two random peers, the expectation of ‖x_i − x_j‖² is 2n/(n−1) times as
+large, so the estimate is (n−1)/(2n) of its mean. Neighbours that average often are closer to each other than two random
+peers, so on a sparse graph the estimate is too low.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.records.schema import Consensus, Exchange, RunRecords
+from offbeat.records.schema import Consensus, Exchange, RunRecords, of_kind
 
 BINS_MAX = 100
 PER_BIN = 10
-"""How many exchanges a point of an estimated curve stands for, on average and at the least."""
+"""Average number of exchanges per point of an estimated curve, at least."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,23 @@ class ConsensusSeries:
 
 @dataclass(frozen=True)
 class ExchangeSummary:
-    """The exchanges of a run in numbers. `lost` ones had no answer; the others count those that were averaged."""
+    """Numbers about the exchanges of a run. `lost` exchanges had no answer; all others refer to averaged ones."""
 
     averaged: int
     lost: int
     round_trip_seconds: float | None
     consensus_distance: float | None
-    """A mean over the second half of the run's time."""
+    """The mean over the second half of the run."""
     estimated: bool | None
 
 
 def exchanges(run: RunRecords) -> list[Exchange]:
-    """The exchanges that were averaged, in the order in which they were written."""
-    return [record for record in run.records if isinstance(record, Exchange) and record.outcome == "averaged"]
+    """The averaged exchanges, in the order of the records."""
+    return [record for record in of_kind(run, Exchange) if record.outcome == "averaged"]
 
 
 def exchange_counts(run: RunRecords) -> list[list[int]]:
-    """How often each pair averaged: a symmetric matrix of peers × peers, empty where no two did."""
+    """The number of exchanges of each pair: a symmetric matrix, empty without exchanges."""
     averaged = exchanges(run)
     peers = _peers(run, averaged) if averaged else 0
     counts = [[0] * peers for _ in range(peers)]
@@ -56,9 +56,9 @@ def exchange_counts(run: RunRecords) -> list[list[int]]:
 
 
 def summarize_exchanges(run: RunRecords, seconds: float) -> ExchangeSummary:
-    """The exchanges of a run that took so many seconds."""
+    """Summarize the exchanges of a run of this duration."""
     averaged = exchanges(run)
-    lost = sum(isinstance(record, Exchange) and record.outcome == "lost" for record in run.records)
+    lost = sum(record.outcome == "lost" for record in of_kind(run, Exchange))
     round_trips = math.fsum(exchange.seconds for exchange in averaged)
     exact, half = _exact(run), seconds / 2
     late = [exchange for exchange in averaged if exchange.at >= half]
@@ -73,7 +73,7 @@ def summarize_exchanges(run: RunRecords, seconds: float) -> ExchangeSummary:
 
 
 def consensus_series(run: RunRecords) -> ConsensusSeries:
-    """The consensus distance over time: exact where the records have it, else the means of equal stretches of time."""
+    """The consensus distance over time: exact if recorded, otherwise estimated in equal intervals of time."""
     exact = _exact(run)
     if exact:
         return ConsensusSeries(tuple(exact), estimated=False)
@@ -87,20 +87,19 @@ def consensus_series(run: RunRecords) -> ConsensusSeries:
         share = (exchange.at - start) / (stop - start) if stop > start else 0.0
         members.setdefault(min(int(bins * share), bins - 1), []).append(exchange)
     peers = _peers(run, averaged)
-    points = []
-    for _, group in sorted(members.items()):
-        distance = _estimate(group, peers)
-        if distance is not None:
-            points.append((math.fsum(exchange.at for exchange in group) / len(group), distance))
+    points = (
+        (math.fsum(exchange.at for exchange in group) / len(group), _estimate(group, peers) or 0.0)
+        for _, group in sorted(members.items())
+    )
     return ConsensusSeries(tuple(points), estimated=True)
 
 
 def _exact(run: RunRecords) -> list[tuple[float, float]]:
-    return [(record.at, record.distance) for record in run.records if isinstance(record, Consensus)]
+    return [(record.at, record.distance) for record in of_kind(run, Consensus)]
 
 
 def _time_average(points: Sequence[tuple[float, float]], start: float, stop: float) -> float:
-    """Each distance holds until the next is measured, so that after the last one, when all is averaged, none counts."""
+    """The mean of a step function over [start, stop]: each distance holds until the next point."""
     ends = [at for at, _ in points[1:]] + [stop]
     weights = [max(0.0, min(end, stop) - max(at, start)) for (at, _), end in zip(points, ends, strict=True)]
     whole = math.fsum(weights)

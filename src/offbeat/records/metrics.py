@@ -1,7 +1,4 @@
-"""From the records of one run to its numbers: the summary, and when the target was reached.
-
-Everything here is computed from records alone, so a run that ended years ago answers as one that ended now.
-"""
+"""The metrics of one run, computed from its records alone: the summary, and when the target was reached."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import msgspec
 
 from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError
-from offbeat.records.exchanges import exchanges, summarize_exchanges
+from offbeat.records.exchanges import summarize_exchanges
 from offbeat.records.schema import (
     Dropped,
     Ended,
@@ -23,38 +20,37 @@ from offbeat.records.schema import (
     Flow,
     LinkUse,
     Membership,
+    Round,
     RunHeader,
     RunRecords,
     Undone,
     Update,
     of_kind,
 )
-from offbeat.records.schema import Round as RoundRecord
 from offbeat.records.traffic import BytesSent, bytes_received, sent_by_kind
 
 Metric = Literal["accuracy", "loss"]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in numbers; what does not apply to it is None.
+    """The metrics of one run; those that do not apply are None.
 
-    `updates` and `samples` are those that count in the end; `undone` are samples that were applied and taken back, as
-    often as that happened. `staleness_*` count each message once. `compute_seconds` is the time inside rounds and holds
-    `induced_seconds`, since a delayed machine stands for a slow one, not for an idle one; `idle_share` is
-    idle ÷ (idle + compute) over all rounds of all ranks. `bytes_sent` is what was counted by processes that came
-    to their end: what one that was killed had sent is not in it.
+    `updates` and `samples` do not include undone ones; `undone` is the number of samples that were applied and then
+    undone. `staleness_*` count each message once. `compute_seconds` is the time inside rounds, including
+    `induced_seconds` of injected delay, which stands for a slow machine; `idle_share` is idle ÷ (idle + compute) over
+    all rounds of all ranks. `bytes_sent` does not include processes that were killed.
 
-    `traffic` is what was sent by kind of message, and `bytes_received` what arrived; of a process that was killed they
-    hold what it had counted a second before. `bytes_to_target` is what all ranks had sent for the sake of training when
-    the target was reached. Runs that were recorded before traffic was have None there, and an empty `traffic`.
+    `traffic` is what was sent by kind of message, and `bytes_received` what was received; for a killed process, up to
+    its last record of traffic. `bytes_to_target` is the training traffic of all ranks when the target was reached; it
+    is None, and `traffic` empty, without records of traffic.
 
-    `exchanges` are those of two peers that were averaged, and `exchanges_lost` those without an answer. An exchange is
-    an averaging for both peers, so `exchanges_per_gradient` is twice their number ÷ the updates. `consensus_distance`
-    is the mean of ‖x_i − mean of x‖² over peers and the second half of the run; `records/exchanges.py` tells how it is
-    estimated where nobody has measured it.
+    `exchanges` is the number of averaged exchanges of two peers, and `exchanges_lost` of those without an answer. An
+    exchange is an averaging for both peers, so `exchanges_per_gradient` is twice their number ÷ updates.
+    `consensus_distance` is the mean of ‖x_i − mean of x‖² over peers and the second half of the run;
+    `records/exchanges.py` describes its estimate.
 
-    `budget_used` is what was sent ÷ what the bandwidth budget would have allowed over the whole run, on the link and
-    direction that carried the most, and `budget_used_mean` the mean over all of them; None where there was no budget.
+    `budget_used` is the bytes sent ÷ bandwidth limit × duration, for the link and direction with the most traffic, and
+    `budget_used_mean` the mean over all; None without a bandwidth limit.
     """
 
     strategy: str
@@ -100,7 +96,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_top5: float | None
 
     def __str__(self) -> str:
-        """A few lines to read."""
+        """The summary in a few lines of text."""
         rate = "" if self.samples_per_second is None else f", {self.samples_per_second:,.0f} samples a second"
         lines = [
             f"{self.strategy} on {self.workload}, {self.workers} worker{'' if self.workers == 1 else 's'}: "
@@ -125,58 +121,37 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         if measured:
             lines.append("  " + ", ".join(measured))
         if self.exchanges:
-            lines.append("  " + ", ".join(self._exchanged()))
+            lines.append("  " + ", ".join(self._exchange_phrases()))
         if self.budget_used is not None:
             lines.append(
-                f"  {self.budget_used:.0%} of the budget used on the busiest link and direction, "
+                f"  {self.budget_used:.0%} of the bandwidth limit used on the busiest link and direction, "
                 f"{self.budget_used_mean:.0%} on average"
             )
         if self.failure is not None:
             lines.append(f"  failed: {self.failure}")
         return "\n".join(lines)
 
-    def _exchanged(self) -> list[str]:
-        said = [f"{self.exchanges:,} exchanges"]
+    def _exchange_phrases(self) -> list[str]:
+        phrases = [f"{self.exchanges:,} exchanges"]
         if self.exchanges_per_gradient is not None:
-            said.append(f"{self.exchanges_per_gradient:.3g} for each gradient of a peer")
+            phrases.append(f"{self.exchanges_per_gradient:.3g} for each gradient of a peer")
         if self.exchanges_lost:
-            said.append(f"{self.exchanges_lost:,} lost")
+            phrases.append(f"{self.exchanges_lost:,} lost")
         if self.round_trip_seconds is not None:
-            said.append(f"a round trip of {self.round_trip_seconds:.3g} s")
+            phrases.append(f"a round trip of {self.round_trip_seconds:.3g} s")
         if self.consensus_distance is not None:
             how = ", estimated from exchanges" if self.consensus_estimated else ""
-            said.append(f"consensus distance {self.consensus_distance:.3g}{how}")
-        return said
-
-
-class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank did, over all its lives. `samples` are those it computed, whether or not they were applied.
-
-    `samples_per_second` counts over its own compute and idle time, so that a rank which came late, or was away for
-    a while, shows the pace that it had while it was there. `send_seconds` may go by while it computes. `exchanges` are
-    the averaged ones that it had a part in, `exchanges_begun` those of them that it began.
-    """
-
-    rank: int
-    rounds: int
-    samples: int
-    compute_seconds: float
-    idle_seconds: float
-    send_seconds: float
-    induced_seconds: float
-    samples_per_second: float | None
-    staleness_mean: float | None
-    exchanges: int
-    exchanges_begun: int
+            phrases.append(f"consensus distance {self.consensus_distance:.3g}{how}")
+        return phrases
 
 
 def evaluations(run: RunRecords) -> list[Evaluation]:
-    """The evaluations in the order of the versions' times; an evaluation may be written after a later one."""
+    """The evaluations in the order of time; their records may be written out of order."""
     return sorted(of_kind(run, Evaluation), key=lambda evaluation: evaluation.at)
 
 
 def target_of(header: RunHeader) -> Target | None:
-    """The target that a run was given."""
+    """The target of a run. Raises ConfigurationError if the header has an invalid one."""
     if header.target is None:
         return None
     try:
@@ -189,27 +164,31 @@ def target_of(header: RunHeader) -> Target | None:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None where it is missing, infinite or not a number."""
+    """The value, or None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def seconds_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: float) -> float | None:
-    """When the smoothed curve first crossed `value`: upwards for accuracy, downwards for loss.
+    """The time at which the smoothed curve first crossed `value`: upwards for accuracy, downwards for loss.
 
-    Smoothed by a centred median of three, which leaves a monotone curve where it is (a trailing mean delays it)
-    and passes over a single lucky evaluation. The time is interpolated linearly between the two evaluations
-    around the crossing. See `_smoothed` for the first and the last evaluation, which lack a neighbour.
+    The curve is smoothed by a centred median of three, which does not shift a monotone curve (a trailing mean would)
+    and removes single outliers. The time is interpolated linearly between the evaluations around the crossing. See
+    `_smoothed` for the first and the last evaluation.
+
+    evaluations: the evaluations, in any order
+    metric: "accuracy" or "loss"
+    value: the value to reach
     """
     return _crossing(evaluations, Target(metric, value), lambda evaluation: evaluation.at)
 
 
 def samples_to_target(evaluations: Sequence[Evaluation], metric: Metric, value: float) -> float | None:
-    """How many samples had been applied when the smoothed curve first crossed `value`."""
+    """The number of samples applied when the smoothed curve first crossed `value`; see `seconds_to_target`."""
     return _crossing(evaluations, Target(metric, value), lambda evaluation: float(evaluation.samples_total))
 
 
 def bytes_to_target(run: RunRecords, seconds: float | None) -> int | None:
-    """How many bytes all ranks had sent after so many seconds, which the target took; None where either is unknown."""
+    """The bytes sent by all ranks after `seconds`, the time to the target; None if either is unknown."""
     sent = None if seconds is None else BytesSent(run).by(seconds)
     return None if sent is None else round(sent)
 
@@ -237,11 +216,11 @@ def _crossing(
 
 
 def _smoothed(heights: Sequence[float]) -> list[float]:
-    """The centred median of three, higher being better.
+    """The centred median of three; higher is better.
 
-    At the ends a lone lucky value must not count either. The first is taken no higher than its smoothed
-    neighbour. The last may be the goal reached at last, or luck: it is believed as far as twice the progress of
-    the step before, so a curve that was rising keeps its last point and a spike at the end of a plateau does not.
+    Outliers at the ends must not count either. The first value is limited to its smoothed neighbour. The last may
+    exceed its neighbour by twice the progress of the previous step: a rising curve keeps its last point, and a spike at
+    the end of a plateau is removed.
     """
     if len(heights) < 3:
         return list(heights)
@@ -254,7 +233,7 @@ def _smoothed(heights: Sequence[float]) -> list[float]:
 
 
 def summarize(run: RunRecords, target: Target | None = None) -> Summary:
-    """The run in numbers, timed against `target`, or else against the one in its header."""
+    """The metrics of a run, timed against `target`, by default that of its header."""
     header = run.header
     target = target or target_of(header)
     curve = evaluations(run)
@@ -268,7 +247,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     seconds = ended.at if ended else max((record.at for record in run.records), default=0.0)
     undone = list(of_kind(run, Undone))
     samples = _samples(updates) if not undone else _samples_left(run)
-    rounds = list(of_kind(run, RoundRecord))
+    rounds = list(of_kind(run, Round))
     compute_seconds = math.fsum(record.seconds for record in rounds)
     idle_seconds = math.fsum(record.idle_seconds for record in rounds)
     memberships = list(of_kind(run, Membership))
@@ -281,7 +260,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         seconds=seconds,
         updates=len(updates) - sum(record.version - 1 - record.to_version for record in undone),
         samples=samples,
-        **_measured_last(curve),
+        **_last_evaluation(curve),
         seconds_to_target=reached,
         staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
         staleness_max=max(stalenesses, default=None),
@@ -311,18 +290,18 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         round_trip_seconds=exchanged.round_trip_seconds,
         consensus_distance=exchanged.consensus_distance,
         consensus_estimated=exchanged.estimated,
-        **_budget_used(run, seconds),
+        **_bandwidth_used(run, seconds),
     )
 
 
-def _measured_last(curve: Sequence[Evaluation]) -> dict[str, float | None]:
-    """What the last evaluation found."""
+def _last_evaluation(curve: Sequence[Evaluation]) -> dict[str, float | None]:
+    """The results of the last evaluation."""
     names = ("loss", "accuracy", "accuracy_top5")
     return {name: finite(getattr(curve[-1], name)) if curve else None for name in names}
 
 
-def _budget_used(run: RunRecords, seconds: float) -> dict[str, float | None]:
-    """What was sent over what the budget would have allowed in this time: at the most, and on average."""
+def _bandwidth_used(run: RunRecords, seconds: float) -> dict[str, float | None]:
+    """Bytes sent ÷ (bandwidth limit × duration): the maximum and the mean over links and directions."""
     allowed = 0.0
     sent: Counter[tuple[int, str]] = Counter()
     for record in of_kind(run, LinkUse):
@@ -333,49 +312,10 @@ def _budget_used(run: RunRecords, seconds: float) -> dict[str, float | None]:
     return {"budget_used": max(used, default=None), "budget_used_mean": statistics.fmean(used) if used else None}
 
 
-def per_rank(run: RunRecords) -> list[RankSummary]:
-    """What each rank did that computed anything, in the order of ranks."""
-    rounds: dict[int, list[RoundRecord]] = {}
-    for record in of_kind(run, RoundRecord):
-        rounds.setdefault(record.rank, []).append(record)
-    stalenesses: dict[int, list[int]] = {}
-    for update in of_kind(run, Update):
-        for contribution in update.contributions:
-            stalenesses.setdefault(contribution.rank, []).append(contribution.staleness)
-    averaged = exchanges(run)
-    begun = Counter(exchange.rank for exchange in averaged)
-    joined = begun + Counter(exchange.peer for exchange in averaged)
-    return [
-        _rank_summary(rank, rounds[rank], stalenesses.get(rank, []), (joined[rank], begun[rank]))
-        for rank in sorted(rounds)
-    ]
-
-
-def _rank_summary(
-    rank: int, rounds: Sequence[RoundRecord], stalenesses: Sequence[int], exchanged: tuple[int, int]
-) -> RankSummary:
-    samples = sum(record.samples for record in rounds)
-    compute_seconds = math.fsum(record.seconds for record in rounds)
-    idle_seconds = math.fsum(record.idle_seconds for record in rounds)
-    return RankSummary(
-        rank=rank,
-        rounds=len(rounds),
-        samples=samples,
-        compute_seconds=compute_seconds,
-        idle_seconds=idle_seconds,
-        send_seconds=math.fsum(record.send_seconds for record in rounds),
-        induced_seconds=math.fsum(record.induced_seconds for record in rounds),
-        samples_per_second=_ratio(samples, compute_seconds + idle_seconds),
-        staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
-        exchanges=exchanged[0],
-        exchanges_begun=exchanged[1],
-    )
-
-
 def end_of(run: RunRecords) -> Ended | None:
-    """How the run ended: as rank 0 did, in its last life. Any other rank may be killed without the run failing.
+    """How the run ended: the last `Ended` record of rank 0, since other ranks may be lost without the run failing.
 
-    Among equals, where others than rank 0 make updates, too, it ended as the lowest did of those that ended well.
+    In a decentralized run, where other ranks make updates too: that of the lowest rank that ended without failure.
     """
     last = {end.rank: end for end in of_kind(run, Ended)}
     if not any(update.rank for update in of_kind(run, Update)):
@@ -384,7 +324,7 @@ def end_of(run: RunRecords) -> Ended | None:
 
 
 def _dropped(run: RunRecords) -> Counter[str]:
-    """Samples by the reason why they were not applied."""
+    """The number of dropped samples by reason."""
     dropped: Counter[str] = Counter()
     for record in of_kind(run, Dropped):
         dropped[record.reason] += record.stop - record.first
@@ -392,13 +332,13 @@ def _dropped(run: RunRecords) -> Counter[str]:
 
 
 def _samples(updates: Sequence[Update]) -> int:
-    """How many were applied. A hub counts all; peers count what they know of, and what they applied themselves."""
+    """The number of applied samples. A hub counts all; gossip peers know a part, and count those that they applied."""
     known = max((update.samples_total for update in updates), default=0)
     return max(known, sum(update.samples for update in updates)) if any(update.rank for update in updates) else known
 
 
 def _samples_left(run: RunRecords) -> int:
-    """How many were applied and not undone, as the hub counted them last."""
+    """The number of samples that were applied and not undone, as last counted by the hub."""
     return [record.samples_total for record in run.records if isinstance(record, Update | Undone)][-1]
 
 
@@ -407,21 +347,23 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _lost(memberships: Iterable[Membership]) -> int:
-    """A hub sees every loss. Without one, several peers see the same loss, and who was cut off loses all the others."""
-    return sum(_agreed(memberships, lambda before, record: not record.joined))
+    """The number of lost ranks. Without a hub, several ranks record a loss, and a partitioned rank loses all others."""
+    return sum(_median_counts(memberships, lambda before, record: not record.joined))
 
 
 def _rejoined(memberships: Sequence[Membership]) -> int:
-    """Who was started again itself meets everybody anew, and none of them has come back."""
-    return sum(_agreed(memberships, lambda before, record: record.joined and before is False))
+    """The number of ranks that rejoined. A restarted rank sees all others join, but none of these has rejoined."""
+    return sum(_median_counts(memberships, lambda before, record: record.joined and before is False))
 
 
-def _agreed(memberships: Iterable[Membership], counts: Callable[[bool | None, Membership], bool]) -> Iterator[int]:
-    """For each rank how often that was seen of it, as most saw it who had to do with it."""
-    seen: dict[int, Counter[int]] = {}
-    there: dict[tuple[int, int], bool] = {}
+def _median_counts(
+    memberships: Iterable[Membership], counts: Callable[[bool | None, Membership], bool]
+) -> Iterator[int]:
+    """For each rank, the median over its observers of the number of matching records."""
+    observed: dict[int, Counter[int]] = {}
+    is_up: dict[tuple[int, int], bool] = {}
     for record in memberships:
-        before = there.get((record.rank, record.peer))
-        seen.setdefault(record.peer, Counter())[record.rank] += counts(before, record)
-        there[record.rank, record.peer] = record.joined
-    return (statistics.median_high(times.values()) for times in seen.values())
+        before = is_up.get((record.rank, record.peer))
+        observed.setdefault(record.peer, Counter())[record.rank] += counts(before, record)
+        is_up[record.rank, record.peer] = record.joined
+    return (statistics.median_high(numbers.values()) for numbers in observed.values())

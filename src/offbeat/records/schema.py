@@ -1,9 +1,8 @@
-"""The kinds of record there are. Every table, figure and page is drawn from these alone.
+"""The kinds of record. Tables, figures and reports are computed from these alone.
 
-`at` is when the record was made, in seconds since the run began. A run is a directory with `run.json` (what
-was run: a `RunHeader`) and `records.jsonl` (one record a line); a live run has a file for each rank instead,
-`records-0.jsonl` and so on, since its ranks share no process. None of them holds wall-clock times of day, host
-names or paths, so that the same seed writes the same bytes.
+`at` is the time of a record, in seconds since the run began. A run is a directory with `run.json` (a `RunHeader`) and
+`records.jsonl` (one record per line); a live run has one file per rank instead, `records-0.jsonl` and so on. They
+contain no times of day, host names or paths, so that a simulation with the same seed writes the same bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ import msgspec
 from offbeat.core.actions import Record
 
 FORMAT = 1
+"""The version of the format of run directories."""
 
 
 class Round(Record, frozen=True, tag="round"):
-    """One computation of one rank, written by the engine when it ended (`at`).
+    """One computation of one rank, written by the engine at its end (`at`).
 
-    `seconds` counts from `start`, the first `induced_seconds` of them were artificial delay; `idle_seconds` went by
-    between the end of the rank's previous round and this start, and of the messages that the previous round
-    sent, the last took `send_seconds` to leave.
+    `seconds` is its duration from `start`, of which the first `induced_seconds` were injected delay. `idle_seconds` is
+    the time between the end of the previous round of the rank and `start`. `send_seconds` is how long the last message
+    of the previous round took to be sent.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Round(Record, frozen=True, tag="round"):
 
 
 class Contribution(msgspec.Struct, frozen=True, array_like=True):
-    """One message that went into an update: whose samples, which of them, and how stale their version was."""
+    """One message of an update: the draws [first, stop) of `rank`, and the staleness of their version."""
 
     rank: int
     first: int
@@ -51,7 +51,7 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Update(Record, frozen=True, tag="update"):
-    """One update of the parameters on `rank`; `version` is the one it made. `samples_total` counts the run's."""
+    """One update of the parameters on `rank`, which made `version`. `samples_total` counts the samples of the run."""
 
     rank: int
     version: int
@@ -63,9 +63,9 @@ class Update(Record, frozen=True, tag="update"):
 
 
 class Undone(Record, frozen=True, tag="undone"):
-    """`rank` went back to what it was at version `to_version`: the updates after that do not count, nor their samples.
+    """`rank` restored the state of version `to_version`: later updates and their samples no longer count.
 
-    They are computed again. What it went back to is called `version` from now on, and `samples_total` are left.
+    The restored state has the number `version`, and `samples_total` samples remain. The others are computed again.
     """
 
     rank: int
@@ -80,10 +80,10 @@ Reason = Literal["stale", "late", "nonfinite", "stopped", "lost"]
 
 
 class Dropped(Record, frozen=True, tag="dropped"):
-    """Samples of `rank` that were computed and not applied, and why.
+    """Samples of `rank` that were computed and not applied, with the reason.
 
-    stale: older than `staleness_max`; late: a newer version was there already; nonfinite: not a number;
-    stopped: training was over; lost: never arrived, and their worker did not come back to repeat them.
+    stale: above `staleness_max`; late: a newer version existed already; nonfinite: the gradient was not finite;
+    stopped: training had ended; lost: never arrived, and were not repeated by a restarted worker.
     """
 
     rank: int
@@ -94,9 +94,9 @@ class Dropped(Record, frozen=True, tag="dropped"):
 
 
 class Evaluation(Record, frozen=True, tag="evaluation", omit_defaults=True):
-    """Held-out loss and accuracy of one version; `at` is when that version was made.
+    """Held-out loss and accuracy of one version; `at` is the time of that version.
 
-    `accuracy_top5` is how often the label was among the five likeliest; left out where there are five classes or fewer.
+    `accuracy_top5` is the top-5 accuracy, omitted with 5 classes or fewer.
     """
 
     rank: int
@@ -108,10 +108,10 @@ class Evaluation(Record, frozen=True, tag="evaluation", omit_defaults=True):
 
 
 class Exchange(Record, frozen=True, tag="exchange"):
-    """One averaging of two peers, written by `rank`, which began it, when it was over: `seconds` after it had begun.
+    """One exchange of two peers, written at its end by `rank`, which initiated it; `seconds` is its duration.
 
-    `distance` is ‖x_rank − x_peer‖², the square of how far they were apart. lost: the peer was gone before it answered,
-    and may have taken its share; declined: it was about to end, and neither has changed.
+    `distance` is ‖x_rank − x_peer‖². lost: the peer was lost before it answered, and may have applied its half;
+    declined: the peer was about to end, and neither has changed.
     """
 
     rank: int
@@ -122,14 +122,14 @@ class Exchange(Record, frozen=True, tag="exchange"):
 
 
 class Consensus(Record, frozen=True, tag="consensus"):
-    """How far peers are apart: the mean over `peers` of ‖x_i − mean of x‖², exact, written by the simulator."""
+    """The exact consensus distance: the mean over `peers` of ‖x_i − mean of x‖², written by the simulator."""
 
     peers: int
     distance: float
 
 
 class Membership(Record, frozen=True, tag="membership"):
-    """`rank` saw `peer` join or leave."""
+    """The link from `rank` to `peer` came up or went down."""
 
     rank: int
     peer: int
@@ -138,16 +138,16 @@ class Membership(Record, frozen=True, tag="membership"):
 
 
 class Notice(Record, frozen=True, tag="notice"):
-    """Something a user should read, said once."""
+    """A message for the user, written once."""
 
     rank: int
     text: str
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """Messages of one kind that went one way: how many, what they weighed, and what they would have uncompressed.
+    """The messages of one kind in one direction: their number, and their size with and without compression.
 
-    Bytes are those on the wire, heads included; where nothing is compressed, both numbers are equal.
+    Sizes are those on the wire, including headers.
     """
 
     messages: int
@@ -156,11 +156,11 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Traffic(Record, frozen=True, tag="traffic"):
-    """What was sent and received by kind of message, written by the engine, from `since` up to `at`.
+    """What was sent and received by kind of message from `since` to `at`, written by the engine.
 
-    A simulated run has one count for all its ranks, under rank 0, written before each evaluation and at the end. In a
-    live run each process counts for its own rank, about once a second and at its end, and one that takes over a rank
-    begins at nothing: another `since` tells its counts from those of the one before.
+    A simulated run has one counter for all ranks, with rank 0, written before each evaluation and at the end. In a live
+    run each process counts for its own rank, and writes about once a second and at its end. A restarted process starts
+    at 0, and its records have another `since`.
     """
 
     rank: int
@@ -170,13 +170,13 @@ class Traffic(Record, frozen=True, tag="traffic"):
 
 
 RECORD_LINES_KIND = "RecordLines"
-"""The kind of message in which records travel where no disk is shared: traffic, but not for the sake of training."""
+"""The kind of message that carries records to rank 0 without a shared disk: not part of the training traffic."""
 
 
 class LinkUse(Record, frozen=True, tag="link_use"):
-    """What `rank` sent to each of its peers, in bytes, where each direction of a link had a budget of so many a second.
+    """The bytes of training traffic that `rank` sent to each peer, in a run with a bandwidth limit.
 
-    Written once at the end, by the engine, and only where there was a budget. Of training traffic alone.
+    Written by the engine, once at the end. `bytes_per_second` is the limit of each direction of each link.
     """
 
     rank: int
@@ -185,10 +185,10 @@ class LinkUse(Record, frozen=True, tag="link_use"):
 
 
 class Ended(Record, frozen=True, tag="ended", omit_defaults=True):
-    """The last record of a run, written by the engine. `failure` is None where all went well.
+    """The last record of a run, written by the engine. `failure` is the error sentence, or None.
 
-    In a live run each process that comes to its end writes one for its own rank, over what it sent itself; one that
-    was killed writes none. Rank 0 is left out of the file, so a simulated run has the bytes that it always had.
+    In a live run each process writes one for its own rank, with what it has sent; a killed process writes none. Rank 0
+    is the default and omitted in the file.
     """
 
     bytes_sent: int
@@ -215,32 +215,32 @@ AnyRecord = (
 Kind = TypeVar("Kind", bound=AnyRecord)
 
 RECORD_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
-"""Reads a line of records. One for all threads, made before there are any: two that are made at once may be broken."""
+"""Decodes a line of records. Shared by all threads and created on import, since creating two at once is unsafe."""
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What was run: everything that is needed to run it again, and how to read it."""
+    """The description of a run: everything that is needed to repeat it."""
 
     format: int = FORMAT
     engine: Literal["simulated", "live"]
     label: str
-    """The name that tables and figures use: the strategy's short name, or the user's own."""
+    """The name in tables and figures: the short name of the strategy, or one given by the user."""
     workload: str
     workers: int
     seed: int
     parameters: int
-    """How many parameters the model has."""
+    """The number of parameters of the model."""
     target: dict[str, Any] | None
     """`{"metric": "accuracy" | "loss", "value": float}`, or None."""
     experiment: dict[str, Any] | None
-    """The experiment as plain data, or None where it holds objects that cannot be written down."""
+    """The experiment as plain data, or None if it has objects that cannot be serialized."""
     offbeat: str
     torch: str
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run as it was recorded."""
+    """The header and the records of a run; `directory` is None if they are in memory only."""
 
     directory: Path | None
     header: RunHeader
@@ -248,5 +248,5 @@ class RunRecords:
 
 
 def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:
-    """The records of one kind, in the order in which they were written."""
+    """The records of one kind, in their order."""
     return (record for record in run.records if isinstance(record, kind))

@@ -1,56 +1,62 @@
-"""From records of traffic: how many bytes had been sent by when, and in what kind of message.
+"""Traffic: the counter of messages behind `Traffic` records, and what is computed from these records.
 
-Counts are cumulative, and each process of a live run keeps its own. One that was killed has told what it had sent up to
-a second before; whoever takes over its rank counts anew, and both are added up. Runs that were recorded before there
-were such records have none, and what is asked about them is None.
+Counts are cumulative, one series per process. A killed process has recorded its count up to about a second before; a
+process that is restarted under its rank starts a new series, and both are added. Without such records results are None.
 """
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import msgspec
 
 from offbeat.core.compression import saved_bytes
 from offbeat.core.messages import Message
-from offbeat.records.schema import RECORD_LINES_KIND, Flow, RunRecords, Traffic
+from offbeat.records.schema import RECORD_LINES_KIND, Flow, RunRecords, Traffic, of_kind
 
 
-def counts(run: RunRecords) -> list[list[Traffic]]:
-    """The records of each count, in the order of time."""
-    found: dict[tuple[int, float], list[Traffic]] = {}
-    for record in run.records:
-        if isinstance(record, Traffic):
-            found.setdefault((record.rank, record.since), []).append(record)
-    return [sorted(records, key=lambda record: record.at) for records in found.values()]
+def traffic_series(run: RunRecords) -> list[list[Traffic]]:
+    """The records of each counter, in the order of time."""
+    series: dict[tuple[int, float], list[Traffic]] = {}
+    for record in of_kind(run, Traffic):
+        series.setdefault((record.rank, record.since), []).append(record)
+    return [sorted(records, key=lambda record: record.at) for records in series.values()]
 
 
 def sent_by_kind(run: RunRecords) -> dict[str, Flow]:
-    """What all ranks sent in all, by kind of message; empty where nobody counted."""
-    return _added(records[-1].sent for records in counts(run))
+    """The total traffic sent by all ranks, by kind of message; empty if it was not counted."""
+    sums: dict[str, list[int]] = {}
+    for records in traffic_series(run):
+        for kind, flow in records[-1].sent.items():
+            total = sums.setdefault(kind, [0, 0, 0])
+            total[:] = map(operator.add, total, msgspec.structs.astuple(flow))
+    return _flows(sums)
 
 
 def bytes_received(run: RunRecords) -> int | None:
-    """What all ranks received in all."""
-    found = counts(run)
-    return sum(flow.bytes for records in found for flow in records[-1].received.values()) if found else None
+    """The bytes received by all ranks."""
+    series = traffic_series(run)
+    return sum(flow.bytes for records in series for flow in records[-1].received.values()) if series else None
 
 
 class BytesSent:
-    """What all ranks together had sent by when, for the sake of training: records on their way to rank 0 are not."""
+    """The training traffic sent by all ranks over time; messages that carry records do not count."""
 
     def __init__(self, run: RunRecords) -> None:
         self._series = [
             ([records[0].since, *(record.at for record in records)], [0, *map(_for_training, records)])
-            for records in counts(run)
+            for records in traffic_series(run)
         ]
 
     @property
     def known(self) -> bool:
+        """Whether traffic was counted."""
         return bool(self._series)
 
     def by(self, seconds: float) -> float | None:
-        """So many bytes, interpolated between records; of several at that very moment the first counts."""
+        """The bytes sent up to `seconds`, interpolated between records; of several at one time the first counts."""
         return sum(_value_at(seconds, *series) for series in self._series) if self._series else None
 
 
@@ -59,35 +65,17 @@ def _for_training(record: Traffic) -> int:
 
 
 def _value_at(seconds: float, times: list[float], totals: list[int]) -> float:
-    place = bisect_left(times, seconds)
-    if place == len(times):
+    index = bisect_left(times, seconds)
+    if index == len(times):
         return totals[-1]
-    if place == 0 or times[place] == seconds:
-        return totals[place]
-    before, after = times[place - 1], times[place]
-    return totals[place - 1] + (totals[place] - totals[place - 1]) * (seconds - before) / (after - before)
-
-
-def _added(several: Iterable[Mapping[str, Flow]]) -> dict[str, Flow]:
-    sums: dict[str, Flow] = {}
-    for flows in several:
-        for kind, flow in flows.items():
-            known = sums.get(kind, Flow(0, 0, 0))
-            sums[kind] = Flow(
-                known.messages + flow.messages,
-                known.bytes + flow.bytes,
-                known.bytes_uncompressed + flow.bytes_uncompressed,
-            )
-    return dict(sorted(sums.items()))
-
-
-# How much is sent and received, by kind of message: the count behind `Traffic` records.
-#
-# Both engines count every message here, so that counting one is a look-up and a few additions.
+    if index == 0 or times[index] == seconds:
+        return totals[index]
+    before, after = times[index - 1], times[index]
+    return totals[index - 1] + (totals[index] - totals[index - 1]) * (seconds - before) / (after - before)
 
 
 class MessageSize(NamedTuple):
-    """A message as it is counted."""
+    """The kind and size of a message."""
 
     kind: str
     nbytes: int
@@ -95,13 +83,16 @@ class MessageSize(NamedTuple):
 
 
 def message_size(message: Message, nbytes: int | None = None) -> MessageSize:
-    """What a message weighs; `nbytes` of it on the wire, where there is one."""
+    """The size of a message; `nbytes` is its size on the wire, if it was encoded."""
     nbytes = message.nbytes if nbytes is None else nbytes
     return MessageSize(type(message).__name__, nbytes, nbytes + saved_bytes(message))
 
 
 class TrafficCounter:
-    """Counts from the beginning of a process's part in a run, for one rank or for all of a simulation."""
+    """Counts the messages of a process from its start, for one rank or for all ranks of a simulation.
+
+    Engines count every message here, so counting must be cheap. Not thread-safe.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -114,27 +105,29 @@ class TrafficCounter:
         self.bytes_sent = 0
         self.messages_sent = 0
 
-    def sent(self, weight: MessageSize) -> None:
+    def sent(self, size: MessageSize) -> None:
+        """Count a message that was sent."""
         self.moved = True
-        self.bytes_sent += weight.nbytes
+        self.bytes_sent += size.nbytes
         self.messages_sent += 1
-        _add(self._sent, weight)
+        _add(self._sent, size)
 
-    def received(self, weight: MessageSize) -> None:
+    def received(self, size: MessageSize) -> None:
+        """Count a message that was received."""
         self.moved = True
-        _add(self._received, weight)
+        _add(self._received, size)
 
     def begin(self, since: float) -> None:
-        """Say when it began, by the clock of the run."""
+        """Set the time at which counting began, in seconds since the run began."""
         self._since = since
 
     def shift(self, seconds: float) -> None:
-        """The clock was set. What a record has said once stays, for counts are told apart by when they began."""
+        """The clock was adjusted. After the first record `since` stays, since it identifies the series."""
         if self._recorded is None:
             self._since += seconds
 
     def record(self, at: float) -> Traffic | None:
-        """All that was counted up to `at`; None where it has been recorded already."""
+        """A record of the counts at time `at`; None if it is equal to the last one."""
         traffic = Traffic(
             at=at, rank=self._rank, since=self._since, sent=_flows(self._sent), received=_flows(self._received)
         )
@@ -144,8 +137,8 @@ class TrafficCounter:
         return traffic
 
 
-def _add(flows: dict[str, list[int]], weight: MessageSize) -> None:
-    kind, nbytes, uncompressed = weight
+def _add(flows: dict[str, list[int]], size: MessageSize) -> None:
+    kind, nbytes, uncompressed = size
     flow = flows.get(kind)
     if flow is None:
         flows[kind] = [1, nbytes, uncompressed]
@@ -155,5 +148,5 @@ def _add(flows: dict[str, list[int]], weight: MessageSize) -> None:
         flow[2] += uncompressed
 
 
-def _flows(counts: dict[str, list[int]]) -> dict[str, Flow]:
-    return {kind: Flow(*counts[kind]) for kind in sorted(counts)}
+def _flows(flows: dict[str, list[int]]) -> dict[str, Flow]:
+    return {kind: Flow(*flows[kind]) for kind in sorted(flows)}
