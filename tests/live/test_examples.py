@@ -160,7 +160,9 @@ def check_accuracy(printed: str) -> None:
     assert float(found[0]) >= 0.9
 
 
-@pytest.mark.parametrize("program", ["python", "offbeat", pytest.param("torchrun", marks=pytest.mark.integration)])
+@pytest.mark.parametrize(
+    "program", ["python", *(pytest.param(name, marks=pytest.mark.integration) for name in ("offbeat", "torchrun"))]
+)
 def test_the_script_that_came_from_ddp(program: str, tmp_path: Path) -> None:
     check_accuracy(typed(FROM_DDP_LINES[program], tmp_path))
     if program == "offbeat":

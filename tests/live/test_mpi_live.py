@@ -21,6 +21,8 @@ from offbeat.launch.mpirun import mpirun_command
 from offbeat.records.files import find_runs, read_run
 from offbeat.records.schema import Round, Update, of_kind
 
+pytestmark = pytest.mark.integration
+
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 STRATEGIES = ["fmb", "amb", "async-fmb", "async-timed", "apam", "sync-amsgrad", "k-of-n"]
 LOCAL = ["local-sgd", "diloco", "decoupled-diloco", "delayed-exchange", "population"]
@@ -147,7 +149,6 @@ def test_local_steps_and_populations_reach_the_target_over_mpi(tmp_path: Path) -
         check_accounts(read_run(place))
 
 
-@pytest.mark.integration
 def test_a_killed_worker_is_lost_and_the_others_go_on_also_with_the_next_run(tmp_path: Path) -> None:
     """Started by the script for clusters, with a hostfile of this machine alone."""
     out = tmp_path / "runs"
@@ -174,7 +175,6 @@ def test_the_hostfile_has_as_many_slots_as_the_script_starts_processes() -> None
     assert f"${{PROCESSES:-{sum(map(int, slots))}}}" in (CLUSTER / "mpirun.sh").read_text()
 
 
-@pytest.mark.integration
 def test_without_tolerance_a_killed_worker_ends_the_run_in_one_sentence_and_it_can_go_on(tmp_path: Path) -> None:
     out = tmp_path / "runs"
     words = [*OFFBEAT, "train", "digits", "async-fmb", "--batch", "32", "--quiet", "--out", str(out)]

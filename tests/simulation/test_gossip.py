@@ -199,7 +199,7 @@ def test_peers_average_as_often_as_they_should(rate: float, clock: object, laten
         workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=latency)),
         workers=2,
-        until=ob.Samples(2000),
+        until=ob.Samples(1000),
         seed=0,
     )
     writer = MemoryWriter()

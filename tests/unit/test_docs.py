@@ -57,14 +57,14 @@ WITH_COMMANDS = [
     "docs/cluster.md",
     "docs/command_line.md",
     FROM_DDP,
-    LIVE,
+    pytest.param(LIVE, marks=pytest.mark.slow),  # a dozen live runs; tests/live has each of them
     NETWORK,
     "docs/bandwidth.md",
     "docs/compression.md",
     "docs/figures.md",
     "docs/gossip.md",
     "docs/microbatch.md",
-    "docs/reproducing.md",
+    pytest.param("docs/reproducing.md", marks=pytest.mark.slow),  # tests/unit/test_reproduce.py is quicker
     "docs/serial.md",
     "docs/topology.md",
     "docs/workloads.md",

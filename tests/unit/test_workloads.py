@@ -195,7 +195,15 @@ def test_a_target_is_reached_from_the_right_side() -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [Digits(), DigitsCNN(), DigitsLogistic(), TwoGaussians(), ToyDeep(), ToyConvolutional()]
+    "named",
+    [
+        Digits(),
+        DigitsCNN(),
+        DigitsLogistic(),
+        TwoGaussians(),
+        pytest.param(ToyDeep(), marks=pytest.mark.slow),
+        ToyConvolutional(),
+    ],
 )
 def test_plain_adam_reaches_the_target_within_the_default_samples(named: NamedWorkload) -> None:
     workload = named.build()
