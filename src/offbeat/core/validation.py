@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
 import types
 import typing
@@ -63,15 +64,27 @@ def _described(kind: Any) -> str:
         return f"a tuple of {_described(arguments[0])}"
     if kind is type(None):
         return "None"
-    return EXPECTED.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+    name = str(getattr(kind, "__name__", kind))
+    return EXPECTED.get(kind) or f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def _suggestion(kind: Any, value: Any) -> str:
-    """What to type instead of the name of a member, which only files and the command line accept."""
-    for choice in typing.get_args(kind) or (kind,):
-        if isinstance(choice, type) and issubclass(choice, Family) and value in choice.members:
+    """What to type instead: the class of a member given by its name, or the classes to choose from."""
+    choices = [choice for choice in typing.get_args(kind) or (kind,) if isinstance(choice, type)]
+    for choice in choices:
+        if issubclass(choice, Family) and isinstance(value, str) and value in choice.members:
             return f"; type {choice.members[value].__name__}()"
-    return ""
+    names = [cls.__name__ for choice in choices for cls in _variants(choice)]
+    return f"; choose {', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 and not isinstance(value, type) else ""
+
+
+def _variants(cls: type[Any]) -> list[type[Any]]:
+    """The classes whose objects a field of this type can hold, if it is not a plain one."""
+    if issubclass(cls, Family) and not cls.name:
+        return list(cls.members.values())
+    if inspect.isabstract(cls):
+        return cls.__subclasses__()
+    return [cls] if dataclasses.is_dataclass(cls) else []
 
 
 def _shown(value: Any) -> str:
