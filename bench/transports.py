@@ -238,7 +238,7 @@ def _gloo(rank: int, listener: Listener, shared_memory: bool, idle_seconds: floa
         rank=rank,
         processes=2,
         peers=[1 - rank],
-        desk=listener if rank == 0 else listener.address,
+        rendezvous=listener if rank == 0 else listener.address,
         token=None,
         fingerprint="",
         shared_memory=shared_memory,

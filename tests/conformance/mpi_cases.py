@@ -1,4 +1,4 @@
-"""Ranks under mpirun, as a case for `check_transport`: the checks hold proxies that speak to `mpi_ranks.py`."""
+"""Ranks under mpirun, as a case for `check_transport`: the checks use proxies that control `mpi_ranks.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from mpi_ranks import hear, pack, read_incoming, say
+from mpi_ranks import pack, read_incoming, recv_plain, send_plain
 from torch import Tensor
 from transport_cases import FINGERPRINT, SHORT_SILENCE_SECONDS
 
@@ -32,7 +32,7 @@ FAULT_TOLERANT = ["--with-ft", "ulfm"]
 
 
 class MpiRanks:
-    """One mpirun whose ranks do as they are told. It is ended with all of them, whatever they are doing."""
+    """One mpirun whose ranks follow commands. `end` kills all of them, whatever they are doing."""
 
     def __init__(self, processes: int, *options: str) -> None:
         self._directory = tempfile.mkdtemp(prefix="offbeat-mpi-")
@@ -54,7 +54,7 @@ class MpiRanks:
             try:
                 for _ in range(2 * processes):
                     connection = listener.accept()
-                    (rank, purpose, pid, self.tolerant), _ = hear(connection)
+                    (rank, purpose, pid, self.tolerant), _ = recv_plain(connection)
                     self.connections[rank, purpose] = connection
                     self.pids[rank] = pid
             except BaseException:
@@ -62,10 +62,10 @@ class MpiRanks:
                 raise
 
     def finish(self) -> int:
-        """Let the ranks end by themselves; what mpirun makes of it."""
+        """Let the ranks end by themselves; the exit code of mpirun."""
         for (rank, purpose), connection in self.connections.items():
             if purpose == "rest" and rank not in self.dead:
-                say(connection, "finish")
+                send_plain(connection, "finish")
         return self._mpirun.wait(START_SECONDS)
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ class MpiRanks:
             connection.close()
         with suppress(ProcessLookupError):  # it had ended already
             os.killpg(self._mpirun.pid, signal.SIGKILL)
-        for pid in self.pids.values():  # mpirun puts each into a group of its own
+        for pid in self.pids.values():  # mpirun puts each into a process group of its own
             if self._is_ours(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ class MpiRanks:
 
 
 class Proxy(Transport):
-    """The transport of a rank elsewhere."""
+    """The transport of a rank in another process."""
 
     def __init__(self, ranks: MpiRanks, rank: int) -> None:
         self._receives = ranks.connections[rank, "receives"]
@@ -97,8 +97,8 @@ class Proxy(Transport):
 
     def ask(self, *plain: Any, body: bytes = b"") -> Any:
         with self._lock:
-            say(self._rest, *plain, body=body)
-            (answer,), _ = hear(self._rest)
+            send_plain(self._rest, *plain, body=body)
+            (answer,), _ = recv_plain(self._rest)
             return answer
 
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
@@ -108,8 +108,8 @@ class Proxy(Transport):
         self.ask("raw", to, incarnation, None, body=head.numpy().tobytes())
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
-        say(self._receives, timeout)
-        return read_incoming(*hear(self._receives))
+        send_plain(self._receives, timeout)
+        return read_incoming(*recv_plain(self._receives))
 
     def wake(self) -> None:
         self.ask("wake")
@@ -135,7 +135,7 @@ class StoppableRank(Remote):
 
 
 class MpiCase(TransportCase):
-    """Every rank of an mpirun opens a transport for each check; those that a check does not need have no peers."""
+    """Every rank of an mpirun opens a transport for each check; ranks that a check does not need have no peers."""
 
     abilities = frozenset({"garbage", "pool", "processes"})
 

@@ -1,6 +1,6 @@
-"""Run by mpirun: one rank that does what a test tells it, over two sockets; see `mpi_cases.py` for the other end.
+"""Run by mpirun: one rank that a test controls over two sockets; see `mpi_cases.py` for the other end.
 
-On one socket the test receives, and waits for that; on the other it does all else. When they close, the rank ends.
+One socket is for blocking receives, the other for all else. When they close, the rank ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from transport_cases import LAST_WORDS, RawHead, encode_and_die, encode_or_not
+from transport_cases import DOOMED_NUMBER, RawHead, encode_and_die, encode_or_not
 
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
@@ -27,7 +27,7 @@ from offbeat.transports.mpi import MpiTransport, is_fault_tolerant, mpi_world
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused
 
 KEPT = 4
-"""Messages of each transport that are kept until it closes, to see whether they stay as they are."""
+"""Messages of each transport that are kept until it closes, to check that they do not change."""
 
 ENCODE = wire.encode
 KINDS = {kind.__name__: kind for kind in (Departed, Joined, Lost, Refused)}
@@ -54,12 +54,12 @@ def unpack(raw: bytes) -> Message:
     return wire.decode(head, meta, memory[first:])
 
 
-def say(connection: Connection, *plain: Any, body: bytes = b"") -> None:
+def send_plain(connection: Connection, *plain: Any, body: bytes = b"") -> None:
     connection.send_bytes(msgspec.msgpack.encode(plain))
     connection.send_bytes(body)
 
 
-def hear(connection: Connection) -> tuple[list[Any], bytes]:
+def recv_plain(connection: Connection) -> tuple[list[Any], bytes]:
     return msgspec.msgpack.decode(connection.recv_bytes()), connection.recv_bytes()
 
 
@@ -84,7 +84,7 @@ def read_incoming(plain: list[Any], body: bytes) -> Incoming | None:
 
 
 class Rank:
-    """The transport that is open now, and what is kept of it."""
+    """The open transport, and messages that are kept of it."""
 
     def __init__(self) -> None:
         self.rank, self.size = mpi_world()
@@ -104,10 +104,10 @@ class Rank:
             checksum=checksum,
         )
         if role:
-            threading.Thread(target=self.play, args=(role,), daemon=True).start()
+            threading.Thread(target=self.run_role, args=(role,), daemon=True).start()
 
-    def play(self, role: str) -> None:
-        """Echo what comes, or begin a message and die in the middle of it."""
+    def run_role(self, role: str) -> None:
+        """Echo what arrives, or begin a message and die in the middle of it."""
         assert self.transport is not None
         while True:
             match self.transport.receive():
@@ -116,7 +116,7 @@ class Rank:
                 case Joined(peer, incarnation) if role == "doomed":
                     wire.encode = encode_and_die
                     large = torch.ones(10_000_000)
-                    self.transport.send(peer, incarnation, NumberedMessage(LAST_WORDS, large, (large,)))
+                    self.transport.send(peer, incarnation, NumberedMessage(DOOMED_NUMBER, large, (large,)))
                 case None:
                     return
 
@@ -131,7 +131,7 @@ class Rank:
         return item
 
     def close(self, linger_seconds: float) -> bool:
-        """Whether what was kept is as it was."""
+        """Whether the kept messages are unchanged."""
         assert self.transport is not None
         self.transport.close(linger_seconds)
         kept, self.kept = self.kept, []
@@ -177,19 +177,19 @@ def _bytes(tensor: Tensor) -> bytes:
 def serve_receives(rank: Rank, connection: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
-            (timeout,), _ = hear(connection)
+            (timeout,), _ = recv_plain(connection)
             plain, body = write_incoming(rank.receive(timeout))
-            say(connection, *plain, body=body)
+            send_plain(connection, *plain, body=body)
 
 
 def serve(rank: Rank, connection: Connection) -> None:
-    """Until told to finish; when the test is gone, end at once."""
+    """Until the command to finish; when the test is gone, end at once."""
     with suppress(EOFError, OSError):
         while True:
-            (what, *fields), body = hear(connection)
+            (what, *fields), body = recv_plain(connection)
             if what == "finish":
                 return
-            say(connection, rank.do(what, fields, body))
+            send_plain(connection, rank.do(what, fields, body))
     os._exit(0)
 
 
@@ -201,7 +201,7 @@ def main(address: str) -> None:
     connections = []
     for purpose in ("receives", "rest"):
         connections.append(Client(address, "AF_UNIX", authkey=key))
-        say(connections[-1], rank.rank, purpose, os.getpid(), is_fault_tolerant())
+        send_plain(connections[-1], rank.rank, purpose, os.getpid(), is_fault_tolerant())
     receives, rest = connections
     threading.Thread(target=serve_receives, args=(rank, receives), daemon=True).start()
     serve(rank, rest)

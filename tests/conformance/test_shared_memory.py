@@ -1,4 +1,4 @@
-"""Links over gloo with shared memory for everything, and without it, keep the contract of transports all the same."""
+"""Links over gloo keep the contract of transports with shared memory for everything, and without it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from transport_cases import GlooCase
 
 from offbeat.testing import check_transport, transport_checks
 from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
-from offbeat.transports import shared_memory as slots
-from offbeat.transports import wire
+from offbeat.transports import shared_memory, wire
 
 
 @pytest.mark.parametrize("check", transport_checks(GlooCase()))
@@ -19,21 +18,21 @@ def test_without_shared_memory(check: str) -> None:
 
 @pytest.mark.parametrize("check", transport_checks(GlooCase()))
 def test_with_shared_memory_for_the_smallest_payload(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "SHARED_BYTES_MIN", 1)
+    monkeypatch.setattr(shared_memory, "SHARED_BYTES_MIN", 1)
     assert check_transport(GlooCase(checksum=True), only=check) == [check]
 
 
-@pytest.mark.parametrize("place", [0, slots.SLOTS_MAX, 255])
-def test_a_message_in_a_slot_that_is_not_there_costs_its_own_link(place: int) -> None:
+@pytest.mark.parametrize("number", [0, shared_memory.SLOTS_MAX, 255])
+def test_a_message_in_a_missing_slot_costs_its_own_link(number: int) -> None:
     case = GlooCase()
     try:
         hub, worker, other = (TransportMonitor(transport, rank) for rank, transport in enumerate(case.open(3)))
         for watch, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
             watch.wait_linked(peer)
         head = wire.encode(NumberedMessage(0, torch.ones(100_000))).head
-        wire.set_slot(head, place)
+        wire.set_slot(head, number)
         case.send_raw(1, 0, head)
-        assert f"slot {place}, which cannot be" in hub.wait_lost(1, 0).why
+        assert f"slot {number}, which is missing" in hub.wait_lost(1, 0).why
         assert hub.wait_linked(1, above=0) == 1
         assert set(hub.links) == {1, 2}
         assert not hub.lost[1:]

@@ -1,4 +1,4 @@
-"""One suite, every transport; and a few that are broken on purpose: the checks must be able to fail."""
+"""All transports pass one suite; some that are broken on purpose fail it, so the checks can fail."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLY = "a_crash_in_mid_message_loses_only_that_peer"
 
 @pytest.fixture(scope="session")
 def mpi_ranks() -> Iterator[MpiRanks]:
-    """Three ranks that serve many tests: each opens transports of its own, one after the other."""
+    """Three ranks for many tests: each opens one transport after the other."""
     ranks = MpiRanks(3)
     yield ranks
     ranks.end()
@@ -54,7 +54,7 @@ def test_mpi(check: str, mpi_ranks: MpiRanks, monkeypatch: pytest.MonkeyPatch) -
     assert check_transport(MpiCase(mpi_ranks), only=check) == [check]
 
 
-def test_mpi_where_a_rank_dies_and_all_later_leave_without_a_complaint(capfd: pytest.CaptureFixture[str]) -> None:
+def test_mpi_ranks_that_survive_a_death_exit_without_an_error_message(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = MpiRanks(3, *FAULT_TOLERANT)
     try:
         assert ranks.tolerant
@@ -65,7 +65,7 @@ def test_mpi_where_a_rank_dies_and_all_later_leave_without_a_complaint(capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_mpi_ranks_that_end_in_order_leave_without_a_complaint(capfd: pytest.CaptureFixture[str]) -> None:
+def test_mpi_ranks_that_end_in_order_exit_without_an_error_message(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = MpiRanks(2)
     try:
         assert not ranks.tolerant
@@ -95,7 +95,7 @@ def test_mpi_ranks_with_different_models_refuse_each_other(mpi_ranks: MpiRanks) 
         case.close()
 
 
-def test_mpi_hands_on_how_long_the_run_has_lasted_and_what_cannot_be_sent(mpi_ranks: MpiRanks) -> None:
+def test_mpi_reports_the_elapsed_time_and_messages_that_cannot_be_sent(mpi_ranks: MpiRanks) -> None:
     case = MpiCase(mpi_ranks)
     try:
         hub, worker = case.open(2)
@@ -114,53 +114,57 @@ def test_mpi_hands_on_how_long_the_run_has_lasted_and_what_cannot_be_sent(mpi_ra
         case.close()
 
 
-def test_a_check_that_does_not_exist_or_does_not_apply_is_named() -> None:
+def test_a_check_that_does_not_exist_or_does_not_apply_is_an_error() -> None:
     with pytest.raises(Violation, match="has no check 'garbage_closes"):
         check_transport(LoopbackCase(), only="garbage_closes_only_its_own_link")
 
 
-def test_a_loopback_needs_links_that_go_both_ways() -> None:
+def test_links_of_a_loopback_go_both_ways() -> None:
     with pytest.raises(ConfigurationError, match="not the other way round"):
         Loopback({0: [1], 1: []})
     with pytest.raises(ConfigurationError, match="no rank 7"):
         Loopback({0: [1], 1: [0]}).transport(7)
 
 
-def test_a_loopback_rank_that_comes_twice_takes_the_place_of_the_first() -> None:
+def test_a_loopback_rank_that_connects_twice_replaces_the_first() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     hub, first = loopback.transport(0), loopback.transport(1)
     second = loopback.transport(1)
-    assert [hub.receive(0), hub.receive(0), hub.receive(0)] == [Joined(1, 0), Lost(1, 0, "it came again"), Joined(1, 1)]
+    assert [hub.receive(0), hub.receive(0), hub.receive(0)] == [
+        Joined(1, 0),
+        Lost(1, 0, "connected again"),
+        Joined(1, 1),
+    ]
     assert first.receive() is None
     first.close()
     assert second.receive(0) == Joined(0, 1)
     assert hub.receive(0) is None
 
 
-# Broken on purpose
+# Transports that are broken on purpose
 
 
 class Tampered(Transport):
-    """A sound transport with somebody in between."""
+    """A correct transport behind a wrapper that can break it."""
 
-    def __init__(self, sound: Transport) -> None:
-        self.sound = sound
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
 
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
-        self.sound.send(to, incarnation, message, key)
+        self.inner.send(to, incarnation, message, key)
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
-        return self.sound.receive(timeout)
+        return self.inner.receive(timeout)
 
     def wake(self) -> None:
-        self.sound.wake()
+        self.inner.wake()
 
     def close(self, linger_seconds: float = 5.0) -> None:
-        self.sound.close(linger_seconds)
+        self.inner.close(linger_seconds)
 
 
 class Shuffles(Tampered):
-    """Every tenth message comes before the one that was sent before it."""
+    """Every tenth message overtakes the one that was sent before it."""
 
     count = 0
     held: tuple[Any, ...] | None = None
@@ -177,10 +181,10 @@ class Shuffles(Tampered):
 
 
 class Overwrites(Tampered):
-    """What it receives into is always the same memory."""
+    """Receives into the same memory every time."""
 
-    def __init__(self, sound: Transport) -> None:
-        super().__init__(sound)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
         self.memory = torch.empty(20_000_000)
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
@@ -197,7 +201,7 @@ class Overwrites(Tampered):
 
 
 class Repeats(Tampered):
-    """A message comes twice."""
+    """Every message arrives twice."""
 
     def send(self, *arguments: Any) -> None:
         super().send(*arguments)
@@ -218,7 +222,7 @@ class ForgetsLosses(Tampered):
 
 
 class ForgetsIncarnations(Tampered):
-    """Whatever incarnation was named, a message goes to the newest."""
+    """Sends to the newest incarnation, whichever was named."""
 
     newest = 0
 
@@ -239,7 +243,7 @@ class NeverDeparts(Tampered):
 
 
 class Sleeps(Tampered):
-    """Does not hear `wake`."""
+    """Ignores `wake`."""
 
     def wake(self) -> None:
         pass
@@ -248,8 +252,8 @@ class Sleeps(Tampered):
 class LosesEarly(Tampered):
     """The loss of a peer is reported before the last message it sent."""
 
-    def __init__(self, sound: Transport) -> None:
-        super().__init__(sound)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
         self.held: Incoming | None = None
 
     def receive(self, timeout: float | None = None) -> Incoming | None:
@@ -263,10 +267,10 @@ class LosesEarly(Tampered):
 
 
 class DropsQueue(Tampered):
-    """Closing forgets what has not left yet."""
+    """Closing discards what was not sent yet."""
 
-    def __init__(self, sound: Transport) -> None:
-        super().__init__(sound)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
         self.queue: deque[tuple[Any, ...]] = deque()
 
     def send(self, *arguments: Any) -> None:
@@ -305,7 +309,7 @@ class TamperedCase(LoopbackCase):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_broken_transport_is_found_out(
+def test_a_broken_transport_fails_its_check(
     tamper: Callable[[Transport], Transport], check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suite, "LIMIT_SECONDS", 0.5)
@@ -313,6 +317,6 @@ def test_a_broken_transport_is_found_out(
         check_transport(TamperedCase(tamper), only=check)
 
 
-def test_tampering_as_such_is_no_violation() -> None:
+def test_the_wrapper_alone_is_no_violation() -> None:
     case: TransportCase = TamperedCase(Tampered)
     assert check_transport(case) == transport_checks(case)

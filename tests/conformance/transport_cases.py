@@ -1,4 +1,4 @@
-"""The transports there are, as cases for `check_transport`. Run as a script it is a rank in a process of its own."""
+"""All transports, as cases for `check_transport`. Run as a script, this file is a rank in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offbeat.transports.transport import SILENCE_SECONDS, Arrived, Joined, Lost,
 TOKEN = b"only for tests"
 FINGERPRINT = "the same everywhere"
 SHORT_SILENCE_SECONDS = 3.0
-LAST_WORDS = -99
+DOOMED_NUMBER = -99
 
 
 class LoopbackCase(TransportCase):
@@ -64,7 +64,7 @@ class LoopbackCase(TransportCase):
 
 @dataclass(frozen=True)
 class RawHead(Message):
-    """Leaves as the bytes that it holds."""
+    """Is sent as the bytes that it holds."""
 
     head: Tensor
 
@@ -120,9 +120,9 @@ class GlooCase(TransportCase):
     def send_raw(self, rank: int, incarnation: int, head: Tensor) -> None:
         with mock.patch.object(wire, "encode", encode_or_not):
             self._ranks[rank].send(0, incarnation, RawHead(head))
-            self._until_gone(rank, incarnation)
+            self._wait_for_end(rank, incarnation)
 
-    def _until_gone(self, rank: int, incarnation: int) -> None:
+    def _wait_for_end(self, rank: int, incarnation: int) -> None:
         link = self._ranks[rank]._links.get(0)
         if link is not None and link.incarnation == incarnation:
             link.ended.wait(30)
@@ -158,7 +158,7 @@ class GlooCase(TransportCase):
 
 
 class Child(Remote):
-    """This file as a process. It also ends when whoever started it is gone: its standard input closes."""
+    """This file as a process. It also ends with the process that started it: its standard input is closed."""
 
     def __init__(self, role: str, rank: int, rendezvous: Address) -> None:
         line = [sys.executable, __file__, role, str(rank), str(rendezvous)]
@@ -177,7 +177,7 @@ class Child(Remote):
 
 
 class Deadly(list[Tensor]):
-    """Tensors of which only the first is ever sent."""
+    """Tensors of which only the first is ever sent: the process is killed then."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self[0]
@@ -207,7 +207,7 @@ def main(role: str, rank: int, rendezvous: str) -> None:
             case Joined(peer, incarnation) if role == "doomed":
                 wire.encode = encode_and_die
                 large = torch.ones(10_000_000)
-                transport.send(peer, incarnation, NumberedMessage(LAST_WORDS, large, (large,)))
+                transport.send(peer, incarnation, NumberedMessage(DOOMED_NUMBER, large, (large,)))
             case Lost(why="closed"):
                 return
 

@@ -21,13 +21,13 @@ import torch
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation, RunFailed
 from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
-from offbeat.transports import shared_memory as slots
+from offbeat.transports import shared_memory
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.rendezvous import (
     Address,
     Assignment,
-    Call,
     CallRequest,
+    ControlConnection,
     LinkAccepted,
     LinkRequest,
     Listener,
@@ -41,7 +41,7 @@ SMALL = torch.ones(3)
 
 
 class Ranks:
-    """Ranks in this process, and some in others; all are gone at the end."""
+    """Ranks in this process, and some in others; all are ended by `close`."""
 
     def __init__(self) -> None:
         self.listener = Listener(Address("127.0.0.1", 0), TOKEN)
@@ -71,7 +71,7 @@ class Ranks:
 
 
 def start(role: str, rank: int, rendezvous: Address, **options: Any) -> subprocess.Popen[str]:
-    """This file as a process, which also ends when its standard input does."""
+    """This file as a process, which also ends when its standard input is closed."""
     line = [sys.executable, __file__, role, str(rank), str(rendezvous)]
     return subprocess.Popen(line, stdin=subprocess.PIPE, text=True, **options)
 
@@ -104,7 +104,7 @@ def stop(child: subprocess.Popen[str]) -> None:
 
 
 def vanish(transport: GlooTransport) -> None:
-    """End without a goodbye, as a process does that is killed."""
+    """End without a goodbye, as a killed process does."""
     listener = transport._listener
     assert listener is not None
     listener.close()
@@ -114,13 +114,13 @@ def vanish(transport: GlooTransport) -> None:
     transport.close(0)
 
 
-# Who is with whom
+# Connecting
 
 
-def test_peers_find_each_other_through_the_desk(ranks: Ranks) -> None:
-    everybody = [ranks.watch(rank, [peer for peer in range(4) if peer != rank]) for rank in range(4)]
-    for one in everybody:
-        for other in everybody:
+def test_peers_find_each_other_through_rank_0(ranks: Ranks) -> None:
+    watches = [ranks.watch(rank, [peer for peer in range(4) if peer != rank]) for rank in range(4)]
+    for one in watches:
+        for other in watches:
             if one.rank < other.rank:
                 assert one.wait_linked(other.rank) == other.wait_linked(one.rank) == 0
                 exchange(one, other)
@@ -146,7 +146,7 @@ def test_a_peer_that_left_and_comes_back_is_found_again(ranks: Ranks) -> None:
     exchange(lower, higher)
 
 
-def test_a_desk_that_was_restarted_learns_again_where_everybody_is(ranks: Ranks) -> None:
+def test_a_restarted_rank_0_learns_again_where_all_ranks_listen(ranks: Ranks) -> None:
     first = ranks.watch(0, [1])
     middle, last = ranks.watch(1, [0, 2]), ranks.watch(2, [1])
     for one, other in ((first, 1), (middle, 0), (middle, 2), (last, 1)):
@@ -163,19 +163,19 @@ def test_a_desk_that_was_restarted_learns_again_where_everybody_is(ranks: Ranks)
     exchange(last, middle)
 
 
-def test_incarnations_start_where_they_are_told(ranks: Ranks) -> None:
+def test_incarnations_start_with_the_first_one_that_was_given(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1], first_incarnation=7), ranks.watch(1, [0])
     assert hub.wait_linked(1) == worker.wait_linked(0) == 7
 
 
-# Who is refused
+# Rejections
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"token": b"a guess"}, "does not accept the token"),
-        ({"token": None}, "wants a token"),
+        ({"token": None}, "requires a token"),
         ({"fingerprint": "n"}, "rank 1 has a different model: its fingerprint is n, that of rank 0 is m; every rank"),
         (
             {"chunk_bytes": 1000},
@@ -184,10 +184,10 @@ def test_incarnations_start_where_they_are_told(ranks: Ranks) -> None:
     ],
     ids=["wrong token", "no token", "other model", "other chunks"],
 )
-def test_who_is_refused_reads_why(ranks: Ranks, options: dict[str, Any], sentence: str) -> None:
+def test_a_rejected_rank_reports_why(ranks: Ranks, options: dict[str, Any], sentence: str) -> None:
     hub = ranks.watch(0, [1, 2])
-    stranger = ranks.open(1, [0], **options)
-    assert sentence in refusal(stranger)
+    rejected = ranks.open(1, [0], **options)
+    assert sentence in refusal(rejected)
     worker = ranks.watch(2, [0])
     hub.wait_linked(2)
     worker.wait_linked(0)
@@ -195,49 +195,49 @@ def test_who_is_refused_reads_why(ranks: Ranks, options: dict[str, Any], sentenc
     assert hub.links == {2: 0}
 
 
-def test_a_rank_that_is_no_neighbour_is_refused(ranks: Ranks) -> None:
+def test_a_rank_that_is_no_peer_is_rejected(ranks: Ranks) -> None:
     ranks.open(0, [1])
-    assert "rank 2 is no neighbour of rank 0" in refusal(ranks.open(2, [0]))
+    assert "rank 2 is no peer of rank 0" in refusal(ranks.open(2, [0]))
 
 
-def test_rank_0_decides_on_the_terms(ranks: Ranks) -> None:
-    heard: list[CallRequest] = []
+def test_rank_0_decides_on_assignments(ranks: Ranks) -> None:
+    requests: list[CallRequest] = []
 
     def assignment(request: CallRequest) -> Assignment | str:
-        heard.append(request)
+        requests.append(request)
         if request.member == "unwanted":
-            return "there is no place left"
+            return "all ranks are in use"
         if request.member == "broken":
             raise ZeroDivisionError("oh")
         return Assignment(2 if request.rank is None else request.rank, 4, 12.5, b"plan")
 
     hub = ranks.watch(0, [1, 2], assign=assignment)
     address = ranks.listener.address
-    told = request_assignment(address, TOKEN, member="one", rank=None, wait_seconds=60)
-    assert told == Assignment(2, 4, 12.5, b"plan")
-    worker = ranks.watch(told.rank, [0], member="one")
+    assigned = request_assignment(address, TOKEN, member="one", rank=None, wait_seconds=60)
+    assert assigned == Assignment(2, 4, 12.5, b"plan")
+    worker = ranks.watch(assigned.rank, [0], member="one")
     hub.wait_linked(2)
     worker.wait_linked(0)
     joined = ranks.transports[-1].elapsed_at_join
     assert joined is not None
     assert joined[0] == 12.5
-    assert [(request.purpose, request.rank, request.member) for request in heard] == [
+    assert [(request.purpose, request.rank, request.member) for request in requests] == [
         ("assignment", None, "one"),
         ("link", 2, "one"),
     ]
-    with pytest.raises(RunFailed, match="there is no place left"):
+    with pytest.raises(RunFailed, match="all ranks are in use"):
         request_assignment(address, TOKEN, member="unwanted", rank=None, wait_seconds=60)
-    assert refusal(ranks.open(1, [0], member="unwanted")) == "there is no place left"
+    assert refusal(ranks.open(1, [0], member="unwanted")) == "all ranks are in use"
     assert "failed to answer: ZeroDivisionError: oh" in refusal(ranks.open(1, [0], member="broken"))
 
 
-def test_without_terms_nobody_is_given_a_rank(ranks: Ranks) -> None:
+def test_without_an_allocator_no_rank_is_assigned(ranks: Ranks) -> None:
     ranks.open(0, [1])
-    with pytest.raises(RunFailed, match="gives out no ranks"):
+    with pytest.raises(RunFailed, match="assigns no ranks"):
         request_assignment(ranks.listener.address, TOKEN, member="", rank=None, wait_seconds=60)
 
 
-def test_a_visitor_that_says_nothing_is_in_nobodys_way(ranks: Ranks) -> None:
+def test_a_silent_client_does_not_delay_others(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     with socket.create_connection((ranks.listener.address.host, ranks.listener.address.port)) as silent:
         worker = ranks.watch(1, [0])
@@ -252,20 +252,20 @@ def test_a_visitor_that_says_nothing_is_in_nobodys_way(ranks: Ranks) -> None:
 # Faults
 
 
-def test_a_rank_that_comes_again_takes_the_place_of_one_that_seems_alive(ranks: Ranks) -> None:
+def test_a_rank_that_connects_again_replaces_its_link_that_seems_alive(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     frozen = ranks.spawn("echo", 1)
     before = hub.wait_linked(1)
     stop(frozen)
     worker = ranks.watch(1, [0])
-    assert hub.wait_lost(1, before).why == "rank 1 came again"
+    assert hub.wait_lost(1, before).why == "rank 1 connected again"
     assert hub.wait_linked(1, above=before) == worker.wait_linked(0)
     exchange(hub, worker)
     frozen.kill()
     exchange(hub, worker, 1)
 
 
-def test_a_peer_that_was_stopped_finds_its_link_closed_and_comes_back(ranks: Ranks) -> None:
+def test_a_peer_that_was_stopped_finds_its_link_closed_and_reconnects(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1], silence_seconds=2.0)
     child = ranks.spawn("echo", 1)
     before = hub.wait_linked(1)
@@ -278,7 +278,7 @@ def test_a_peer_that_was_stopped_finds_its_link_closed_and_comes_back(ranks: Ran
     hub.expect(1, 1)
 
 
-def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_come_again(ranks: Ranks) -> None:
+def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_join_again(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1, 2])
     other = ranks.watch(2, [0])
     hub.wait_linked(2)
@@ -286,7 +286,7 @@ def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_come_again(ranks:
         child = ranks.spawn("flood", 1)
         assert hub.wait_linked(1, above=life - 1) == life
         assert hub.expect(1, 0).body.numel() == 25_000_000
-        child.kill()  # the next one is under way
+        child.kill()  # the next one is in transit
         hub.arrived[1].clear()
         assert hub.wait_lost(1, life).why == "the connection was closed"
         hub.arrived[1].clear()
@@ -294,7 +294,7 @@ def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_come_again(ranks:
         exchange(hub, other, life)
 
 
-def test_both_ends_drop_a_link_at_once_and_have_it_again(ranks: Ranks) -> None:
+def test_both_ends_drop_a_link_at_once_and_reconnect(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
     above = -1
     for _ in range(4):
@@ -314,9 +314,9 @@ def test_both_ends_drop_a_link_at_once_and_have_it_again(ranks: Ranks) -> None:
     assert not hub.transport._links[1].ended.is_set()  # type: ignore[attr-defined]
 
 
-def test_links_that_come_and_go_leave_nothing_behind() -> None:
+def test_links_that_come_and_go_leave_no_file_open() -> None:
     def come_and_go(times: int) -> int:
-        """How many files are open afterwards; gloo has some for each of its threads."""
+        """Open files afterwards; gloo has some for each of its threads."""
         ranks = Ranks()
         hub = ranks.watch(0, [1])
         above = -1
@@ -335,7 +335,7 @@ def test_links_that_come_and_go_leave_nothing_behind() -> None:
     assert come_and_go(10) == come_and_go(1)
 
 
-def test_every_link_that_was_joined_is_lost_once_even_if_the_hub_closes_while_others_dial() -> None:
+def test_every_link_that_was_joined_is_lost_once_even_if_the_hub_closes_while_others_connect() -> None:
     for round_ in range(8):
         ranks = Ranks()
         seen: dict[GlooTransport, list[Incoming]] = {}
@@ -369,9 +369,9 @@ def collect(transport: GlooTransport, into: list[Incoming]) -> None:
 
 
 def left_over(transport: GlooTransport) -> Iterator[Incoming]:
-    """What had come in when it was closed, and nobody received."""
-    while not transport._incoming.empty():
-        item = transport._incoming.get()
+    """Events that were not received before it was closed."""
+    while not transport.inbox.empty():
+        item = transport.inbox.get()
         if item is not None and not isinstance(item, ContractViolation):
             yield item
 
@@ -381,7 +381,7 @@ class Unwritable(Message):
     what: int
 
 
-def test_a_message_that_cannot_be_written_is_the_senders_trouble(ranks: Ranks) -> None:
+def test_a_message_that_cannot_be_encoded_raises_at_its_sender(ranks: Ranks) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
     hub.wait_linked(1)
     worker.wait_linked(0)
@@ -391,7 +391,7 @@ def test_a_message_that_cannot_be_written_is_the_senders_trouble(ranks: Ranks) -
     exchange(hub, worker)
 
 
-def test_a_mistake_in_a_thread_becomes_the_loss_of_its_link(
+def test_an_exception_in_a_thread_becomes_the_loss_of_its_link(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub, worker = ranks.watch(0, [1]), ranks.watch(1, [0])
@@ -401,7 +401,7 @@ def test_a_mistake_in_a_thread_becomes_the_loss_of_its_link(
         broken.setattr(ranks.transports[0].pool, "take", lambda nbytes: 1 / 0)
         worker.send(0, NumberedMessage(0, SMALL))
         assert hub.wait_lost(1, 0).why == "ZeroDivisionError: division by zero"
-    assert "because of a mistake" in caplog.text
+    assert "internal error" in caplog.text
     worker.wait_lost(0, 0)
     assert hub.wait_linked(1, above=0) == worker.wait_linked(0, above=0)
     exchange(hub, worker)
@@ -413,7 +413,7 @@ def test_a_mistake_in_a_thread_becomes_the_loss_of_its_link(
 def shared_slots(transport: GlooTransport, peer: int) -> tuple[int, int]:
     """How many slots a link has to send from, and how many to receive from."""
     shared = transport._links[peer]._shared
-    return len(shared._own._slots) if shared._own else 0, len(shared._theirs._slots) if shared._theirs else 0
+    return len(shared._own._slots) if shared._own else 0, len(shared._peer._slots) if shared._peer else 0
 
 
 def test_processes_of_one_machine_share_memory(ranks: Ranks) -> None:
@@ -426,14 +426,14 @@ def test_processes_of_one_machine_share_memory(ranks: Ranks) -> None:
         back = hub.expect(1, number)
         assert back.body.eq(number).all()
         assert torch.equal(back.more[0], SMALL)
-        theirs = ranks.transports[0]._links[1]._shared._theirs
-        assert theirs is not None
-        in_place += back.body.data_ptr() in {memory.ctypes.data for memory in theirs._slots.values()}
+        peer_slots = ranks.transports[0]._links[1]._shared._peer
+        assert peer_slots is not None
+        in_place += back.body.data_ptr() in {memory.ctypes.data for memory in peer_slots._slots.values()}
     assert in_place > 0
     assert shared_slots(ranks.transports[0], 1)[0] > 0
 
 
-def test_what_a_dead_process_has_sent_stays_as_it_is(ranks: Ranks) -> None:
+def test_tensors_of_a_dead_process_stay_valid(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     child = ranks.spawn("echo", 1)
     hub.wait_linked(1)
@@ -463,7 +463,7 @@ def test_a_node_may_keep_more_than_there_are_slots(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("off", [0, 1])
-def test_one_end_that_does_not_want_shared_memory_is_enough(
+def test_without_shared_memory_at_one_end_none_is_used(
     ranks: Ranks, off: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub, worker = (ranks.watch(rank, [1 - rank], shared_memory=rank != off) for rank in range(2))
@@ -477,14 +477,14 @@ def test_one_end_that_does_not_want_shared_memory_is_enough(
     assert not caplog.records
 
 
-def test_memory_that_cannot_be_shared_is_said_once_and_costs_only_time(
+def test_memory_that_cannot_be_shared_is_logged_once_and_costs_only_time(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(slots, "_said", threading.Event())
-    monkeypatch.setattr(slots, "_adopt", refuse)
+    monkeypatch.setattr(shared_memory, "_warned", threading.Event())
+    monkeypatch.setattr(shared_memory, "_open", refuse)
     hub, worker, other = ranks.watch(0, [1, 2]), ranks.watch(1, [0]), ranks.watch(2, [0])
     for one, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):
         one.wait_linked(peer)
@@ -500,7 +500,9 @@ def test_memory_that_cannot_be_shared_is_said_once_and_costs_only_time(
 # Ending
 
 
-@pytest.mark.parametrize("role", ["close-on-stopped", "careless", "careless-while-dialling", "close-while-connecting"])
+@pytest.mark.parametrize(
+    "role", ["close-on-stopped", "careless", "careless-while-connecting", "close-while-connecting"]
+)
 def test_a_process_ends_well(role: str) -> None:
     with start(role, 0, Address("127.0.0.1", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=500)
@@ -547,7 +549,7 @@ def hub_with_echo() -> tuple[GlooTransport, subprocess.Popen[str], int]:
 
 
 def be_close_on_stopped(rank: int, rendezvous: Address) -> None:
-    """Close while the other end of a link stands still, with messages under way in both directions."""
+    """Close while the other end of a link is stopped, with messages in transit in both directions."""
     hub, child, incarnation = hub_with_echo()
     for number in range(20):
         hub.send(1, incarnation, NumberedMessage(number, torch.ones(2_000_000)))
@@ -561,7 +563,7 @@ def be_close_on_stopped(rank: int, rendezvous: Address) -> None:
 
 
 def be_careless(rank: int, rendezvous: Address) -> None:
-    """Exit without closing while messages fly."""
+    """Exit without closing while messages are in transit."""
     hub, _, incarnation = hub_with_echo()
     for number in range(500):
         hub.send(1, incarnation, NumberedMessage(number, torch.ones(10_000)))
@@ -570,8 +572,8 @@ def be_careless(rank: int, rendezvous: Address) -> None:
     print("done")
 
 
-def be_careless_while_dialling(rank: int, rendezvous: Address) -> None:
-    """Exit without closing while nobody answers."""
+def be_careless_while_connecting(rank: int, rendezvous: Address) -> None:
+    """Exit without closing while nothing answers."""
     listener = Listener(Address("127.0.0.1", 0), TOKEN)
     worker = GlooTransport(rank=1, processes=4, peers=[0, 2], rendezvous=listener.address, token=TOKEN, fingerprint="m")
     assert worker.receive(0.3) is None
@@ -580,20 +582,20 @@ def be_careless_while_dialling(rank: int, rendezvous: Address) -> None:
 
 
 def be_close_while_connecting(rank: int, rendezvous: Address) -> None:
-    """Close and exit while a thread is inside gloo, where it waits for the other end of a link that never comes."""
+    """Close and exit while a thread is inside gloo, where it waits for the other end, which never connects."""
     accepted, over = threading.Event(), threading.Event()
 
-    def visit(call: Call) -> bool:
-        call.recv(CallRequest)
-        call.send(Assignment(1, 2, 0.0, None))
-        call.recv(LinkRequest)
-        call.send(LinkAccepted(0))
+    def handle(connection: ControlConnection) -> bool:
+        connection.recv(CallRequest)
+        connection.send(Assignment(1, 2, 0.0, None))
+        connection.recv(LinkRequest)
+        connection.send(LinkAccepted(0))
         accepted.set()
         over.wait()
         return False
 
     listener = Listener(Address("127.0.0.1", 0), TOKEN)
-    listener.serve(visit)
+    listener.serve(handle)
     worker = GlooTransport(rank=1, processes=2, peers=[0], rendezvous=listener.address, token=TOKEN, fingerprint="m")
     accepted.wait()
     while not worker._connecting:
@@ -608,7 +610,7 @@ ROLES: dict[str, Callable[[int, Address], None]] = {
     "flood": be_flood,
     "close-on-stopped": be_close_on_stopped,
     "careless": be_careless,
-    "careless-while-dialling": be_careless_while_dialling,
+    "careless-while-connecting": be_careless_while_connecting,
     "close-while-connecting": be_close_while_connecting,
 }
 

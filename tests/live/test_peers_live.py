@@ -219,12 +219,12 @@ def test_a_second_keeper_of_records_gets_all_of_them_where_it_has_none() -> None
     for whole in (False, True):
         writer = RemoteRecordWriter(MemoryWriter(), whole)
         writer.write(Notice(1.0, 1, "first"))
-        assert len(list(writer.take(0))) == 1
-        assert list(writer.take(0)) == []
+        assert len(list(writer.drain(0))) == 1
+        assert list(writer.drain(0)) == []
         writer.write(Notice(2.0, 1, "second"))
-        (journal,) = writer.take(2)
+        (journal,) = writer.drain(2)
         assert len(journal.lines) == (2 if whole else 1)
-        assert list(writer.take(2)) == []
+        assert list(writer.drain(2)) == []
 
 
 @pytest.mark.integration

@@ -1,4 +1,4 @@
-"""Single processes: how they are started, heard, ended; and `offbeat launch` with scripts that do not use offbeat."""
+"""Child processes: how they are started, read and ended; and `offbeat launch` with scripts that do not use offbeat."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Lines = list[tuple[int, str]]
 
 def start(script: str, lines: Lines, **options: object) -> Child:
     argv = [sys.executable, "-I", "-S", "-c", script]
-    given: dict[str, object] = {"rank": 1, "incarnation": 0, "environment": {}, **options}
-    return start_command(argv, on_line=lambda *line: lines.append(line), **given)  # type: ignore[arg-type]
+    settings: dict[str, object] = {"rank": 1, "incarnation": 0, "environment": {}, **options}
+    return start_command(argv, on_line=lambda *line: lines.append(line), **settings)  # type: ignore[arg-type]
 
 
 # Programs
@@ -48,33 +48,33 @@ def test_a_child_has_its_environment_one_thread_and_a_session_of_its_own(monkeyp
     assert lines == [(1, f"b a 1 {child.pid}")]
 
 
-def test_a_number_of_threads_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_threads_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     lines: Lines = []
     start("import os; print(os.environ['OMP_NUM_THREADS'])", lines).wait()
     assert lines == [(1, "3")]
 
 
-def test_a_door_is_handed_over_and_only_the_child_listens_then() -> None:
+def test_a_listener_is_passed_to_the_child_and_closed_here() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    place, lines = listener.getsockname(), Lines()
+    address, lines = listener.getsockname(), Lines()
     script = (
         "import os, socket\n"
-        "door = socket.socket(fileno=int(os.environ['OFFBEAT_LISTENER']))\n"
-        "visitor, _ = door.accept()\n"
-        "visitor.sendall(b'welcome')\n"
+        "listener = socket.socket(fileno=int(os.environ['OFFBEAT_LISTENER']))\n"
+        "client, _ = listener.accept()\n"
+        "client.sendall(b'welcome')\n"
     )
     child = start(script, lines, listener=listener, rank=0)
     assert listener.fileno() == -1
-    with socket.create_connection(place) as visitor:
-        assert visitor.recv(7) == b"welcome"
+    with socket.create_connection(address) as client:
+        assert client.recv(7) == b"welcome"
     assert child.wait() == 0
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(place)
+        socket.create_connection(address)
 
 
-def test_what_a_child_has_started_ends_with_it() -> None:
-    """Even where the child is killed before it can see to that."""
+def test_processes_that_a_child_has_started_end_with_it() -> None:
+    """Even if the child is killed and cannot end them itself."""
     lines: Lines = []
     script = (
         "import os, signal\n"
@@ -92,28 +92,28 @@ def test_what_a_child_has_started_ends_with_it() -> None:
     os.close(watched)
 
 
-def test_a_signal_to_a_child_that_has_ended_goes_to_nobody() -> None:
+def test_a_signal_to_a_child_that_has_ended_is_not_sent() -> None:
     child = start("pass", [])
     assert child.wait() == 0
     child.kill(signal.SIGKILL)
     assert child.poll() == 0
 
 
-def test_lines_that_are_not_text_are_shown_all_the_same() -> None:
+def test_lines_that_are_not_utf_8_are_shown_with_replacement_characters() -> None:
     lines: Lines = []
     start("import os; os.write(2, b'\\xff\\nno end of line')", lines).wait()
     assert lines == [(1, "\ufffd"), (1, "no end of line")]
 
 
-# Copies of this process
+# Forked copies of this process
 
 
 def forked(function: object, lines: Lines, **options: object) -> Child:
-    given: dict[str, object] = {"rank": 2, "incarnation": 0, "environment": {"MINE": "b"}, **options}
-    return start_forked(function, on_line=lambda *line: lines.append(line), **given)  # type: ignore[arg-type]
+    settings: dict[str, object] = {"rank": 2, "incarnation": 0, "environment": {"MINE": "b"}, **options}
+    return start_forked(function, on_line=lambda *line: lines.append(line), **settings)  # type: ignore[arg-type]
 
 
-def test_a_function_runs_in_a_copy_of_this_process_and_returns_its_exit_code() -> None:
+def test_a_function_runs_in_a_forked_copy_and_returns_its_exit_code() -> None:
     lines, here = Lines(), {"secret": 17}
 
     def function() -> int:
@@ -126,24 +126,26 @@ def test_a_function_runs_in_a_copy_of_this_process_and_returns_its_exit_code() -
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    ("error", "code", "reason"),
     [
         (ConfigurationError("the model\nis another one"), 2, "the model is another one"),
-        (RunFailed("nobody is left"), 1, "nobody is left"),
+        (RunFailed("no worker is left"), 1, "no worker is left"),
         (ValueError("there is no x"), 1, "ValueError: there is no x"),
         (KeyboardInterrupt(), 130, None),
         (SystemExit(4), 4, None),
     ],
 )
-def test_a_function_that_fails_says_so_as_a_program_does(error: BaseException, code: int, words: str | None) -> None:
+def test_a_function_that_fails_reports_it_as_a_program_does(
+    error: BaseException, code: int, reason: str | None
+) -> None:
     def function() -> int:
         raise error
 
     child = forked(function, [])
-    assert (child.wait(), child.last_words()) == (code, words)
+    assert (child.wait(), child.failure_reason()) == (code, reason)
 
 
-# Ranks, among equals and around a hub
+# Ranks of runs with a hub, and of peers
 
 
 def test_rank_0_is_always_started_here() -> None:
@@ -164,27 +166,27 @@ def test_among_peers_there_are_as_many_workers_as_processes() -> None:
 
 
 def rank_allocator(is_elastic: bool) -> RankAllocator:
-    return RankAllocator(3, (0, 1, 2), frozenset({1}), Clock().now, None, is_elastic, "all of them are there")
+    return RankAllocator(3, (0, 1, 2), frozenset({1}), Clock().now, None, is_elastic, "all ranks are in use")
 
 
-def test_rank_0_is_taken_by_who_gives_out_ranks() -> None:
-    request = CallRequest("assignment", None, "somebody")
-    told = rank_allocator(is_elastic=False)(request)
-    assert isinstance(told, Assignment)
-    assert told.rank == 2
+def test_rank_0_is_never_assigned() -> None:
+    request = CallRequest("assignment", None, "member")
+    assignment = rank_allocator(is_elastic=False)(request)
+    assert isinstance(assignment, Assignment)
+    assert assignment.rank == 2
 
 
-def test_where_everybody_is_there_nobody_else_may_come_unless_the_run_may_grow() -> None:
-    full, open_to_all = rank_allocator(is_elastic=False), rank_allocator(is_elastic=True)
-    for each in (full, open_to_all):
+def test_when_all_ranks_are_in_use_only_an_elastic_run_assigns_more() -> None:
+    fixed, elastic = rank_allocator(is_elastic=False), rank_allocator(is_elastic=True)
+    for each in (fixed, elastic):
         each.linked = lambda: frozenset({1, 2})
-    assert full(CallRequest("assignment", None, "somebody")) == "all of them are there"
-    told = open_to_all(CallRequest("assignment", None, "somebody"))
-    assert isinstance(told, Assignment)
-    assert told.rank == 3
+    assert fixed(CallRequest("assignment", None, "member")) == "all ranks are in use"
+    assignment = elastic(CallRequest("assignment", None, "member"))
+    assert isinstance(assignment, Assignment)
+    assert assignment.rank == 3
 
 
-def test_peers_that_go_on_from_a_checkpoint_forget_what_they_did_since(tmp_path: Path) -> None:
+def test_peers_that_resume_from_a_checkpoint_drop_later_records(tmp_path: Path) -> None:
     for rank in range(2):
         with RankWriter(tmp_path, rank) as writer:
             for at in (1.0, 2.0, 3.0):
@@ -195,31 +197,31 @@ def test_peers_that_go_on_from_a_checkpoint_forget_what_they_did_since(tmp_path:
     assert [[record.at for record in read_rank(tmp_path, rank)] for rank in range(2)] == [[1.0, 2.0, 3.0], [1.0, 2.0]]
 
 
-def test_a_watch_knows_when_the_run_began_and_who_has_computed(tmp_path: Path) -> None:
-    class Nobody:
+def test_a_monitor_knows_when_the_run_began_and_which_ranks_have_computed(tmp_path: Path) -> None:
+    class Observer:
         def records(self, records: object) -> None: ...
         def say(self, sentence: str) -> None: ...
         def line(self, rank: int, text: str) -> None: ...
 
-    watch = RunMonitor(tmp_path, Nobody())
-    watch()
-    assert watch.began is None
+    monitor = RunMonitor(tmp_path, Observer())
+    monitor()
+    assert monitor.began is None
     now = time.monotonic()
     with RankWriter(tmp_path, 0) as writer:
-        for at in (5.0, 3.0):  # the later one has been on its way for longer
+        for at in (5.0, 3.0):  # the later one was written later after its time
             writer.write(a_round(0, at - 1.0, 1.0))
-            watch()
-    assert watch.began is not None
-    assert now - 5.0 <= watch.began <= time.monotonic() - 5.0
-    assert [watch.has_joined(rank) for rank in range(2)] == [True, False]
-    assert watch.rounds == {0: 2}
+            monitor()
+    assert monitor.began is not None
+    assert now - 5.0 <= monitor.began <= time.monotonic() - 5.0
+    assert [monitor.has_joined(rank) for rank in range(2)] == [True, False]
+    assert monitor.rounds == {0: 2}
 
 
 # `offbeat launch` and `offbeat work`
 
 
 @pytest.mark.parametrize(
-    ("argv", "apart"),
+    ("argv", "separated"),
     [
         ("launch -n 4 train.py --out here", "launch -n 4 -- train.py --out here"),
         ("launch -n=4 --quiet --out o train.py -n 3", "launch -n=4 --quiet --out o -- train.py -n 3"),
@@ -233,8 +235,8 @@ def test_a_watch_knows_when_the_run_began_and_who_has_computed(tmp_path: Path) -
         ("", ""),
     ],
 )
-def test_what_comes_after_the_script_goes_to_the_script(argv: str, apart: str) -> None:
-    assert _separate_script(argv.split()) == apart.split()
+def test_arguments_after_the_script_are_passed_to_the_script(argv: str, separated: str) -> None:
+    assert _separate_script(argv.split()) == separated.split()
 
 
 @pytest.mark.parametrize("command", list(ARGUMENTS_BEFORE_SCRIPT))
@@ -251,7 +253,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_launch_starts_a_script_so_often_and_each_knows_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_launch_starts_a_script_several_times_and_each_process_knows_its_rank(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     Path("script.py").write_text(
         "import os, sys\n"
         "os.write(1, f\"{os.environ['OFFBEAT_RANK']} of {os.environ['OFFBEAT_PROCESSES']} {sys.argv[1:]}\\n\".encode())"
@@ -264,7 +268,7 @@ def test_launch_starts_a_script_so_often_and_each_knows_its_rank(capfd: pytest.C
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_a_script_that_raises_fails_the_run_and_it_shows_whose_traceback_it_was(
+def test_a_script_that_raises_fails_the_run_and_its_traceback_is_shown_with_the_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     Path("script.py").write_text(
@@ -281,7 +285,7 @@ def test_a_script_that_raises_fails_the_run_and_it_shows_whose_traceback_it_was(
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_a_script_that_cannot_join_says_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_cannot_join_ends_with_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     Path("script.py").write_text(
         "import os, sys\n"
         "if os.environ['OFFBEAT_RANK'] == '0': sys.exit('offbeat: the disk is full')\n"

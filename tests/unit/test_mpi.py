@@ -15,9 +15,18 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, ContractViolation
 from offbeat.transports import mpi, wire
-from offbeat.transports import mpi_link as mpi_links
-from offbeat.transports.link import WINDOW
-from offbeat.transports.mpi_link import ControlMessage, Frame, LinkBroken, LinkHello, LinkOptions, MpiLink, Operation
+from offbeat.transports.link import WINDOW, LinkOptions
+from offbeat.transports.mpi_link import (
+    CHUNK_BYTES,
+    ControlMessage,
+    Frame,
+    LinkBroken,
+    LinkHello,
+    MpiLink,
+    Operation,
+    decode_control,
+    mismatch,
+)
 from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost
 
 
@@ -27,8 +36,8 @@ class Number(Message):
     body: Tensor
 
 
-class Slow:
-    """Is done when it is told so."""
+class FakeOperation:
+    """Is complete when `over` is set."""
 
     def __init__(self, over: bool) -> None:
         self.over = over
@@ -37,8 +46,8 @@ class Slow:
         return self.over
 
 
-class Held:
-    """A frame that has come."""
+class FakeFrame:
+    """A frame that has arrived."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -46,26 +55,26 @@ class Held:
 
     def receive(self, into: Tensor) -> Operation:
         into.copy_(self.memory)
-        return Slow(True)
+        return FakeOperation(True)
 
 
 class FakePort:
-    """A port at which whatever is sent lies until somebody looks."""
+    """A port that keeps whatever is sent."""
 
     def __init__(self) -> None:
         self.frames: list[Tensor] = []
-        self.words: list[ControlMessage] = []
+        self.control: list[ControlMessage] = []
         self.abandoned: list[object] = []
-        self.operations: list[Slow] = []
+        self.operations: list[FakeOperation] = []
         self.quick = True
 
     def send_frame(self, peer: int, memory: Tensor) -> Operation:
         self.frames.append(memory)
-        self.operations.append(Slow(self.quick))
+        self.operations.append(FakeOperation(self.quick))
         return self.operations[-1]
 
-    def send_control(self, peer: int, word: ControlMessage) -> None:
-        self.words.append(word)
+    def send_control(self, peer: int, message: ControlMessage) -> None:
+        self.control.append(message)
 
     def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
         self.abandoned += [*operations, *frames]
@@ -74,10 +83,10 @@ class FakePort:
 class End:
     """One side of a link, and what it has delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.port = FakePort()
-        self.came: list[Incoming | ContractViolation] = []
-        self.link = MpiLink(1, self.port, LinkOptions(10.0, 1 << 30, False), Pool(), self.came.append)
+        self.events: list[Incoming | ContractViolation] = []
+        self.link = MpiLink(1, self.port, LinkOptions(10.0, chunk_bytes, False), Pool(), self.events.append)
         self.link.join()
         self.link.work()
 
@@ -85,137 +94,136 @@ class End:
         self.link.post(Number(number, torch.ones(size)), key)
         self.link.work()
 
-    def hand_over(self, other: End) -> None:
+    def transfer(self, other: End) -> None:
         frames, self.port.frames = self.port.frames, []
         for frame in frames:
-            other.link.accept(Held(frame))
+            other.link.accept(FakeFrame(frame))
         other.link.work()
 
     def numbers(self) -> list[int]:
-        return [item.message.number for item in self.came if isinstance(item, Arrived)]  # type: ignore[attr-defined]
+        return [item.message.number for item in self.events if isinstance(item, Arrived)]  # type: ignore[attr-defined]
 
 
-def test_a_message_leaves_only_while_few_before_it_are_untaken() -> None:
+def test_a_message_is_sent_only_while_few_before_it_are_unacknowledged() -> None:
     here, there = End(), End()
     for number in range(WINDOW + 2):
         here.send(number)
-    here.hand_over(there)
+    here.transfer(there)
     assert there.numbers() == list(range(WINDOW))
     here.send(50, "key")
     here.send(51, "key")
-    assert [there.link.take() for _ in range(WINDOW)] == [False] * (WINDOW - 1) + [True]
+    assert [there.link.acknowledge() for _ in range(WINDOW)] == [False] * (WINDOW - 1) + [True]
     there.link.work()
-    there.hand_over(here)
-    here.hand_over(there)
+    there.transfer(here)
+    here.transfer(there)
     assert there.numbers() == [*range(WINDOW + 2), 51]
-    assert [item.key for item in here.came if isinstance(item, Departed)] == [None] * (WINDOW + 2) + ["key"]
+    assert [item.key for item in here.events if isinstance(item, Departed)] == [None] * (WINDOW + 2) + ["key"]
 
 
-def test_a_message_begins_to_leave_when_the_one_before_it_has_left() -> None:
+def test_a_message_is_begun_when_the_one_before_it_was_sent() -> None:
     here = End()
     here.port.quick = False
     here.send(0)
     here.send(1, "newest")
     here.send(2, "newest")
-    assert here.came == [Joined(1, 0)]
+    assert here.events == [Joined(1, 0)]
     for operation in here.port.operations:
         operation.over = True
     here.link.work()
     there = End()
-    here.hand_over(there)
+    here.transfer(there)
     assert there.numbers() == [0, 2]
 
 
-def test_large_tensors_travel_in_chunks_and_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_links, "CHUNK_BYTES", 1000)
-    here, there = End(), End()
+def test_large_tensors_are_sent_in_chunks_and_arrive_whole() -> None:
+    here, there = End(chunk_bytes=1000), End(chunk_bytes=1000)
     here.send(7, size=1001)
     assert [frame.numel() for frame in here.port.frames] == [wire.HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
-    here.hand_over(there)
+    here.transfer(there)
     assert there.numbers() == [7]
-    arrived = there.came[-1]
+    arrived = there.events[-1]
     assert isinstance(arrived, Arrived)
     assert arrived.nbytes == wire.HEAD_BYTES + 4004
 
 
-def test_a_goodbye_is_answered_and_comes_after_everything_else() -> None:
+def test_a_goodbye_is_answered_and_follows_everything_else() -> None:
     here, there = End(), End()
     for number in range(2 * WINDOW):
         here.send(number)
     here.link.finish()
     here.link.work()
     there.send(99)
-    here.hand_over(there)
-    there.hand_over(here)
+    here.transfer(there)
+    there.transfer(here)
     assert there.numbers() == list(range(2 * WINDOW))
     assert here.numbers() == [99]
-    assert here.came[-1] == there.came[-1] == Lost(1, 0, "closed")
+    assert here.events[-1] == there.events[-1] == Lost(1, 0, "closed")
     assert here.link.over
     assert there.link.over
-    assert not here.port.words
+    assert not here.port.control
 
 
-def test_what_is_not_as_announced_raises_and_a_dropped_link_lets_go_of_everything() -> None:
+def test_a_frame_of_unexpected_size_raises_and_a_dropped_link_releases_everything() -> None:
     here, there = End(), End()
     here.send(0, size=100)
     head, body = here.port.frames
-    there.link.accept(Held(head))
-    there.link.accept(Held(body[:-1]))
-    with pytest.raises(wire.WireError, match="399 bytes came in the place of 400"):
+    there.link.accept(FakeFrame(head))
+    there.link.accept(FakeFrame(body[:-1]))
+    with pytest.raises(wire.WireError, match="399 bytes were received instead of 400"):
         there.link.work()
     there.link.drop("nonsense")
     there.link.drop("again")
-    assert there.came == [Joined(1, 0), Lost(1, 0, "nonsense")]
-    assert there.port.words == [LinkBroken("nonsense")]
+    assert there.events == [Joined(1, 0), Lost(1, 0, "nonsense")]
+    assert there.port.control == [LinkBroken("nonsense")]
     assert len(there.port.abandoned) == 1
     there.send(1)
     assert there.port.frames == []
 
 
-def test_a_link_with_nothing_to_say_gives_signs_of_life() -> None:
+def test_a_link_with_nothing_to_send_sends_heartbeats() -> None:
     here = End()
     assert here.port.frames == []
-    here.link._spoke_at -= 2.6  # a quarter of the time after which it would count as silent
+    here.link._sent_at -= 2.6  # a quarter of the time after which it would count as silent
     here.link.work()
     here.link.work()
     assert [wire.read_head(frame, 0).kind for frame in here.port.frames] == [wire.HEARTBEAT]
     assert not here.link.silent
-    here.link._heard_at -= 10.1
+    here.link._received_at -= 10.1
     assert here.link.silent
-    here.link.excuse()
+    here.link.reset_silence()
     assert not here.link.silent
 
 
-def test_both_sides_are_told_why_they_cannot_be_linked() -> None:
+def test_both_sides_report_why_they_cannot_be_linked() -> None:
     own, other, old = LinkHello(1, "a", 0.0), LinkHello(1, "b", 0.0), LinkHello(0, "a", 0.0)
-    assert mpi_links.refusal(0, own, 1, own) is None
-    assert mpi_links.refusal(0, own, 1, other) == mpi_links.refusal(1, other, 0, own)
-    assert "rank 1 has a different model: its fingerprint is b" in str(mpi_links.refusal(0, own, 1, other))
-    assert "rank 1 speaks version 0 of the wire" in str(mpi_links.refusal(0, own, 1, old))
+    assert mismatch(0, own, 1, own) is None
+    assert mismatch(0, own, 1, other) == mismatch(1, other, 0, own)
+    assert "rank 1 has a different model: its fingerprint is b" in str(mismatch(0, own, 1, other))
+    assert "rank 1 uses version 0 of the wire format" in str(mismatch(0, own, 1, old))
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"\xff", b'{"type":"hello"}', b'{"type":"other"}'])
-def test_a_word_that_is_none_is_an_error_of_the_wire(raw: bytes) -> None:
-    with pytest.raises(wire.WireError, match="cannot be read"):
-        mpi_links.decode_control(torch.tensor(list(raw), dtype=torch.uint8))
+def test_an_invalid_control_message_is_a_wire_error(raw: bytes) -> None:
+    with pytest.raises(wire.WireError, match="cannot be decoded"):
+        decode_control(torch.tensor(list(raw), dtype=torch.uint8))
 
 
-def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpi4py_the_error_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigurationError, match=r"needs mpi4py.*type: pip install 'offbeat\[mpi\]'"):
         mpi.mpi_world()
 
 
-def test_without_a_library_of_mpi_the_same_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_mpi_library_the_error_names_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rc:
         initialize = finalize = True
 
-    class LinkBroken:
+    class BrokenModule:
         rc: Any = Rc()
 
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("cannot load MPI library\nand much more")
 
-    monkeypatch.setitem(sys.modules, "mpi4py", LinkBroken())
+    monkeypatch.setitem(sys.modules, "mpi4py", BrokenModule())
     with pytest.raises(ConfigurationError, match=r"finds no MPI library .*type: pip install 'offbeat\[mpi\]'"):
         mpi.mpi_world()

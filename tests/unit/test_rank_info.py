@@ -1,4 +1,4 @@
-"""Which rank a process has, by what launchers put into its environment."""
+"""Which rank a process is, by the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_without_a_launcher_a_process_is_alone() -> None:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "host.example"])
-def test_a_seat_survives_the_way_through_the_environment(host: str, tmp_path: Path) -> None:
+def test_rank_info_is_passed_through_the_environment_unchanged(host: str, tmp_path: Path) -> None:
     given = RankInfo(2, 4, Address(host, 7700), b"\x00\xffsecret", None, tmp_path, True, "offbeat", "me")
     assert read_rank_info(environment_of(given)) == given
     again = dataclasses.replace(given, rank=0, incarnation=2, began=12345.678901234567)
     assert read_rank_info(environment_of(again)) == again
 
 
-def test_ours_comes_before_torchrun_and_torchrun_before_slurm() -> None:
-    ours = environment_of(RankInfo(3, 5, Address("127.0.0.1", 1)))
-    assert read_rank_info({**ours, **TORCHRUN, **SLURM}).launcher == "offbeat"
+def test_variables_of_offbeat_precede_torchrun_and_torchrun_precedes_slurm() -> None:
+    of_offbeat = environment_of(RankInfo(3, 5, Address("127.0.0.1", 1)))
+    assert read_rank_info({**of_offbeat, **TORCHRUN, **SLURM}).launcher == "offbeat"
     alone = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}
     assert read_rank_info({**alone, **SLURM}) == RankInfo(0, 1, launcher="torchrun")
     assert read_rank_info(SLURM).launcher == "slurm"
@@ -51,27 +51,27 @@ MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH], ids=["open mpi", "mpich"])
-def test_mpirun_comes_before_the_slurm_job_around_it_and_means_mpi(variables: dict[str, str], tmp_path: Path) -> None:
-    found = read_rank_info({**SLURM, **variables, "OFFBEAT_DIRECTORY": str(tmp_path), "OFFBEAT_RESUME": "1"})
-    assert found == RankInfo(
+def test_mpirun_precedes_the_slurm_job_around_it_and_selects_mpi(variables: dict[str, str], tmp_path: Path) -> None:
+    rank_info = read_rank_info({**SLURM, **variables, "OFFBEAT_DIRECTORY": str(tmp_path), "OFFBEAT_RESUME": "1"})
+    assert rank_info == RankInfo(
         2, 4, directory=tmp_path, resume=True, launcher="mpirun", transport="mpi", first_here=False
     )
-    assert not found.alone
+    assert not rank_info.alone
     assert read_rank_info({**variables, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).launcher == "torchrun"
 
 
 def test_mpirun_with_one_process_leaves_it_alone() -> None:
-    found = read_rank_info(
+    rank_info = read_rank_info(
         {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
         transport="gloo",
     )
-    assert found == RankInfo(0, 1, launcher="mpirun")
-    assert found.alone
+    assert rank_info == RankInfo(0, 1, launcher="mpirun")
+    assert rank_info.alone
 
 
-def test_srun_may_mean_mpi_if_it_is_told_so() -> None:
-    told = read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "mpi"})
-    assert read_rank_info(SLURM, "mpi") == told == RankInfo(2, 4, launcher="slurm", transport="mpi")
+def test_srun_uses_mpi_only_on_request() -> None:
+    by_mpi = read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "mpi"})
+    assert read_rank_info(SLURM, "mpi") == by_mpi == RankInfo(2, 4, launcher="slurm", transport="mpi")
     assert (
         read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "gloo"})
         == read_rank_info({**SLURM, "OFFBEAT_TRANSPORT": "auto"})
@@ -80,7 +80,7 @@ def test_srun_may_mean_mpi_if_it_is_told_so() -> None:
     assert read_rank_info({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}).transport == "gloo"
 
 
-def test_a_door_is_found_by_its_number() -> None:
+def test_a_listener_is_passed_by_its_file_descriptor() -> None:
     assert read_rank_info({"OFFBEAT_RANK": "0", "OFFBEAT_PROCESSES": "2", "OFFBEAT_LISTENER": "7"}).listener == 7
 
 
@@ -88,7 +88,10 @@ def test_a_door_is_found_by_its_number() -> None:
     ("environment", "sentence"),
     [
         ({"OFFBEAT_RANK": "x"}, "OFFBEAT_RANK is a whole number of at least 0, but it is 'x' here"),
-        ({**OPEN_MPI, "OFFBEAT_TRANSPORT": "gloo"}, "processes that mpirun starts meet over MPI, not over gloo; start"),
+        (
+            {**OPEN_MPI, "OFFBEAT_TRANSPORT": "gloo"},
+            "processes that mpirun starts are connected by MPI, not by gloo; start",
+        ),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK is 4, but OMPI_COMM_WORLD_SIZE is 4"),
         ({"OFFBEAT_TRANSPORT": "mpx"}, "unknown transport 'mpx'; did you mean 'mpi'"),
         ({"OFFBEAT_RANK": "0"}, "OFFBEAT_PROCESSES is a whole number of at least 1, but it is '' here"),
@@ -99,7 +102,7 @@ def test_a_door_is_found_by_its_number() -> None:
         ({**SLURM, "SLURM_NNODES": "2"}, "SLURM started this run on several machines, .* needs a token"),
     ],
 )
-def test_what_does_not_make_a_seat_is_answered_by_one_sentence(environment: dict[str, str], sentence: str) -> None:
+def test_an_invalid_environment_is_answered_with_one_sentence(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         read_rank_info(environment)
 
@@ -107,15 +110,15 @@ def test_what_does_not_make_a_seat_is_answered_by_one_sentence(environment: dict
 # SLURM
 
 
-def test_tasks_of_one_node_meet_on_loopback_at_a_port_of_their_job() -> None:
+def test_tasks_of_one_node_use_loopback_and_a_port_of_their_job() -> None:
     assert read_rank_info(SLURM) == RankInfo(2, 4, Address("127.0.0.1", 20_000 + 3456), launcher="slurm")
 
 
-def test_tasks_of_several_nodes_meet_at_the_first_with_a_token(token_file: Path) -> None:
-    found = read_rank_info(
+def test_tasks_of_several_nodes_use_the_first_one_and_a_token(token_file: Path) -> None:
+    rank_info = read_rank_info(
         {**SLURM, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[07-08]", "OFFBEAT_TOKEN_FILE": str(token_file)}
     )
-    assert (found.address, found.token) == (Address("n07", 23_456), b"secret")
+    assert (rank_info.address, rank_info.token) == (Address("n07", 23_456), b"secret")
 
 
 @pytest.mark.parametrize(
@@ -130,18 +133,18 @@ def test_tasks_of_several_nodes_meet_at_the_first_with_a_token(token_file: Path)
         ("", ""),
     ],
 )
-def test_the_first_host_of_a_list_as_slurm_writes_it(nodes: str, first: str) -> None:
+def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
 # torchrun
 
 
-def test_processes_under_torchrun_meet_through_its_store() -> None:
+def test_processes_under_torchrun_find_rank_0_through_its_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    where |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-    hub, worker = read_rank_info({**where, "RANK": "0"}), read_rank_info({**where, "RANK": "1"})
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    hub, worker = read_rank_info({**env, "RANK": "0"}), read_rank_info({**env, "RANK": "1"})
     assert hub.launcher == worker.launcher == "torchrun"
     assert hub.address == worker.address
     assert hub.token == worker.token
@@ -152,20 +155,20 @@ def test_processes_under_torchrun_meet_through_its_store() -> None:
     with socket.socket(fileno=hub.listener) as listener:
         assert hub.address is not None
         assert listener.getsockname() == ("127.0.0.1", hub.address.port)
-    again, follower = (
-        read_rank_info({**where, "RANK": "0"}),
-        read_rank_info({**where, "RANK": "1"}),
+    next_hub, next_worker = (
+        read_rank_info({**env, "RANK": "0"}),
+        read_rank_info({**env, "RANK": "1"}),
     )  # the next run of the same script
-    assert again.address == follower.address
-    assert again.token == follower.token != hub.token
-    assert again.listener is not None
-    socket.socket(fileno=again.listener).close()
+    assert next_hub.address == next_worker.address
+    assert next_hub.token == next_worker.token != hub.token
+    assert next_hub.listener is not None
+    socket.socket(fileno=next_hub.listener).close()
 
 
-# Tokens and doors
+# Tokens and listeners
 
 
-def test_a_token_is_what_is_in_the_file_without_blanks_around(token_file: Path) -> None:
+def test_a_token_is_the_stripped_content_of_its_file(token_file: Path) -> None:
     said: list[str] = []
     assert read_token(token_file, said.append) == b"secret"
     assert said == []
@@ -174,7 +177,7 @@ def test_a_token_is_what_is_in_the_file_without_blanks_around(token_file: Path) 
     assert said == [f"other users can read the token file {token_file}; type: chmod 600 {token_file}"]
 
 
-def test_a_token_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+def test_a_token_file_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read: no such file or directory; to make one type"):
         read_token(tmp_path / "none")
     (tmp_path / "empty").write_text(" \n")
@@ -182,7 +185,7 @@ def test_a_token_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> Non
         read_token(tmp_path / "empty")
 
 
-def test_a_door_for_this_machine_has_a_token_that_nobody_else_knows() -> None:
+def test_a_listener_for_this_machine_has_a_random_token() -> None:
     listeners = [open_listener(None, None) for _ in range(2)]
     assert all(
         address == Address(*listener.getsockname()) and address.is_loopback for listener, address, _ in listeners
@@ -192,7 +195,7 @@ def test_a_door_for_this_machine_has_a_token_that_nobody_else_knows() -> None:
         listener.close()
 
 
-def test_a_door_that_was_asked_for_on_loopback_needs_no_token() -> None:
+def test_a_listener_on_a_given_loopback_address_needs_no_token() -> None:
     listener, address, token = open_listener("127.0.0.1:0", None)
     assert (token, address.port) == (None, listener.getsockname()[1])
     with pytest.raises(ConfigurationError, match=f"port {address.port} of 127.0.0.1 is taken; choose another, or 0"):
@@ -200,7 +203,7 @@ def test_a_door_that_was_asked_for_on_loopback_needs_no_token() -> None:
     listener.close()
 
 
-def test_a_door_to_other_machines_needs_a_token_and_is_reached_from_here() -> None:
+def test_a_listener_for_other_machines_needs_a_token_and_is_reachable_from_this_one() -> None:
     with pytest.raises(ConfigurationError, match=r"0\.0\.0\.0:0 lets other machines in, which needs a token"):
         open_listener("0.0.0.0:0", None)
     listener, address, token = open_listener("0.0.0.0:0", b"secret")

@@ -1,4 +1,4 @@
-"""The door and what is said there: who gets in, who does not, and what a user reads."""
+"""The listener and its messages: which clients are accepted, which are rejected, and what a user reads."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from offbeat.transports import rendezvous
 from offbeat.transports.rendezvous import (
     Address,
     Assignment,
-    Call,
     CallRequest,
+    ControlConnection,
     Listener,
     Rejected,
     Rejection,
     Unreachable,
-    dial,
+    connect,
     request_assignment,
 )
 
-TERMS = Assignment(rank=3, processes=5, elapsed_seconds=1.5, experiment=b"opaque")
+ASSIGNMENT = Assignment(rank=3, processes=5, elapsed_seconds=1.5, experiment=b"opaque")
 ANY = Address("127.0.0.1", 0)
 
 Open = Callable[..., Listener]
 
 
 @pytest.fixture
-def opened() -> Iterator[Open]:
+def open_listener() -> Iterator[Open]:
     listeners: list[Listener] = []
 
-    def make(token: bytes | None = None, visit: Callable[[Call], bool] | None = None) -> Listener:
+    def make(token: bytes | None = None, handler: Callable[[ControlConnection], bool] | None = None) -> Listener:
         listener = Listener(ANY, token)
         listeners.append(listener)
-        listener.serve(visit or tell_terms)
+        listener.serve(handler or assign)
         return listener
 
     yield make
@@ -48,19 +48,19 @@ def opened() -> Iterator[Open]:
         listener.close()
 
 
-def tell_terms(call: Call) -> bool:
-    call.recv(CallRequest)
-    call.send(TERMS)
+def assign(connection: ControlConnection) -> bool:
+    connection.recv(CallRequest)
+    connection.send(ASSIGNMENT)
     return False
 
 
-def asked(listener: Listener, token: bytes | None = None, wait_seconds: float = 20.0) -> Assignment:
+def requested(listener: Listener, token: bytes | None = None, wait_seconds: float = 20.0) -> Assignment:
     return request_assignment(listener.address, token, member="a worker", rank=None, wait_seconds=wait_seconds)
 
 
 def unused_address() -> Address:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return Address("127.0.0.1", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return Address("127.0.0.1", server.getsockname()[1])
 
 
 # Addresses
@@ -88,15 +88,15 @@ def test_loopback_is_what_only_this_machine_can_reach() -> None:
     assert not any(Address(host, 1).is_loopback for host in ("0.0.0.0", "10.0.0.1", "::", "node-3"))
 
 
-# Doors
+# Listeners
 
 
-def test_a_door_on_port_0_says_which_port_it_got(opened: Open) -> None:
-    assert opened().address.port > 0
+def test_a_listener_on_port_0_reports_its_port(open_listener: Open) -> None:
+    assert open_listener().address.port > 0
 
 
-def test_a_port_that_is_taken_is_named(opened: Open) -> None:
-    listener = opened()
+def test_a_port_that_is_taken_is_named(open_listener: Open) -> None:
+    listener = open_listener()
     with pytest.raises(ConfigurationError, match=f"port {listener.address.port} of 127.0.0.1 is taken; choose another"):
         Listener(listener.address, None)
 
@@ -107,17 +107,17 @@ def test_listening_beyond_this_machine_needs_a_token(host: str) -> None:
         Listener(Address(host, 0), None)
 
 
-def test_with_a_token_a_door_may_listen_everywhere() -> None:
+def test_with_a_token_a_listener_may_be_open_to_other_machines() -> None:
     listener = Listener(Address("0.0.0.0", 0), b"secret")
-    listener.serve(tell_terms)
+    listener.serve(assign)
     assert (
         request_assignment(Address("127.0.0.1", listener.address.port), b"secret", member="", rank=1, wait_seconds=20)
-        == TERMS
+        == ASSIGNMENT
     )
     listener.close()
 
 
-def test_an_empty_token_is_none() -> None:
+def test_an_empty_token_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="token is empty"):
         Listener(ANY, b"")
 
@@ -127,64 +127,64 @@ def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
         Listener(Address("192.0.2.1", 0), b"secret")
 
 
-def test_a_door_that_was_never_served_can_be_closed_and_closed_again() -> None:
+def test_a_listener_that_never_served_can_be_closed_twice() -> None:
     listener = Listener(ANY, None)
     listener.close()
     listener.close()
     Listener(listener.address, None).close()
 
 
-# Who gets in
+# Which clients are accepted
 
 
 @pytest.mark.parametrize("token", [None, b"secret"])
-def test_who_holds_the_token_gets_terms(opened: Open, token: bytes | None) -> None:
-    assert asked(opened(token), token) == TERMS
+def test_a_client_with_the_token_gets_an_assignment(open_listener: Open, token: bytes | None) -> None:
+    assert requested(open_listener(token), token) == ASSIGNMENT
 
 
 @pytest.mark.parametrize(("source", "same"), [("127.0.0.1", True), ("127.0.0.2", False)])
-def test_both_ends_know_whether_they_have_one_address(source: str, same: bool) -> None:
+def test_both_ends_know_whether_they_have_the_same_address(source: str, same: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        dialer = Call(socket.create_connection(listener.getsockname(), source_address=(source, 0)))
-        with dialer, Call(listener.accept()[0]) as visitor:
-            assert dialer.same_host == visitor.same_host == same
+        connecting = ControlConnection(socket.create_connection(listener.getsockname(), source_address=(source, 0)))
+        with connecting, ControlConnection(listener.accept()[0]) as client:
+            assert connecting.same_host == client.same_host == same
 
 
-def test_a_visitor_may_come_before_the_door_is_served() -> None:
+def test_a_client_may_connect_before_the_listener_serves() -> None:
     listener = Listener(ANY, None)
-    found: list[Assignment] = []
-    visitor = threading.Thread(target=lambda: found.append(asked(listener)))
-    visitor.start()
-    listener.serve(tell_terms)
-    visitor.join()
+    assignments: list[Assignment] = []
+    client = threading.Thread(target=lambda: assignments.append(requested(listener)))
+    client.start()
+    listener.serve(assign)
+    client.join()
     listener.close()
-    assert found == [TERMS]
+    assert assignments == [ASSIGNMENT]
 
 
 @pytest.mark.parametrize(
-    ("held", "shown", "sentence"),
+    ("expected", "given", "sentence"),
     [
         (b"secret", b"guess", "does not accept the token; give the one of the run with --token-file"),
-        (b"secret", None, "wants a token; give the one of the run with --token-file"),
+        (b"secret", None, "requires a token; give the one of the run with --token-file"),
         (None, b"guess", "does not accept the token"),
     ],
 )
-def test_who_does_not_hold_the_token_is_refused_at_once(
-    opened: Open, held: bytes | None, shown: bytes | None, sentence: str
+def test_a_client_without_the_token_is_rejected_at_once(
+    open_listener: Open, expected: bytes | None, given: bytes | None, sentence: str
 ) -> None:
-    visits: list[Call] = []
+    handled: list[ControlConnection] = []
 
-    def visit(call: Call) -> bool:
-        visits.append(call)
+    def handle(connection: ControlConnection) -> bool:
+        handled.append(connection)
         return False
 
-    listener = opened(held, visit)
+    listener = open_listener(expected, handle)
     with pytest.raises(RunFailed, match=sentence):
-        asked(listener, shown)
-    assert visits == []
+        requested(listener, given)
+    assert handled == []
 
 
-def test_nothing_is_decoded_that_comes_without_the_token(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_decoded_before_authentication(open_listener: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[object] = []
 
     class Watched(dict):  # type: ignore[type-arg]
@@ -193,192 +193,192 @@ def test_nothing_is_decoded_that_comes_without_the_token(opened: Open, monkeypat
             return super().__getitem__(kind)
 
     monkeypatch.setattr(rendezvous, "_DECODERS", Watched(rendezvous._DECODERS))
-    listener = opened(b"secret")
+    listener = open_listener(b"secret")
     hello = msgspec.msgpack.encode(CallRequest("assignment", 1))
-    with socket.create_connection((listener.address.host, listener.address.port)) as visitor:
-        visitor.sendall(struct.pack("!i", len(hello)) + hello)
-        while visitor.recv(1024):
+    with socket.create_connection((listener.address.host, listener.address.port)) as client:
+        client.sendall(struct.pack("!i", len(hello)) + hello)
+        while client.recv(1024):
             pass
     assert decoded == []
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 400, b"\xff" * 400])
-def test_whoever_talks_nonsense_is_shown_out_and_the_next_one_let_in(opened: Open, words: bytes) -> None:
-    listener = opened(b"secret")
-    with socket.create_connection((listener.address.host, listener.address.port)) as visitor:
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 400, b"\xff" * 400])
+def test_a_client_that_sends_garbage_is_disconnected_and_the_next_accepted(open_listener: Open, garbage: bytes) -> None:
+    listener = open_listener(b"secret")
+    with socket.create_connection((listener.address.host, listener.address.port)) as client:
         try:
-            visitor.sendall(words)
-            while visitor.recv(1024):
+            client.sendall(garbage)
+            while client.recv(1024):
                 pass
         except ConnectionError:
             pass
-    assert asked(listener, b"secret") == TERMS
+    assert requested(listener, b"secret") == ASSIGNMENT
 
 
-def test_visitors_who_say_nothing_do_not_keep_the_others_out(opened: Open) -> None:
-    listener = opened(b"secret")
-    place = (listener.address.host, listener.address.port)
-    silent = [socket.create_connection(place) for _ in range(rendezvous.VISITORS_MAX + 5)]
-    assert asked(listener, b"secret") == TERMS
+def test_silent_clients_do_not_keep_others_from_connecting(open_listener: Open) -> None:
+    listener = open_listener(b"secret")
+    address = (listener.address.host, listener.address.port)
+    silent = [socket.create_connection(address) for _ in range(rendezvous.CLIENTS_MAX + 5)]
+    assert requested(listener, b"secret") == ASSIGNMENT
     listener.close()
-    for visitor in silent:
-        with visitor:
+    for client in silent:
+        with client:
             try:
-                while visitor.recv(1024):
-                    pass  # closing has ended the call, so this does not wait
+                while client.recv(1024):
+                    pass  # closing has ended the connection, so this does not block
             except ConnectionError:
                 pass
 
 
-def test_a_visitor_that_goes_silent_after_the_token_has_limited_time(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
+def test_a_client_that_is_silent_after_authentication_times_out(
+    open_listener: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Call.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(ControlConnection.__init__, "__defaults__", (0.2,))
     ends: list[str] = []
     over = threading.Event()
 
-    def visit(call: Call) -> bool:
+    def handle(connection: ControlConnection) -> bool:
         try:
-            call.recv(CallRequest)
+            connection.recv(CallRequest)
         except Unreachable as error:
             ends.append(str(error))
         over.set()
         return False
 
-    listener = opened(None, visit)
-    with dial(listener.address, None):
+    listener = open_listener(None, handle)
+    with connect(listener.address, None):
         assert over.wait(60)
     assert ends == ["no answer in time"]
 
 
-def test_a_message_that_is_too_long_ends_the_call(opened: Open) -> None:
+def test_a_message_that_is_too_long_ends_the_connection(open_listener: Open) -> None:
     ends: list[str] = []
     over = threading.Event()
 
-    def visit(call: Call) -> bool:
+    def handle(connection: ControlConnection) -> bool:
         try:
-            call.recv(CallRequest)
+            connection.recv(CallRequest)
         except Unreachable as error:
             ends.append(str(error))
         over.set()
         return False
 
-    listener = opened(None, visit)
-    with dial(listener.address, None) as call:
+    listener = open_listener(None, handle)
+    with connect(listener.address, None) as connection:
         with pytest.raises(ConfigurationError, match="at most 65536"):
-            call.send(CallRequest("assignment", None, member="x" * (1 << 16)))
-        call._connection.send_bytes(b"x" * ((1 << 16) + 1))
+            connection.send(CallRequest("assignment", None, member="x" * (1 << 16)))
+        connection._connection.send_bytes(b"x" * ((1 << 16) + 1))
         assert over.wait(60)
     assert ends == ["bad message length"]
 
 
-@pytest.mark.parametrize("words", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode(TERMS)])
-def test_words_of_another_kind_end_the_call(opened: Open, words: bytes) -> None:
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode(ASSIGNMENT)])
+def test_an_unexpected_message_ends_the_connection(open_listener: Open, raw: bytes) -> None:
     over = threading.Event()
 
-    def visit(call: Call) -> bool:
-        with pytest.raises(Unreachable, match="something else than CallRequest came"):
-            call.recv(CallRequest)
+    def handle(connection: ControlConnection) -> bool:
+        with pytest.raises(Unreachable, match="CallRequest was expected, but something else was received"):
+            connection.recv(CallRequest)
         over.set()
         return False
 
-    listener = opened(None, visit)
-    with dial(listener.address, None) as call:
-        call._connection.send_bytes(words)
+    listener = open_listener(None, handle)
+    with connect(listener.address, None) as connection:
+        connection._connection.send_bytes(raw)
         assert over.wait(60)
 
 
-def test_a_mistake_of_ours_costs_one_visitor(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_the_handler_ends_one_connection(open_listener: Open, caplog: pytest.LogCaptureFixture) -> None:
     fails = iter([True, False])
 
-    def visit(call: Call) -> bool:
+    def handle(connection: ControlConnection) -> bool:
         if next(fails):
             raise ZeroDivisionError
-        return tell_terms(call)
+        return assign(connection)
 
-    assert asked(opened(None, visit)) == TERMS
-    assert "a mistake of ours" in caplog.text
+    assert requested(open_listener(None, handle)) == ASSIGNMENT
+    assert "internal error" in caplog.text
 
 
-def test_a_call_can_outlive_the_visit_and_be_ended_from_elsewhere(opened: Open) -> None:
-    kept: list[Call] = []
+def test_a_connection_can_outlive_its_handler_and_be_ended_by_another_thread(open_listener: Open) -> None:
+    kept: list[ControlConnection] = []
     stays = threading.Event()
 
-    def visit(call: Call) -> bool:
-        call.keep()
-        kept.append(call)
+    def handle(connection: ControlConnection) -> bool:
+        connection.keep_open()
+        kept.append(connection)
         stays.set()
         return True
 
-    listener = opened(None, visit)
-    with dial(listener.address, None) as call:
+    listener = open_listener(None, handle)
+    with connect(listener.address, None) as connection:
         assert stays.wait(60)
         threading.Timer(0.05, kept[0].close).start()
         with pytest.raises(Unreachable):
-            call.recv(Rejection)
+            connection.recv(Rejection)
 
 
-# Asking for terms
+# Requesting an assignment
 
 
-def test_nobody_there_is_said_after_the_time_that_was_given() -> None:
+def test_an_unreachable_address_is_reported_after_the_given_time() -> None:
     address = unused_address()
     with pytest.raises(RunFailed, match=f"nothing answers at {address}: .*refused; start the hub first"):
         request_assignment(address, None, member="", rank=None, wait_seconds=0.3)
 
 
-def test_a_host_that_does_not_exist_is_said() -> None:
+def test_a_host_that_does_not_exist_is_reported() -> None:
     with pytest.raises(RunFailed, match=r"nothing answers at no-such-host\.invalid:1"):
         request_assignment(Address("no-such-host.invalid", 1), None, member="", rank=None, wait_seconds=0.0)
 
 
-def test_somebody_who_never_answers_is_said() -> None:
+def test_a_listener_that_never_answers_is_reported() -> None:
     listener = Listener(ANY, None)
     with pytest.raises(RunFailed, match="no answer in time; start the hub"):
-        asked(listener, wait_seconds=0.3)
+        requested(listener, wait_seconds=0.3)
     listener.close()
 
 
-def test_asking_waits_until_the_hub_is_there() -> None:
+def test_a_request_waits_until_the_hub_listens() -> None:
     address = unused_address()
-    found: list[Assignment] = []
-    visitor = threading.Thread(
-        target=lambda: found.append(request_assignment(address, None, member="", rank=None, wait_seconds=60))
+    assignments: list[Assignment] = []
+    client = threading.Thread(
+        target=lambda: assignments.append(request_assignment(address, None, member="", rank=None, wait_seconds=60))
     )
-    visitor.start()
+    client.start()
     listener = Listener(address, None)
-    listener.serve(tell_terms)
-    visitor.join()
+    listener.serve(assign)
+    client.join()
     listener.close()
-    assert found == [TERMS]
+    assert assignments == [ASSIGNMENT]
 
 
-def test_a_refusal_is_passed_on(opened: Open) -> None:
-    def visit(call: Call) -> bool:
-        call.recv(CallRequest)
-        call.send(Rejection("there is no place left", True))
+def test_a_final_rejection_is_reported(open_listener: Open) -> None:
+    def handle(connection: ControlConnection) -> bool:
+        connection.recv(CallRequest)
+        connection.send(Rejection("all ranks are in use", True))
         return False
 
-    with pytest.raises(RunFailed, match="there is no place left"):
-        asked(opened(None, visit))
+    with pytest.raises(RunFailed, match="all ranks are in use"):
+        requested(open_listener(None, handle))
 
 
-def test_a_refusal_for_now_is_tried_again(opened: Open) -> None:
-    answers = iter([Rejection("not yet", False), TERMS])
+def test_a_temporary_rejection_is_retried(open_listener: Open) -> None:
+    answers = iter([Rejection("not yet", False), ASSIGNMENT])
 
-    def visit(call: Call) -> bool:
-        call.recv(CallRequest)
-        call.send(next(answers))
+    def handle(connection: ControlConnection) -> bool:
+        connection.recv(CallRequest)
+        connection.send(next(answers))
         return False
 
-    listener = opened(None, visit)
-    assert asked(listener) == TERMS
-    with pytest.raises(Rejected, match="wants a token"), dial(opened(b"x").address, None):
+    listener = open_listener(None, handle)
+    assert requested(listener) == ASSIGNMENT
+    with pytest.raises(Rejected, match="requires a token"), connect(open_listener(b"x").address, None):
         pass
 
 
-def test_all_words_can_be_heard_by_many_threads_at_once_in_a_fresh_process() -> None:
-    """A decoder that two threads make at once may be half-made, and kill the process; so none is made later."""
+def test_all_messages_can_be_decoded_by_many_threads_at_once_in_a_fresh_process() -> None:
+    """Two threads that make the same decoder at once crash the process; so all are made at import."""
     script = """
 import sys, threading
 sys.setswitchinterval(1e-6)
@@ -386,20 +386,20 @@ import msgspec
 from offbeat.transports import rendezvous
 
 request = msgspec.msgpack.encode(rendezvous.CallRequest("register", 1, listener=rendezvous.Endpoint("here", 1, "a")))
-together = threading.Barrier(8)
+barrier = threading.Barrier(8)
 
 
-def hear():
-    together.wait()
+def decode():
+    barrier.wait()
     assert rendezvous._DECODERS[rendezvous.CallRequest].decode(request).listener.port == 1
 
 
-threads = [threading.Thread(target=hear) for _ in range(8)]
+threads = [threading.Thread(target=decode) for _ in range(8)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=500).returncode == 0
-    told = {kind for kind in vars(rendezvous).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
-    assert told - {msgspec.Struct, rendezvous.SlotTable} == rendezvous._DECODERS.keys()
+    kinds = {kind for kind in vars(rendezvous).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    assert kinds - {msgspec.Struct, rendezvous.SlotTable} == rendezvous._DECODERS.keys()

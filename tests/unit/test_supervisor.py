@@ -1,4 +1,4 @@
-"""Processes that end, die, raise, sleep and are interrupted: stand-ins without torch, so that they start at once."""
+"""A supervisor of processes that end, are killed, raise, block and are interrupted; without torch, they start fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child, start_command
-from offbeat.launch.process_settings import peers
+from offbeat.launch.process_settings import peer_name
 from offbeat.launch.supervisor import Supervisor, backoff_seconds, check_faults
 
 KILL_YOURSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -28,14 +28,14 @@ QUIT = "pass"
 HUB = "exec(open({!r}).read())"
 
 
-class Company:
-    """What each rank does in each of its lives, and what was seen and said of it.
+class Processes:
+    """The program of each rank in each incarnation, and what was started, printed and reported.
 
-    Rank 0 opens a pipe and does what it finds there: `script`, which is written as soon as `when` holds.
+    Rank 0 reads its program from a pipe: `script`, which is written as soon as `when` holds.
     """
 
-    def __init__(self, place: Path, *lives: list[str], joined: bool = True) -> None:
-        self.pipe = place / "pipe"
+    def __init__(self, directory: Path, *lives: list[str], joined: bool = True) -> None:
+        self.pipe = directory / "pipe"
         os.mkfifo(self.pipe)
         self.lives = [[HUB.format(str(self.pipe))], *lives]
         self.joined = joined
@@ -46,11 +46,11 @@ class Company:
     def run(
         self, when: Callable[[], bool], script: str = QUIT, restarts_max: int = 3, faults: tuple[Fault, ...] = ()
     ) -> str | None:
-        told = False
+        sent = False
 
         def tick() -> None:
-            nonlocal told
-            told = told or (when() and self._tell(script))
+            nonlocal sent
+            sent = sent or (when() and self._send(script))
 
         return Supervisor(
             self._start,
@@ -71,7 +71,7 @@ class Company:
         self.children[rank, incarnation] = child
         return child
 
-    def _tell(self, script: str) -> bool:
+    def _send(self, script: str) -> bool:
         try:
             pipe = os.open(self.pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -85,11 +85,11 @@ class Company:
     def has(self, rank: int, incarnation: int) -> Callable[[], bool]:
         return lambda: (rank, incarnation) in self.children
 
-    def heard(self, text: str) -> Callable[[], bool]:
+    def printed(self, text: str) -> Callable[[], bool]:
         return lambda: text in [line for _, line in self.lines]
 
-    def lives_of(self, rank: int) -> int:
-        return sum(who == rank for who, _ in self.children)
+    def starts_of(self, rank: int) -> int:
+        return sum(started == rank for started, _ in self.children)
 
 
 def at_once() -> bool:
@@ -104,39 +104,41 @@ def never() -> bool:
 
 
 def test_the_run_is_over_when_rank_0_has_ended_and_the_others_have(tmp_path: Path) -> None:
-    company = Company(tmp_path, [QUIT], [QUIT])
-    assert company.run(at_once) is None
-    assert company.said == []
-    assert [child.poll() for child in company.children.values()] == [0, 0, 0]
+    processes = Processes(tmp_path, [QUIT], [QUIT])
+    assert processes.run(at_once) is None
+    assert processes.said == []
+    assert [child.poll() for child in processes.children.values()] == [0, 0, 0]
 
 
-def test_whoever_does_not_end_with_rank_0_is_made_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_end_with_rank_0_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.launch.supervisor.TERM_SECONDS", 0.1)
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
-    company = Company(tmp_path, [FOREVER], [deaf])
+    ignores_sigterm = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
+    )
+    processes = Processes(tmp_path, [FOREVER], [ignores_sigterm])
     supervisor = Supervisor(
-        company._start, range(3), say=company.said.append, has_joined=lambda rank: True, grace_seconds=0.1
+        processes._start, range(3), say=processes.said.append, has_joined=lambda rank: True, grace_seconds=0.1
     )
 
     def tick() -> None:
-        if company.heard("deaf")():
-            company._tell(QUIT)
+        if processes.printed("ready")():
+            processes._send(QUIT)
 
     assert supervisor.run(tick) is None
-    assert [child.poll() for child in company.children.values()] == [0, -signal.SIGTERM, -signal.SIGKILL]
+    assert [child.poll() for child in processes.children.values()] == [0, -signal.SIGTERM, -signal.SIGKILL]
 
 
-def test_a_worker_that_leaves_by_itself_is_not_started_again(tmp_path: Path) -> None:
-    company = Company(tmp_path, [QUIT], [FOREVER])
-    assert company.run(lambda: company.children[1, 0].poll() == 0) is None
-    assert company.said == []
-    assert company.lives_of(1) == 1
+def test_a_worker_that_ends_by_itself_is_not_restarted(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [QUIT], [FOREVER])
+    assert processes.run(lambda: processes.children[1, 0].poll() == 0) is None
+    assert processes.said == []
+    assert processes.starts_of(1) == 1
 
 
-def test_rank_0_that_dies_takes_the_others_with_it(tmp_path: Path) -> None:
-    company = Company(tmp_path, [FOREVER])
-    assert company.run(at_once, KILL_YOURSELF) == "the hub was killed by SIGKILL"
-    assert company.children[1, 0].poll() == -signal.SIGKILL
+def test_all_ranks_are_killed_when_rank_0_is(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [FOREVER])
+    assert processes.run(at_once, KILL_YOURSELF) == "the hub was killed by SIGKILL"
+    assert processes.children[1, 0].poll() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -144,44 +146,44 @@ def test_rank_0_that_dies_takes_the_others_with_it(tmp_path: Path) -> None:
     [
         ("import sys; print('offbeat: the disk is full', file=sys.stderr); sys.exit(1)", "the disk is full"),
         (RAISE, "hub: ValueError: there is no x"),
-        ("import sys; sys.exit(3)", "the hub ended with exit code 3 and said nothing"),
+        ("import sys; sys.exit(3)", "the hub ended with exit code 3 and without a message"),
         ("import sys; print('offbeat: a warning', file=sys.stderr); 1 / 0", "hub: ZeroDivisionError: division by zero"),
         ("raise ValueError('several\\nlines')", "hub: ValueError: several"),
     ],
 )
-def test_rank_0_that_fails_fails_the_run_in_its_own_words(script: str, sentence: str, tmp_path: Path) -> None:
-    assert Company(tmp_path, [FOREVER]).run(at_once, script) == sentence
+def test_a_failure_of_rank_0_fails_the_run_with_its_error_sentence(script: str, sentence: str, tmp_path: Path) -> None:
+    assert Processes(tmp_path, [FOREVER]).run(at_once, script) == sentence
 
 
-# Starting again
+# Restarts
 
 
-def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    company = Company(tmp_path, [KILL_YOURSELF, FOREVER], [FOREVER])
-    assert company.run(company.has(1, 1)) is None
-    assert company.said == ["worker 1 was killed by SIGKILL; it is started again (1 of 3)"]
-    assert (company.lives_of(1), company.lives_of(2)) == (2, 1)
+def test_a_worker_that_is_killed_is_restarted(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [KILL_YOURSELF, FOREVER], [FOREVER])
+    assert processes.run(processes.has(1, 1)) is None
+    assert processes.said == ["worker 1 was killed by SIGKILL; it is started again (1 of 3)"]
+    assert (processes.starts_of(1), processes.starts_of(2)) == (2, 1)
 
 
-def test_a_worker_that_fails_after_it_had_joined_is_started_again(tmp_path: Path) -> None:
-    company = Company(tmp_path, [RAISE, FOREVER])
-    assert company.run(company.has(1, 1)) is None
-    assert company.said == ["worker 1: ValueError: there is no x; it is started again (1 of 3)"]
+def test_a_worker_that_fails_after_it_had_joined_is_restarted(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [RAISE, FOREVER])
+    assert processes.run(processes.has(1, 1)) is None
+    assert processes.said == ["worker 1: ValueError: there is no x; it is started again (1 of 3)"]
 
 
 def test_restarts_are_bounded_and_the_others_go_on(tmp_path: Path) -> None:
-    company = Company(tmp_path, [KILL_YOURSELF], [FOREVER])
+    processes = Processes(tmp_path, [KILL_YOURSELF], [FOREVER])
     last = "worker 1 was killed by SIGKILL, and it is not started again"
-    assert company.run(lambda: last in company.said) is None
-    assert company.lives_of(1) == 4
-    assert company.lives_of(2) == 1
+    assert processes.run(lambda: last in processes.said) is None
+    assert processes.starts_of(1) == 4
+    assert processes.starts_of(2) == 1
 
 
-def test_when_nobody_is_left_the_run_fails(tmp_path: Path) -> None:
-    company = Company(tmp_path, [KILL_YOURSELF])
-    failure = company.run(never, restarts_max=1)
-    assert failure == "nobody is left to compute: worker 1 was killed by SIGKILL"
-    assert company.lives_of(1) == 2
+def test_the_run_fails_when_no_worker_is_left(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [KILL_YOURSELF])
+    failure = processes.run(never, restarts_max=1)
+    assert failure == "no process is left to compute: worker 1 was killed by SIGKILL"
+    assert processes.starts_of(1) == 2
 
 
 def test_the_wait_before_a_restart_doubles() -> None:
@@ -189,34 +191,34 @@ def test_the_wait_before_a_restart_doubles() -> None:
 
 
 def test_a_worker_that_raises_before_it_ever_joined_fails_the_run(tmp_path: Path) -> None:
-    company = Company(tmp_path, [RAISE], [FOREVER], joined=False)
-    assert company.run(never) == "worker 1: ValueError: there is no x"
-    assert all(child.poll() is not None for child in company.children.values())
-    assert company.lives_of(1) == 1
+    processes = Processes(tmp_path, [RAISE], [FOREVER], joined=False)
+    assert processes.run(never) == "worker 1: ValueError: there is no x"
+    assert all(child.poll() is not None for child in processes.children.values())
+    assert processes.starts_of(1) == 1
 
 
-def test_a_worker_whose_command_was_wrong_fails_the_run_even_after_it_had_joined(tmp_path: Path) -> None:
+def test_a_configuration_error_of_a_worker_fails_the_run_even_after_it_had_joined(tmp_path: Path) -> None:
     wrong = "import sys; print('offbeat: the model is another one', file=sys.stderr); sys.exit(2)"
-    assert Company(tmp_path, [wrong]).run(never) == "worker 1: the model is another one"
+    assert Processes(tmp_path, [wrong]).run(never) == "worker 1: the model is another one"
 
 
-# Among equals
+# Runs without a required rank
 
 
-class Peers(Company):
-    """Everybody is a peer and has a pipe; `tell` lets one do something, when it listens."""
+class Peers(Processes):
+    """All ranks are peers and have a pipe; `send` gives one a program, once it reads."""
 
-    def __init__(self, place: Path, count: int, joined: bool = True) -> None:
-        super().__init__(place, joined=joined)
-        self.pipes = [place / f"pipe {rank}" for rank in range(count)]
+    def __init__(self, directory: Path, count: int, joined: bool = True) -> None:
+        super().__init__(directory, joined=joined)
+        self.pipes = [directory / f"pipe {rank}" for rank in range(count)]
         for pipe in self.pipes:
             os.mkfifo(pipe)
         self.lives = [[HUB.format(str(pipe))] for pipe in self.pipes]
         self.rounds: dict[int, int] = {}
         self.gone: list[int] = []
 
-    def play(self, *steps: Callable[[], bool], **options: Any) -> str | None:
-        """One step after the other, each as often as it takes until it is true; until the run is over."""
+    def run_steps(self, *steps: Callable[[], bool], **options: Any) -> str | None:
+        """Call one step after the other, each until it returns True; until the run is over."""
         left = list(steps)
 
         def tick() -> None:
@@ -230,7 +232,7 @@ class Peers(Company):
             has_joined=lambda rank: self.joined,
             rounds=lambda rank: self.rounds.get(rank, 0),
             is_required=lambda rank: False,
-            name=peers,
+            name=peer_name,
             on_gone=self.gone.append,
             grace_seconds=0.05,
             **options,
@@ -238,165 +240,180 @@ class Peers(Company):
         assert not left
         return failure
 
-    def tell(self, rank: int, script: str) -> Callable[[], bool]:
-        def told() -> bool:
+    def send(self, rank: int, script: str) -> Callable[[], bool]:
+        def is_sent() -> bool:
             self.pipe = self.pipes[rank]
-            return self._tell(script)
+            return self._send(script)
 
-        return told
+        return is_sent
 
     def ended(self, rank: int, incarnation: int = 0) -> Callable[[], bool]:
         return lambda: self.children[rank, incarnation].poll() is not None
 
 
-def test_among_equals_the_run_is_over_when_all_have_ended(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 3)
-    steps = [step for rank in (0, 2, 1) for step in (company.tell(rank, QUIT), company.ended(rank))]
-    assert company.play(*steps) is None
-    assert company.said == []
-    assert [child.poll() for child in company.children.values()] == [0, 0, 0]
-    assert company.gone == [0, 2, 1]
+def test_a_run_of_peers_is_over_when_all_have_ended(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 3)
+    steps = [step for rank in (0, 2, 1) for step in (processes.send(rank, QUIT), processes.ended(rank))]
+    assert processes.run_steps(*steps) is None
+    assert processes.said == []
+    assert [child.poll() for child in processes.children.values()] == [0, 0, 0]
+    assert processes.gone == [0, 2, 1]
 
 
-def test_any_of_equals_is_started_again_rank_0_too(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 3)
-    again = [company.tell(0, KILL_YOURSELF), company.has(0, 1), company.tell(2, KILL_YOURSELF), company.has(2, 1)]
-    assert company.play(*again, *(company.tell(rank, QUIT) for rank in range(3))) is None
-    assert company.said == [
+def test_any_peer_is_restarted_even_rank_0(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 3)
+    again = [
+        processes.send(0, KILL_YOURSELF),
+        processes.has(0, 1),
+        processes.send(2, KILL_YOURSELF),
+        processes.has(2, 1),
+    ]
+    assert processes.run_steps(*again, *(processes.send(rank, QUIT) for rank in range(3))) is None
+    assert processes.said == [
         "peer 0 was killed by SIGKILL; it is started again (1 of 3)",
         "peer 2 was killed by SIGKILL; it is started again (1 of 3)",
     ]
-    assert [company.lives_of(rank) for rank in range(3)] == [2, 1, 2]
+    assert [processes.starts_of(rank) for rank in range(3)] == [2, 1, 2]
 
 
-def test_without_rank_0_the_others_go_on_but_nobody_comes_back(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 3)
-    losses = [company.tell(0, KILL_YOURSELF), lambda: company.gone == [0], company.tell(2, KILL_YOURSELF)]
-    assert company.play(*losses, lambda: company.gone == [0, 2], company.tell(1, QUIT), restarts_max=0) is None
-    assert company.said == [
+def test_without_rank_0_the_other_peers_go_on_but_are_not_restarted(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 3)
+    losses = [processes.send(0, KILL_YOURSELF), lambda: processes.gone == [0], processes.send(2, KILL_YOURSELF)]
+    assert (
+        processes.run_steps(*losses, lambda: processes.gone == [0, 2], processes.send(1, QUIT), restarts_max=0) is None
+    )
+    assert processes.said == [
         "peer 0 was killed by SIGKILL, and it is not started again",
         "peer 2 was killed by SIGKILL, and it is not started again: rank 0, where it would find the others, is gone",
     ]
-    assert [company.lives_of(rank) for rank in range(3)] == [1, 1, 1]
+    assert [processes.starts_of(rank) for rank in range(3)] == [1, 1, 1]
 
 
-def test_who_dies_when_others_have_ended_is_not_started_again(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 3)
-    first = [company.tell(1, QUIT), lambda: company.gone == [1], company.tell(2, RAISE), company.ended(2)]
-    assert company.play(*first, company.tell(0, QUIT)) is None
-    assert company.said == ["peer 2: ValueError: there is no x (when the run was ending)"]
+def test_a_peer_that_dies_when_others_have_finished_is_not_restarted(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 3)
+    first = [processes.send(1, QUIT), lambda: processes.gone == [1], processes.send(2, RAISE), processes.ended(2)]
+    assert processes.run_steps(*first, processes.send(0, QUIT)) is None
+    assert processes.said == ["peer 2: ValueError: there is no x (when the run was ending)"]
 
 
-def test_who_came_back_too_late_is_ended(tmp_path: Path) -> None:
-    """Peer 1 has come back and waits to learn from somebody; nobody is left."""
-    company = Peers(tmp_path, 2)
-    steps = [company.tell(1, KILL_YOURSELF), company.has(1, 1), company.tell(0, QUIT), company.ended(1, 1)]
-    assert company.play(*steps) is None
-    assert company.said[1:] == ["peer 1 had come back when the others were ending, and was ended"]
-    assert company.children[1, 1].poll() == -signal.SIGKILL
+def test_a_peer_that_was_restarted_too_late_is_killed(tmp_path: Path) -> None:
+    """Peer 1 was restarted and waits to copy the state of another; none is left."""
+    processes = Peers(tmp_path, 2)
+    steps = [processes.send(1, KILL_YOURSELF), processes.has(1, 1), processes.send(0, QUIT), processes.ended(1, 1)]
+    assert processes.run_steps(*steps) is None
+    assert processes.said[1:] == ["peer 1 had come back when the others were ending, and was ended"]
+    assert processes.children[1, 1].poll() == -signal.SIGKILL
 
 
-def test_who_came_back_and_has_computed_since_may_come_to_its_end(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 2)
+def test_a_restarted_peer_that_has_computed_may_finish(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 2)
 
     def computes() -> bool:
-        company.rounds[1] = 1
+        processes.rounds[1] = 1
         return True
 
-    steps = [company.tell(1, KILL_YOURSELF), company.has(1, 1), computes, company.tell(0, QUIT), company.ended(0)]
-    looks = iter(range(3))  # grace is shorter than the time between two looks
-    assert company.play(*steps, lambda: next(looks) == 2, company.tell(1, QUIT)) is None
-    assert company.children[1, 1].poll() == 0
+    steps = [
+        processes.send(1, KILL_YOURSELF),
+        processes.has(1, 1),
+        computes,
+        processes.send(0, QUIT),
+        processes.ended(0),
+    ]
+    ticks = iter(range(3))  # grace is shorter than the time between two ticks
+    assert processes.run_steps(*steps, lambda: next(ticks) == 2, processes.send(1, QUIT)) is None
+    assert processes.children[1, 1].poll() == 0
 
 
-def test_when_all_of_equals_die_nobody_begins_anew(tmp_path: Path) -> None:
-    """Peer 1 has come back, but has not learnt yet how far the others are when the last of them dies."""
-    company = Peers(tmp_path, 2)
-    failure = company.play(company.tell(1, KILL_YOURSELF), company.has(1, 1), company.tell(0, KILL_YOURSELF))
-    assert failure == "nobody is left who knows how far the training was: peer 0 was killed by SIGKILL"
-    assert company.children[1, 1].poll() == -signal.SIGKILL
+def test_when_all_peers_die_the_run_fails_instead_of_starting_over(tmp_path: Path) -> None:
+    """Peer 1 was restarted, but has not copied the state of another when the last one dies."""
+    processes = Peers(tmp_path, 2)
+    failure = processes.run_steps(
+        processes.send(1, KILL_YOURSELF), processes.has(1, 1), processes.send(0, KILL_YOURSELF)
+    )
+    assert failure == "no process is left that has the state of the training: peer 0 was killed by SIGKILL"
+    assert processes.children[1, 1].poll() == -signal.SIGKILL
 
 
-def test_a_peer_that_fails_before_it_ever_joined_fails_the_run_and_is_named(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 2, joined=False)
+def test_a_peer_that_fails_before_it_ever_joined_fails_the_run(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 2, joined=False)
     wrong = "import sys; print('offbeat: the model is another one', file=sys.stderr); sys.exit(1)"
-    assert company.play(company.tell(0, wrong)) == "peer 0: the model is another one"
+    assert processes.run_steps(processes.send(0, wrong)) == "peer 0: the model is another one"
 
 
-def test_a_crash_of_rank_0_may_be_followed_by_its_return_where_it_is_a_peer(tmp_path: Path) -> None:
-    company = Peers(tmp_path, 2)
-    steps = [company.has(0, 1), company.tell(0, QUIT), company.tell(1, QUIT)]
-    assert company.play(*steps, faults=(Crash(0, 0.0, back_after_seconds=0.0),)) is None
-    assert company.said == ["peer 0 was killed, as was asked for"]
+def test_an_injected_crash_of_rank_0_may_be_followed_by_a_restart_if_it_is_a_peer(tmp_path: Path) -> None:
+    processes = Peers(tmp_path, 2)
+    steps = [processes.has(0, 1), processes.send(0, QUIT), processes.send(1, QUIT)]
+    assert processes.run_steps(*steps, faults=(Crash(0, 0.0, back_after_seconds=0.0),)) is None
+    assert processes.said == ["peer 0 was killed by an injected fault"]
 
 
-def test_who_turns_out_to_be_a_peer_does_not_take_the_others_with_it(tmp_path: Path) -> None:
-    """Of a script it is not known what its rank 0 is, until it computes."""
-    company = Peers(tmp_path, 2)
+def test_rank_0_that_turns_out_to_be_a_peer_does_not_end_the_run(tmp_path: Path) -> None:
+    """Whether rank 0 of a script is a hub is unknown until it computes."""
+    processes = Peers(tmp_path, 2)
     supervisor = Supervisor(
-        company._start,
+        processes._start,
         range(2),
         restarts_max=0,
-        say=company.said.append,
+        say=processes.said.append,
         has_joined=lambda rank: True,
-        is_required=lambda rank: rank == 0 and not company.rounds.get(0),
+        is_required=lambda rank: rank == 0 and not processes.rounds.get(0),
         grace_seconds=0.05,
     )
-    steps = [company.tell(0, KILL_YOURSELF), company.ended(0), company.tell(1, QUIT)]
+    steps = [processes.send(0, KILL_YOURSELF), processes.ended(0), processes.send(1, QUIT)]
 
     def tick() -> None:
-        company.rounds[0] = 1
+        processes.rounds[0] = 1
         while steps and steps[0]():
             steps.pop(0)
 
     assert supervisor.run(tick) is None
-    assert company.children[1, 0].poll() == 0
+    assert processes.children[1, 0].poll() == 0
 
 
-# What they say
+# Output
 
 
-def test_every_line_comes_with_the_rank_that_wrote_it(tmp_path: Path) -> None:
-    company = Company(tmp_path, ["print('out')\n" + RAISE], [FOREVER], joined=False)
-    company.run(never)
-    mine = [text for rank, text in company.lines if rank == 1]
+def test_every_line_is_reported_with_the_rank_that_wrote_it(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, ["print('out')\n" + RAISE], [FOREVER], joined=False)
+    processes.run(never)
+    mine = [text for rank, text in processes.lines if rank == 1]
     assert "out" in mine
     assert "Traceback (most recent call last):" in mine
     assert "ValueError: there is no x" in mine
-    assert {rank for rank, _ in company.lines} == {1}
+    assert {rank for rank, _ in processes.lines} == {1}
 
 
 # Faults
 
 
-def test_a_crash_kills_and_brings_back_without_counting_as_a_restart(tmp_path: Path) -> None:
-    company = Company(tmp_path, [FOREVER], [FOREVER])
+def test_an_injected_crash_and_restart_does_not_count_as_a_restart(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [FOREVER], [FOREVER])
     faults = (Crash(1, 0.0, back_after_seconds=0.0), Crash(2, 0.0))
-    assert company.run(company.has(1, 1), restarts_max=0, faults=faults) is None
-    assert company.said == ["worker 1 was killed, as was asked for", "worker 2 was killed, as was asked for"]
-    assert (company.lives_of(1), company.lives_of(2)) == (2, 1)
+    assert processes.run(processes.has(1, 1), restarts_max=0, faults=faults) is None
+    assert processes.said == ["worker 1 was killed by an injected fault", "worker 2 was killed by an injected fault"]
+    assert (processes.starts_of(1), processes.starts_of(2)) == (2, 1)
 
 
-def test_a_crash_of_everybody_for_good_fails_the_run(tmp_path: Path) -> None:
-    company = Company(tmp_path, [FOREVER])
-    assert company.run(never, faults=(Crash(1, 0.0),)) == (
-        "nobody is left to compute: worker 1 was killed, as was asked for"
+def test_a_permanent_crash_of_all_workers_fails_the_run(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [FOREVER])
+    assert processes.run(never, faults=(Crash(1, 0.0),)) == (
+        "no process is left to compute: worker 1 was killed by an injected fault"
     )
 
 
 def test_a_pause_stops_and_continues(tmp_path: Path) -> None:
-    company = Company(tmp_path, [FOREVER])
+    processes = Processes(tmp_path, [FOREVER])
     states: set[str] = set()
 
     def seen() -> bool:
-        if company.has(1, 0)():
-            states.add(state_of(company.children[1, 0].pid))
-        return len(company.said) == 2
+        if processes.has(1, 0)():
+            states.add(state_of(processes.children[1, 0].pid))
+        return len(processes.said) == 2
 
-    assert company.run(seen, faults=(Pause(1, 0.0, 0.8),)) is None
-    assert company.said == ["worker 1 stands still, as was asked for", "worker 1 goes on, as was asked for"]
+    assert processes.run(seen, faults=(Pause(1, 0.0, 0.8),)) is None
+    assert processes.said == ["worker 1 was paused by an injected fault", "worker 1 goes on after the pause"]
     assert "T" in states
-    assert company.lives_of(1) == 1
+    assert processes.starts_of(1) == 1
 
 
 def state_of(pid: int) -> str:
@@ -413,7 +430,7 @@ def state_of(pid: int) -> str:
         (Crash(0, 1.0, 2.0), "rank 0 does not come back by itself"),
     ],
 )
-def test_faults_that_real_processes_cannot_have_are_refused(fault: Fault, sentence: str) -> None:
+def test_faults_that_cannot_be_injected_into_processes_are_rejected(fault: Fault, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         check_faults([fault], range(3))
 
@@ -426,7 +443,7 @@ from offbeat.launch.children import start_command
 from offbeat.launch.supervisor import Supervisor
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-equals, *scripts = sys.argv[1:]
+only_peers, *scripts = sys.argv[1:]
 
 def show(rank, text):
     print(f"[{rank}] {text}", flush=True)
@@ -436,13 +453,13 @@ def start(rank, incarnation):
     return start_command(argv, rank=rank, incarnation=incarnation, environment={}, on_line=show)
 
 supervisor = Supervisor(start, range(len(scripts)), say=print, has_joined=lambda rank: True, grace_seconds=60,
-                        is_required=lambda rank: rank == 0 and not equals)
+                        is_required=lambda rank: rank == 0 and not only_peers)
 try:
     print("failure:", supervisor.run(lambda: None))
 except KeyboardInterrupt:
     print("interrupted in order")
 """
-# Handlers write past the buffers of `print`, which may be busy when a signal comes.
+# Handlers bypass the buffers of `print`, which may be in use when a signal arrives.
 ORDERLY = """
 import os, signal
 def end(*_):
@@ -454,7 +471,7 @@ while True: signal.pause()
 """
 STUBBORN = """
 import os, signal
-signal.signal(signal.SIGINT, lambda *_: os.write(1, b"hears\\n"))
+signal.signal(signal.SIGINT, lambda *_: os.write(1, b"interrupted\\n"))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.write(1, b"%d\\n" % os.getpid())
 while True: signal.pause()
@@ -464,11 +481,11 @@ Supervised = Callable[..., tuple[subprocess.Popen[str], list[int]]]
 
 @pytest.fixture
 def supervised() -> Iterator[Supervised]:
-    """Starts a supervisor in a process of its own: that, and the numbers of its children, all of them ready."""
+    """Starts a supervisor in a process of its own; returns it and the process numbers of its children, all ready."""
     with contextlib.ExitStack() as stack:
 
-        def start(*scripts: str, equals: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
-            argv = [sys.executable, "-c", SUPERVISED, "equals" if equals else "", *scripts]
+        def start(*scripts: str, only_peers: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
+            argv = [sys.executable, "-c", SUPERVISED, "only peers" if only_peers else "", *scripts]
             process = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -482,8 +499,8 @@ def rest_of(process: subprocess.Popen[str]) -> list[str]:
     return said.splitlines()
 
 
-def is_there(pid: int) -> bool:
-    """A process that is gone, or that only waits to be counted, is not there."""
+def is_alive(pid: int) -> bool:
+    """False for a process that has ended, and for a zombie."""
     try:
         return state_of(pid) != "Z"
     except FileNotFoundError:
@@ -502,31 +519,33 @@ def wait_until_gone(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_goes_to_rank_0_alone_which_ends_the_run(number: signal.Signals, supervised: Supervised) -> None:
-    leaves = ORDERLY.replace("SIGINT", "SIGCONT")  # in a real run rank 0 tells it; here, that it is woken for the end
+    leaves = ORDERLY.replace(
+        "SIGINT", "SIGCONT"
+    )  # a real one ends at a message of rank 0; this one at the signal that precedes the end
     process, pids = supervised(ORDERLY, leaves)
     process.send_signal(number)
     assert rest_of(process) == ["[0] ends", "[1] ends", "interrupted in order"]
-    assert not any(map(is_there, pids))
+    assert not any(map(is_alive, pids))
 
 
-def test_an_interrupt_goes_to_all_of_equals(supervised: Supervised) -> None:
-    process, pids = supervised(ORDERLY, ORDERLY, equals=True)
+def test_an_interrupt_goes_to_all_peers(supervised: Supervised) -> None:
+    process, pids = supervised(ORDERLY, ORDERLY, only_peers=True)
     process.send_signal(signal.SIGINT)
     assert sorted(rest_of(process)) == ["[0] ends", "[1] ends", "interrupted in order"]
-    assert not any(map(is_there, pids))
+    assert not any(map(is_alive, pids))
 
 
-def test_a_second_interrupt_ends_everybody_at_once(supervised: Supervised) -> None:
+def test_a_second_interrupt_kills_all_processes_at_once(supervised: Supervised) -> None:
     process, pids = supervised(STUBBORN, STUBBORN)
     assert process.stdout is not None
     process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "[0] hears\n"
+    assert process.stdout.readline() == "[0] interrupted\n"
     process.send_signal(signal.SIGINT)
     assert rest_of(process) == ["interrupted in order"]
-    assert not any(map(is_there, pids))
+    assert not any(map(is_alive, pids))
 
 
-def test_nobody_outlives_a_supervisor_that_is_killed(supervised: Supervised) -> None:
+def test_no_process_outlives_a_supervisor_that_is_killed(supervised: Supervised) -> None:
     process, pids = supervised(STUBBORN, STUBBORN)
     process.kill()
     process.communicate()

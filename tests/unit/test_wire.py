@@ -1,4 +1,4 @@
-"""What a peer may say, and what it may not. Random bytes are in property/test_wire_properties.py."""
+"""The wire format: what is encoded and decoded, and what is rejected. For random bytes see the property tests."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Odd(Message):
 
 
 @dataclass(frozen=True)
-class Untold(Message):
-    """A field that no wire can carry."""
+class Unencodable(Message):
+    """A field that cannot be encoded."""
 
     thing: object
 
@@ -61,6 +61,9 @@ class Picky(Message):
             raise ArithmeticError("negative")
 
 
+KEYS = {kind.__name__: kind.key for kind in (Stop, Stopped, Picky, Parameters)}
+
+
 def gradient(size: int = 5) -> Gradient:
     buffers = (torch.arange(3.0), torch.tensor([1, 2]))
     return Gradient(torch.randn(size), buffers, 8, 1.5, 3, (8, 16), 0.25, True)
@@ -70,7 +73,7 @@ def payload_of(encoded: wire.Encoded) -> Tensor:
     return torch.cat(encoded.tensors) if encoded.tensors else torch.empty(0, dtype=torch.uint8)
 
 
-def carried(message: Message, checksum: bool = False) -> Message:
+def roundtrip(message: Message, checksum: bool = False) -> Message:
     encoded = wire.encode(message, checksum)
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
     assert (head.meta is None) == (encoded.meta is not None)
@@ -113,17 +116,17 @@ def _holds_tensors(value: object) -> bool:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_message_comes_out_as_it_went_in(message: Message, checksum: bool) -> None:
-    assert same(carried(message, checksum), message)
+def test_a_decoded_message_equals_the_encoded_one(message: Message, checksum: bool) -> None:
+    assert same(roundtrip(message, checksum), message)
 
 
-def test_a_long_header_travels_behind_the_head() -> None:
+def test_a_long_header_follows_the_head() -> None:
     long = Odd(torch.ones(1), (), (), "x" * 5000, None, (), 0.0, ())
     assert wire.encode(long).meta is not None
-    assert same(carried(long), long)
+    assert same(roundtrip(long), long)
 
 
-def test_nothing_is_copied_on_the_way_out_or_in() -> None:
+def test_neither_encoding_nor_decoding_copies_tensors() -> None:
     message = gradient()
     encoded = wire.encode(message)
     assert encoded.tensors[0].data_ptr() == message.gradient.data_ptr()
@@ -134,28 +137,28 @@ def test_nothing_is_copied_on_the_way_out_or_in() -> None:
     assert read.tensors()[1].data_ptr() == payload.data_ptr() + 20
 
 
-def test_scattered_tensors_and_those_with_a_gradient_are_sent_by_value() -> None:
-    scattered = torch.arange(20.0).reshape(4, 5).t()[1]
-    grown = torch.ones(3, requires_grad=True)
-    read = carried(Stop(scattered, (grown, torch.ones(2, dtype=torch.complex64).conj()), 0))
+def test_strided_tensors_and_those_with_a_gradient_are_sent_by_value() -> None:
+    strided = torch.arange(20.0).reshape(4, 5).t()[1]
+    with_gradient = torch.ones(3, requires_grad=True)
+    read = roundtrip(Stop(strided, (with_gradient, torch.ones(2, dtype=torch.complex64).conj()), 0))
     assert read.tensors()[0].tolist() == [1.0, 6.0, 11.0, 16.0]
     assert not read.tensors()[1].requires_grad
 
 
-def test_a_tensor_off_its_boundary_is_copied() -> None:
-    odd = Stop(torch.tensor([True, False, True]), (torch.tensor([1.5, 2.5]), torch.tensor([7])), 0)
-    assert same(carried(odd), odd)
+def test_an_unaligned_tensor_is_copied() -> None:
+    message = Stop(torch.tensor([True, False, True]), (torch.tensor([1.5, 2.5]), torch.tensor([7])), 0)
+    assert same(roundtrip(message), message)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_scalars_are_sent_as_numbers() -> None:
     sent = gradient().__class__(torch.ones(1), (), np.int64(3), np.float32(0.5), 1, (0, 3), np.float64(2), np.bool_(1))
-    read = carried(sent)
+    read = roundtrip(sent)
     assert isinstance(read, Gradient)
     assert (read.samples, read.loss, read.seconds, read.finite) == (3, 0.5, 2.0, True)
 
 
 @pytest.mark.parametrize(
-    ("message", "word"),
+    ("message", "sentence"),
     [
         (Stopped("many", 1), "Expected `int`"),  # type: ignore[arg-type]
         (Stopped(1 << 70, 1), "Stopped"),
@@ -165,19 +168,19 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (Stop(torch.empty(1, dtype=torch.bits8), (), 1), "bits8"),
         (Stop(torch.empty(1, device="meta"), (), 1), "Stop"),
         (Stop(torch.eye(2).to_sparse(), (), 1), "Stop"),
-        (Untold(object()), "Untold"),
+        (Unencodable(object()), "Unencodable"),
         (Odd(torch.ones(1), (), (), "x" * META_BYTES_MAX, None, (), 0.0, ()), "takes"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_message_that_cannot_travel_is_refused_where_it_was_made(message: Message, word: str) -> None:
-    with pytest.raises(ContractViolation, match=word) as caught:
+def test_a_message_that_cannot_be_encoded_is_rejected_at_its_sender(message: Message, sentence: str) -> None:
+    with pytest.raises(ContractViolation, match=sentence) as caught:
         wire.encode(message)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [HEARTBEAT, GOODBYE])
-def test_control_heads_say_what_they_are(kind: int) -> None:
+def test_control_heads_have_a_kind_and_nothing_else(kind: int) -> None:
     head = wire.read_head(wire.control(kind), 0)
     assert (head.kind, head.meta_bytes, head.payload_bytes, head.meta) == (kind, 0, 0, b"")
     with pytest.raises(WireError):
@@ -199,10 +202,10 @@ def raw_head(
 
 
 @pytest.mark.parametrize(
-    ("raw", "word"),
+    ("raw", "sentence"),
     [
         (torch.zeros(HEAD_BYTES, dtype=torch.uint8), "not a message of offbeat"),
-        (torch.zeros(10, dtype=torch.uint8), "10 came"),
+        (torch.zeros(10, dtype=torch.uint8), "10 were received"),
         (raw_head(version=1), "version 1"),
         (raw_head(flags=4), "bits"),
         (raw_head(slot=1), "bits"),
@@ -220,8 +223,8 @@ def raw_head(
         (raw_head(payload=(1 << 64) - 1), "announces"),
     ],
 )
-def test_a_head_that_cannot_be_one_is_refused(raw: Tensor, word: str) -> None:
-    with pytest.raises(WireError, match=word):
+def test_an_invalid_head_is_rejected(raw: Tensor, sentence: str) -> None:
+    with pytest.raises(WireError, match=sentence):
         wire.read_head(raw, 1000)
 
 
@@ -230,7 +233,7 @@ def test_a_head_that_cannot_be_one_is_refused(raw: Tensor, word: str) -> None:
     [
         [],
         ["Stopped"],
-        ["Nobody", [], [], []],
+        ["Unknown", [], [], []],
         [7, [1, 2], [], []],
         ["Stopped", [1], [], []],
         ["Stopped", [1, 2, 3], [], []],
@@ -260,14 +263,14 @@ def test_a_head_that_cannot_be_one_is_refused(raw: Tensor, word: str) -> None:
     ],
     ids=repr,
 )
-def test_a_meta_that_does_not_fit_is_refused(meta: list[object]) -> None:
-    packed = msgspec.msgpack.encode(meta)
+def test_an_invalid_meta_is_rejected(meta: list[object]) -> None:
+    packed = msgspec.msgpack.encode([KEYS.get(item, item) if isinstance(item, str) else item for item in meta])
     head = wire.Head(MESSAGE, len(packed), 8, None, packed)
     with pytest.raises(WireError):
         wire.decode(head, packed, torch.full((8,), 255, dtype=torch.uint8))
 
 
-def test_damage_is_found_where_checksums_are_switched_on() -> None:
+def test_damage_is_detected_with_checksums() -> None:
     encoded = wire.encode(gradient(), checksum=True)
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
     payload = payload_of(encoded)
@@ -276,7 +279,7 @@ def test_damage_is_found_where_checksums_are_switched_on() -> None:
         wire.decode(head, head.meta or b"", payload)
 
 
-def test_what_came_must_be_what_was_announced() -> None:
+def test_sizes_must_be_those_that_were_announced() -> None:
     encoded = wire.encode(gradient())
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
     meta = head.meta or b""
@@ -288,27 +291,27 @@ def test_what_came_must_be_what_was_announced() -> None:
         wire.decode(head, meta[:-1], payload)
 
 
-def test_a_head_says_in_which_slot_its_payload_lies() -> None:
+def test_a_head_names_the_slot_of_its_payload() -> None:
     encoded = wire.encode(gradient(), checksum=True)
     assert encoded.payload_bytes == payload_of(encoded).numel()
-    assert wire.read_head(encoded.head, MESSAGE_BYTES_MAX).place is None
+    assert wire.read_head(encoded.head, MESSAGE_BYTES_MAX).slot is None
     wire.set_slot(encoded.head, 3)
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
-    assert (head.place, head.payload_bytes) == (3, encoded.payload_bytes)
+    assert (head.slot, head.payload_bytes) == (3, encoded.payload_bytes)
     assert isinstance(wire.decode(head, head.meta or b"", payload_of(encoded)), Gradient)
 
 
 def test_a_slot_is_offered_in_a_head_of_its_own() -> None:
     slot = wire.Slot(4, 17, 1 << 20)
     head = wire.read_head(wire.offer(slot), 0)
-    assert (head.kind, head.payload_bytes, head.place) == (SLOT, 0, None)
+    assert (head.kind, head.payload_bytes, head.slot) == (SLOT, 0, None)
     assert wire.read_slot(head) == slot
 
 
 @pytest.mark.parametrize(
     "offered", [[], [1, 2], [256, 3, 4096], [0, -1, 4096], [0, 3, 0], [0, 3, 1 << 60], [0, 3, 4096, 1], ["0", 3, 4096]]
 )
-def test_a_slot_that_cannot_be_is_refused(offered: list[object]) -> None:
+def test_an_invalid_offer_of_a_slot_is_rejected(offered: list[object]) -> None:
     packed = msgspec.msgpack.encode(offered)
-    with pytest.raises(WireError, match="a slot is offered"):
+    with pytest.raises(WireError, match="the offer of a slot cannot be decoded"):
         wire.read_slot(wire.Head(SLOT, len(packed), 0, None, packed))

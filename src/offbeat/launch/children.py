@@ -1,9 +1,9 @@
-"""Local processes: started so that they cannot outlive us, and heard line by line.
+"""Child processes that cannot outlive this one, and whose output is read line by line.
 
-Each has a session of its own. So Ctrl-C in a terminal reaches us alone, who pass it on in an order of our own, and
-whatever a child has started (the workers of a DataLoader) can be ended with it. If we die ourselves, even by SIGKILL,
-the kernel ends the child, on Linux. It does so when the *thread* that started the child is gone: start children in
-one that stays.
+Each has a session of its own. So Ctrl-C in a terminal reaches this process alone, which forwards it in an order of its
+own, and the processes that a child has started (the workers of a DataLoader) can be ended with it. If this process
+dies, even by SIGKILL, the kernel kills the child, on Linux. It does so when the *thread* that started the child ends:
+start children in one that stays.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,20 +22,24 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.launch import process_settings as memory
+from offbeat.launch.process_settings import keep_freed_memory, memory_environment
 
 OnLine = Callable[[int, str], None]
-"""Takes the rank of a child and a line that it wrote."""
+"""Called with the rank of a child and a line that it wrote."""
+
+ULFM_SINCE = 5
+"""The first version of Open MPI whose mpirun lets the other processes go on when one is lost."""
 
 LINES_KEPT = 200
 LINE_BYTES_MAX = 1 << 16
 DRAIN_SECONDS = 1.0
-"""How long to wait for the last words of a child that has ended."""
+"""How long to wait for the last lines of a child that has ended."""
 
-_TO_THE_PROCESS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that ask: the child alone is asked, and settles matters with its own children. The others go to all."""
+_TO_CHILD_ALONE = (signal.SIGINT, signal.SIGTERM)
+"""Signals to which the child reacts, ending its own children. All others go to the whole process group."""
 
 _PR_SET_PDEATHSIG = 1
 _TRACEBACK = "Traceback (most recent call last)"
@@ -45,11 +51,11 @@ _BOUND_TO_PARENT = (
     "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
     "os.execv(sys.argv[2], sys.argv[2:])\n"
 )
-"""Run by a bare interpreter, which then becomes the child; what the kernel was told survives that."""
+"""Program of a bare interpreter, which then becomes the child by `exec`; the setting of `prctl` survives that."""
 
 
 class Child:
-    """One process of a run: one life of one rank."""
+    """A process of a run: one incarnation of one rank. Its methods are for one thread."""
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class Child:
     def poll(self) -> int | None:
         """The exit code, or minus the signal that ended it; None while it runs.
 
-        What it started and left behind is ended before its number may be given to somebody else.
+        Processes that it left behind are killed before its process number can be reused.
         """
         if self._code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             self._signal_group(signal.SIGKILL)
@@ -82,17 +88,17 @@ class Child:
         return self._code
 
     def wait(self) -> int:
-        """The exit code, once there is one."""
+        """Block until it ends; the exit code."""
         while self.poll() is None:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert self._code is not None
         return self._code
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; nothing happens where the child has ended already."""
+        """Send a signal; does nothing if the child has ended already."""
         if self.poll() is not None:
             return
-        if number in _TO_THE_PROCESS:
+        if number in _TO_CHILD_ALONE:
             os.kill(self.pid, number)
         else:
             self._signal_group(number)
@@ -100,13 +106,13 @@ class Child:
     def _signal_group(self, number: int) -> None:
         try:
             os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):  # just forked, with no session of its own yet
+        except (ProcessLookupError, PermissionError):  # just forked, without a session of its own yet
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     @property
     def sentence(self) -> str | None:
-        """The sentence of ours that it ended with; None where it said none, or something went wrong after it."""
+        """The error sentence of offbeat that it ended with; None if there is none, or a traceback followed."""
         lines = list(self._lines)
         for line in reversed(lines):
             if line.startswith("offbeat: "):
@@ -115,14 +121,14 @@ class Child:
                 return None
         return None
 
-    def last_words(self) -> str | None:
-        """Why it ended, in its own words: its sentence, or else the line that names the exception."""
+    def failure_reason(self) -> str | None:
+        """Why it failed: its error sentence, else the line that names the exception, else its last line."""
         if self.sentence is not None:
             return self.sentence
         lines = [line for line in self._lines if line.strip()]
-        starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-        named = [line for line in lines[starts[-1] + 1 :] if not line[0].isspace()] if starts else []
-        return named[0] if named else lines[-1].strip() if lines else None
+        tracebacks = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        exceptions = [line for line in lines[tracebacks[-1] + 1 :] if not line[0].isspace()] if tracebacks else []
+        return exceptions[0] if exceptions else lines[-1].strip() if lines else None
 
     def _read(self, errors: int) -> None:
         with open(errors, "rb", closefd=True) as stream:
@@ -142,32 +148,41 @@ def start_command(
     listener: socket.socket | None = None,
     own_stdout: bool = False,
 ) -> Child:
-    """Start a program; `environment` is added to ours.
+    """Start a program.
 
-    stdout joins stderr and comes through `on_line`, unless the child keeps its `own_stdout`. A `listener`,
-    a socket that listens, is handed over: the child finds its number in OFFBEAT_LISTENER, and here it is closed.
+    Args:
+        argv: the program and its arguments.
+        rank: of the child.
+        incarnation: how often the rank was started before.
+        environment: variables in addition to those of this process.
+        on_line: called with each line of stderr and stdout, in a thread of its own.
+        listener: a listening socket for the child, which finds its number in OFFBEAT_LISTENER; closed here.
+        own_stdout: let the child write to the stdout of this process.
+
+    Raises:
+        RunFailed: the program cannot be started.
     """
-    mine, theirs = os.pipe()
-    handed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
+    reading_end, writing_end = os.pipe()
+    passed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
     bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())] if _LINUX else []
     try:
         popen = subprocess.Popen(
             [*bound, *argv],
-            env={"OMP_NUM_THREADS": "1", **memory.environment(), **os.environ, **environment, **handed},
+            env={"OMP_NUM_THREADS": "1", **memory_environment(), **os.environ, **environment, **passed},
             stdin=subprocess.DEVNULL,
-            stdout=None if own_stdout else theirs,
-            stderr=theirs,
+            stdout=None if own_stdout else writing_end,
+            stderr=writing_end,
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
     except OSError as error:
-        os.close(mine)
+        os.close(reading_end)
         raise RunFailed(f"{argv[0]} cannot be started ({error.strerror})") from None
     finally:
-        os.close(theirs)
+        os.close(writing_end)
         if listener is not None:
             listener.close()
-    return Child(rank, incarnation, popen.pid, mine, on_line, popen)
+    return Child(rank, incarnation, popen.pid, reading_end, on_line, popen)
 
 
 def start_forked(
@@ -179,27 +194,27 @@ def start_forked(
     on_line: OnLine,
     listener: socket.socket | None = None,
 ) -> Child:
-    """Run a function in a copy of this process, for what cannot be written down for another program to read."""
+    """Run a function in a forked copy of this process, for what cannot be serialized; arguments as `start_command`."""
     parent = os.getpid()
-    mine, theirs = os.pipe()
-    handed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
+    reading_end, writing_end = os.pipe()
+    passed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # That other threads may hold locks: the copy touches none of theirs, and ends without running their course.
+        # It warns that other threads may hold locks: the copy uses none of them, and exits without cleaning up.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            os.close(mine)
-            code = _forked(function, parent, theirs, {**environment, **handed})
+            os.close(reading_end)
+            code = _forked(function, parent, writing_end, {**environment, **passed})
         finally:
-            os._exit(code)  # nothing of the process that was copied may run its course twice
-    os.close(theirs)
+            os._exit(code)  # no exit handler of the copied process may run twice
+    os.close(writing_end)
     if listener is not None:
         listener.close()
-    return Child(rank, incarnation, pid, mine, on_line)
+    return Child(rank, incarnation, pid, reading_end, on_line)
 
 
 def _forked(function: Callable[[], int], parent: int, errors: int, environment: Mapping[str, str]) -> int:
@@ -213,14 +228,14 @@ def _forked(function: Callable[[], int], parent: int, errors: int, environment: 
     os.dup2(errors, 1)
     os.dup2(errors, 2)
     os.close(errors)
-    sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  (as long as the process)
+    sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  (open until the process ends)
     os.environ.update(environment)
-    memory.keep_freed_memory()
-    return _outcome(function)
+    keep_freed_memory()
+    return _exit_code(function)
 
 
-def _outcome(function: Callable[[], int]) -> int:
-    """The exit code of a function, and on stderr the reason, as the command line has them."""
+def _exit_code(function: Callable[[], int]) -> int:
+    """Exit code of a function, and on stderr the reason of a failure, as the command line has them."""
     try:
         return function()
     except OffbeatError as error:
@@ -235,3 +250,37 @@ def _outcome(function: Callable[[], int]) -> int:
         return 1
     finally:
         sys.stderr.flush()
+
+
+# mpirun: the one beside this Python comes first, since `pip install 'offbeat[mpi]'` puts it there with its library.
+
+
+def mpirun_command(processes: int) -> list[str]:
+    """The start of a command line that runs a program in `processes` processes on this machine."""
+    program = _find_mpirun()
+    flags = ["-n", str(processes)]
+    if match := re.search(r"\(Open MPI\) (\d+)", _version(program)):
+        # Ranks have several threads and there may be more ranks than cores, so none is bound to a core.
+        flags += ["--oversubscribe", "--bind-to", "none"]
+        if os.geteuid() == 0:
+            flags.append("--allow-run-as-root")
+        if int(match[1]) >= ULFM_SINCE:
+            flags += ["--with-ft", "ulfm"]
+    return [program, *flags]
+
+
+def _find_mpirun() -> str:
+    beside = Path(sys.executable).with_name("mpirun")
+    program = str(beside) if beside.is_file() else shutil.which("mpirun") or shutil.which("mpiexec")
+    if program is None:
+        raise ConfigurationError(
+            "mpirun was not found; type: pip install 'offbeat[mpi]', or put the one of this machine on the PATH"
+        )
+    return program
+
+
+def _version(program: str) -> str:
+    try:
+        return subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(f"{program} does not work ({error}); type: pip install 'offbeat[mpi]'") from None

@@ -1,12 +1,13 @@
-"""Where this process sits in a run: the only reader of the variables by which launchers tell it.
+"""Which rank this process is: the only module that reads the environment variables of launchers.
 
-Ours come first (OFFBEAT_RANK and its kin, which `offbeat launch`, `offbeat train` and `offbeat work` set), then those
-of torchrun, then those of mpirun, then those of SLURM. Where there are none the process is alone. Processes of mpirun
-meet over MPI; those of srun do so where OFFBEAT_TRANSPORT says mpi.
+Those of offbeat come first (OFFBEAT_RANK and others, set by `offbeat launch`, `offbeat train` and `offbeat work`), then
+those of torchrun, of mpirun, and of SLURM. Without any the process is alone. Processes of mpirun are connected by MPI;
+those of srun if OFFBEAT_TRANSPORT is mpi.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.launch.listeners import LOOPBACK
+from offbeat.launch.listeners import LOOPBACK, find_listener
 from offbeat.transports.rendezvous import Address
 
 MAKE_A_TOKEN = "umask 077; head -c 32 /dev/urandom | base64 > FILE"
@@ -24,33 +25,33 @@ MAKE_A_TOKEN = "umask 077; head -c 32 /dev/urandom | base64 > FILE"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process sits in a run."""
+    """The rank of this process, and how it reaches the others."""
 
     rank: int = 0
     processes: int = 1
     address: Address | None = None
-    """Of rank 0; None where there is nobody else."""
+    """Of rank 0; None where there are no other processes, and under MPI."""
     token: bytes | None = None
     listener: int | None = None
-    """For rank 0, a socket that listens at `address` already (its file descriptor); None: open one there."""
+    """File descriptor of a socket that listens at `address` already, for rank 0; None to open one there."""
     directory: Path | None = None
-    """Where records go."""
+    """Where records are written."""
     resume: bool = False
     launcher: Literal["alone", "offbeat", "torchrun", "mpirun", "slurm"] = "alone"
     member: str = ""
-    """What a process that was started by hand calls itself, so that it finds the rank it was promised."""
+    """Name of a process that was started by hand, by which rank 0 recognises it."""
     transport: Literal["gloo", "mpi"] = "gloo"
-    """How it reaches the others."""
+    """How it is connected to the other ranks."""
     first_here: bool = True
-    """Whether no lower rank is on this machine, as far as the launcher tells."""
+    """Whether no lower rank is on this machine, as far as the launcher reports it."""
     incarnation: int = 0
-    """How often this rank has been started before, in the same run."""
+    """How often this rank was started before in the same run."""
     began: float | None = None
-    """For a rank 0 that is started again, when the run began, by this machine's monotonic clock."""
+    """When the run began, by this machine's monotonic clock, for a rank 0 that is restarted."""
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody else."""
+        """Whether there are no other processes."""
         return self.address is None and self.transport == "gloo"
 
 
@@ -58,76 +59,80 @@ Environment = Mapping[str, str]
 
 
 def read_rank_info(environment: Environment | None = None, transport: str = "auto") -> RankInfo:
-    """The seat of this process, from its environment; `transport` comes before what that says about transports."""
-    known = os.environ if environment is None else environment
+    """The rank of this process, from its environment.
+
+    Args:
+        environment: variables; None for those of this process.
+        transport: one of `TRANSPORTS`; anything but auto overrides OFFBEAT_TRANSPORT.
+
+    Raises:
+        ConfigurationError: the variables are incomplete or contradict each other.
+    """
+    env = os.environ if environment is None else environment
     if transport == "auto":
-        transport = known.get("OFFBEAT_TRANSPORT") or "auto"
+        transport = env.get("OFFBEAT_TRANSPORT") or "auto"
     if transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)
-    if "OFFBEAT_RANK" in known:
-        return _ours(known)
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= known.keys():
-        return _of_torchrun(known)
-    for rank, processes, here in _MPIRUNS:
-        if {rank, processes, here} <= known.keys():
-            if transport == "gloo" and known[processes] != "1":
+    directory = Path(env["OFFBEAT_DIRECTORY"]) if env.get("OFFBEAT_DIRECTORY") else None
+    is_resumed = env.get("OFFBEAT_RESUME", "") not in ("", "0")
+    return dataclasses.replace(_from_launcher(env, transport), directory=directory, resume=is_resumed)
+
+
+def _from_launcher(env: Environment, transport: str) -> RankInfo:
+    if "OFFBEAT_RANK" in env:
+        return _from_offbeat(env)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
+        return _from_torchrun(env)
+    for names in _MPI_VARIABLES:
+        if set(names) <= env.keys():
+            if transport == "gloo" and env[names[1]] != "1":
                 raise ConfigurationError(
-                    "processes that mpirun starts meet over MPI, not over gloo; start them with 'offbeat launch -n N' "
-                    "or 'offbeat train', or leave the transport to be chosen"
+                    "processes that mpirun starts are connected by MPI, not by gloo; start them with 'offbeat launch "
+                    "-n N' or 'offbeat train', or leave the transport to be chosen"
                 )
-            return _of_mpi(known, rank, processes, here, "mpirun")
-    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"} <= known.keys():
+            return _from_mpi(env, names, "mpirun")
+    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"} <= env.keys():
         if transport == "mpi":
-            return _of_mpi(known, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "slurm")
-        return _of_slurm(known)
-    return RankInfo(directory=_directory(known), resume=_resume(known))
+            return _from_mpi(env, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), "slurm")
+        return _from_slurm(env)
+    return RankInfo()
 
 
-_MPIRUNS = (
+_MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-"""How Open MPI and the descendants of MPICH say it: rank, processes, rank on this machine. PMI alone may be srun's."""
+"""Variables of Open MPI and of MPICH and its derivatives: rank, processes, local rank. srun may set PMI_RANK alone."""
 
 TRANSPORTS = ("auto", "gloo", "mpi")
 
 
-def _of_mpi(known: Environment, rank: str, processes: str, here: str, launcher: Literal["mpirun", "slurm"]) -> RankInfo:
-    mine, all_of_us = _number(known, rank), _number(known, processes, least=1)
-    _check_rank(mine, all_of_us, rank, processes)
+def _from_mpi(env: Environment, names: tuple[str, str, str], launcher: Literal["mpirun", "slurm"]) -> RankInfo:
+    rank, processes = _rank_and_processes(env, *names[:2])
+    first_here = env.get(names[2], "0") == "0"
     return RankInfo(
-        mine,
-        all_of_us,
-        directory=_directory(known),
-        resume=_resume(known),
-        launcher=launcher,
-        transport="mpi" if all_of_us > 1 else "gloo",
-        first_here=known.get(here, "0") == "0",
+        rank, processes, launcher=launcher, transport="mpi" if processes > 1 else "gloo", first_here=first_here
     )
 
 
 def environment_of(rank_info: RankInfo) -> dict[str, str]:
-    """The variables that give a child this seat; the number of a door is added by who hands the door over."""
-    variables = {"OFFBEAT_RANK": str(rank_info.rank), "OFFBEAT_PROCESSES": str(rank_info.processes)}
-    if rank_info.address is not None:
-        variables["OFFBEAT_ADDRESS"] = str(rank_info.address)
-    if rank_info.token is not None:
-        variables["OFFBEAT_TOKEN"] = rank_info.token.hex()
-    if rank_info.directory is not None:
-        variables["OFFBEAT_DIRECTORY"] = str(rank_info.directory.absolute())
-    if rank_info.resume:
-        variables["OFFBEAT_RESUME"] = "1"
-    if rank_info.member:
-        variables["OFFBEAT_MEMBER"] = rank_info.member
-    if rank_info.incarnation:
-        variables["OFFBEAT_INCARNATION"] = str(rank_info.incarnation)
-    if rank_info.began is not None:
-        variables["OFFBEAT_BEGAN"] = repr(rank_info.began)
-    return variables
+    """The variables that pass this to a child; `start_command` adds the file descriptor of a listener."""
+    values = {
+        "OFFBEAT_RANK": str(rank_info.rank),
+        "OFFBEAT_PROCESSES": str(rank_info.processes),
+        "OFFBEAT_ADDRESS": rank_info.address and str(rank_info.address),
+        "OFFBEAT_TOKEN": rank_info.token and rank_info.token.hex(),
+        "OFFBEAT_DIRECTORY": rank_info.directory and str(rank_info.directory.absolute()),
+        "OFFBEAT_RESUME": "1" if rank_info.resume else None,
+        "OFFBEAT_MEMBER": rank_info.member,
+        "OFFBEAT_INCARNATION": str(rank_info.incarnation) if rank_info.incarnation else None,
+        "OFFBEAT_BEGAN": None if rank_info.began is None else repr(rank_info.began),
+    }
+    return {name: str(value) for name, value in values.items() if value}
 
 
 def read_token(path: str | Path, say: Callable[[str], None] | None = None) -> bytes:
-    """The token in a file, without the blanks around it. One that others can read is warned of."""
+    """The token in a file, stripped; raises ConfigurationError. `say` gets a warning if others can read the file."""
     try:
         token = Path(path).read_bytes().strip()
         mode = os.stat(path).st_mode
@@ -147,9 +152,10 @@ def _say(sentence: str) -> None:
     print(f"offbeat: {sentence}", file=sys.stderr)
 
 
-def _ours(known: Environment) -> RankInfo:
-    rank, processes = _number(known, "OFFBEAT_RANK"), _number(known, "OFFBEAT_PROCESSES", least=1)
-    address = known.get("OFFBEAT_ADDRESS")  # a latecomer's rank may lie beyond the processes that were expected
+def _from_offbeat(env: Environment) -> RankInfo:
+    # The rank of a process that joins late may exceed the number of processes.
+    rank, processes = _number(env, "OFFBEAT_RANK"), _number(env, "OFFBEAT_PROCESSES", least=1)
+    address = env.get("OFFBEAT_ADDRESS")
     if rank > 0 and address is None:
         raise ConfigurationError(
             f"rank {rank} does not know where rank 0 is; set OFFBEAT_ADDRESS to its HOST:PORT, "
@@ -159,75 +165,65 @@ def _ours(known: Environment) -> RankInfo:
         rank=rank,
         processes=processes,
         address=None if address is None else Address.parse(address),
-        token=_token(known),
-        listener=_number(known, "OFFBEAT_LISTENER") if known.get("OFFBEAT_LISTENER") else None,
-        directory=_directory(known),
-        resume=_resume(known),
+        token=_token(env),
+        listener=_number(env, "OFFBEAT_LISTENER") if env.get("OFFBEAT_LISTENER") else None,
         launcher="offbeat",
-        member=known.get("OFFBEAT_MEMBER", ""),
-        incarnation=_number(known, "OFFBEAT_INCARNATION") if known.get("OFFBEAT_INCARNATION") else 0,
-        began=float(known["OFFBEAT_BEGAN"]) if known.get("OFFBEAT_BEGAN") else None,
+        member=env.get("OFFBEAT_MEMBER", ""),
+        incarnation=_number(env, "OFFBEAT_INCARNATION") if env.get("OFFBEAT_INCARNATION") else 0,
+        began=float(env["OFFBEAT_BEGAN"]) if env.get("OFFBEAT_BEGAN") else None,
     )
 
 
-def _of_torchrun(known: Environment) -> RankInfo:
-    from offbeat.launch.listeners import meet
-
-    rank, processes = _number(known, "RANK"), _number(known, "WORLD_SIZE", least=1)
-    _check_rank(rank, processes, "RANK", "WORLD_SIZE")
-    token, address, listener = _token(known), None, None
+def _from_torchrun(env: Environment) -> RankInfo:
+    rank, processes = _rank_and_processes(env, "RANK", "WORLD_SIZE")
+    token, address, listener = _token(env), None, None
     if processes > 1:
-        together = known.get("LOCAL_WORLD_SIZE", str(processes)) == str(processes)
-        if not together and token is None:
+        is_one_machine = env.get("LOCAL_WORLD_SIZE", str(processes)) == str(processes)
+        if not is_one_machine and token is None:
             raise _needs_token("torchrun")
-        met = meet(
+        address, token, listener = find_listener(
             rank=rank,
-            host=LOOPBACK if together else known["MASTER_ADDR"],
-            store=(known["MASTER_ADDR"], _number(known, "MASTER_PORT")),
-            store_is_there=known.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            prefix=f"offbeat/{known.get('TORCHELASTIC_RUN_ID', '')}/{known.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            host=LOOPBACK if is_one_machine else env["MASTER_ADDR"],
+            store=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
+            store_exists=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            prefix=f"offbeat/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             token=token,
         )
-        address, token, listener = Address(met.host, met.port), met.token, met.listener
-    first = known.get("LOCAL_RANK", "0") == "0"
-    return RankInfo(
-        rank, processes, address, token, listener, _directory(known), _resume(known), "torchrun", first_here=first
-    )
+    first_here = env.get("LOCAL_RANK", "0") == "0"
+    return RankInfo(rank, processes, address, token, listener, launcher="torchrun", first_here=first_here)
 
 
-def _of_slurm(known: Environment) -> RankInfo:
-    rank, processes = _number(known, "SLURM_PROCID"), _number(known, "SLURM_NTASKS", least=1)
-    _check_rank(rank, processes, "SLURM_PROCID", "SLURM_NTASKS")
-    token, host = _token(known), LOOPBACK
-    if known.get("SLURM_NNODES", "1") != "1":
+def _from_slurm(env: Environment) -> RankInfo:
+    rank, processes = _rank_and_processes(env, "SLURM_PROCID", "SLURM_NTASKS")
+    token, host = _token(env), LOOPBACK
+    if env.get("SLURM_NNODES", "1") != "1":
         if token is None:
             raise _needs_token("SLURM")
-        nodes = known.get("SLURM_JOB_NODELIST") or known.get("SLURM_NODELIST", "")
-        host = first_host(nodes)
+        host = first_host(env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", ""))
         if not host:
             raise ConfigurationError("SLURM names no nodes; SLURM_JOB_NODELIST is expected to hold them")
     # One port for all processes of a job, and another for the next job on the same machine.
-    port = 20_000 + _number(known, "SLURM_JOB_ID") % 20_000
+    port = 20_000 + _number(env, "SLURM_JOB_ID") % 20_000
     address = Address(host, port) if processes > 1 else None
-    first = known.get("SLURM_LOCALID", "0") == "0"
-    return RankInfo(rank, processes, address, token, None, _directory(known), _resume(known), "slurm", first_here=first)
+    first_here = env.get("SLURM_LOCALID", "0") == "0"
+    return RankInfo(rank, processes, address, token, launcher="slurm", first_here=first_here)
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of hosts as SLURM writes it: `node[01-04,7],gpu3` begins with node01."""
+    """The first host of a SLURM node list: node01 of `node[01-04,7],gpu3`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
-def _token(known: Environment) -> bytes | None:
-    if text := known.get("OFFBEAT_TOKEN"):
+def _token(env: Environment) -> bytes | None:
+    if text := env.get("OFFBEAT_TOKEN"):
         try:
             return bytes.fromhex(text)
         except ValueError:
             raise ConfigurationError(
                 "OFFBEAT_TOKEN does not hold hexadecimal digits; set OFFBEAT_TOKEN_FILE to the path of a token instead"
             ) from None
-    return read_token(known["OFFBEAT_TOKEN_FILE"]) if known.get("OFFBEAT_TOKEN_FILE") else None
+    return read_token(env["OFFBEAT_TOKEN_FILE"]) if env.get("OFFBEAT_TOKEN_FILE") else None
 
 
 def _needs_token(launcher: str) -> ConfigurationError:
@@ -237,21 +233,15 @@ def _needs_token(launcher: str) -> ConfigurationError:
     )
 
 
-def _directory(known: Environment) -> Path | None:
-    return Path(known["OFFBEAT_DIRECTORY"]) if known.get("OFFBEAT_DIRECTORY") else None
-
-
-def _resume(known: Environment) -> bool:
-    return known.get("OFFBEAT_RESUME", "") not in ("", "0")
-
-
-def _number(known: Environment, name: str, least: int = 0) -> int:
-    text = known.get(name, "")
+def _number(env: Environment, name: str, least: int = 0) -> int:
+    text = env.get(name, "")
     if not text.isdecimal() or int(text) < least:
         raise ConfigurationError(f"{name} is a whole number of at least {least}, but it is {text!r} here")
     return int(text)
 
 
-def _check_rank(rank: int, processes: int, name: str, of: str) -> None:
+def _rank_and_processes(env: Environment, rank_name: str, processes_name: str) -> tuple[int, int]:
+    rank, processes = _number(env, rank_name), _number(env, processes_name, least=1)
     if rank >= processes:
-        raise ConfigurationError(f"{name} is {rank}, but {of} is {processes}, and ranks count from 0")
+        raise ConfigurationError(f"{rank_name} is {rank}, but {processes_name} is {processes}, and ranks count from 0")
+    return rank, processes

@@ -219,7 +219,9 @@ class NodeRunner:
         """A heap of (time, entry number, entry)."""
         self._timers: dict[str, int] = {}
         """name → the number of its valid heap entry"""
-        self._rate_limited = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.weight)
+        self._rate_limited = (
+            None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.wire_bytes)
+        )
         self._outbox_turns: dict[int, int] = {}
         """peer → the number of its valid `OutboxDue` entry"""
         self._bytes_sent_to: dict[int, int] = {}
@@ -685,7 +687,7 @@ class NodeRunner:
         destination = self._records_destination()
         if isinstance(self._writer, RemoteRecordWriter) and destination is not None:
             self._records_flushed_at = self.clock.now()
-            for lines in self._writer.take(destination):
+            for lines in self._writer.drain(destination):
                 self._transport.send(
                     destination, self._linked[destination], lines, f"{RECORDS_KEY}{next(self._entry_numbers)}"
                 )

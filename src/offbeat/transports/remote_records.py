@@ -1,4 +1,4 @@
-"""Records of a rank that shares no disk with rank 0: they travel there as messages of their own."""
+"""Records of a rank that shares no disk with rank 0: they are sent there as messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offbeat.core.messages import Message
 from offbeat.records.files import Writer
 
 LINES_MAX = 200
-"""Lines per message: small enough never to be in the way of a gradient."""
+"""Lines per message: small enough never to delay a gradient."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class RecordLines(Message):
 
 
 class RemoteRecordWriter:
-    """Keeps lines until somebody takes them to their keeper, rank 0; `also` keeps the records for who is here.
+    """Queues records as lines for the collecting rank, and passes them to a local writer, `also`.
 
-    With `whole`, another keeper begins with nothing, and gets what the one before has had, too.
+    With `whole`, a new collecting rank gets the lines that an earlier one has received, too. Any thread may write.
     """
 
     def __init__(self, also: Writer, whole: bool = False) -> None:
         self._also = also
         self._whole = whole
-        self._keeper = 0
-        self._taken: list[str] = []
+        self._collector = 0
+        self._sent: list[str] = []
         self._lines: list[str] = []
         self._lock = threading.Lock()
 
@@ -45,13 +45,13 @@ class RemoteRecordWriter:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def take(self, keeper: int = 0) -> Iterator[RecordLines]:
-        """What this keeper does not have yet."""
+    def drain(self, collector: int = 0) -> Iterator[RecordLines]:
+        """Messages with the lines that this collecting rank does not have yet."""
         with self._lock:
-            if self._whole and keeper != self._keeper:
-                self._lines, self._taken = self._taken + self._lines, []
-            lines, self._lines, self._keeper = self._lines, [], keeper
+            if self._whole and collector != self._collector:
+                self._lines, self._sent = self._sent + self._lines, []
+            lines, self._lines, self._collector = self._lines, [], collector
             if self._whole:
-                self._taken += lines
+                self._sent += lines
         for first in range(0, len(lines), LINES_MAX):
             yield RecordLines(tuple(lines[first : first + LINES_MAX]))

@@ -1,18 +1,19 @@
-"""Where processes find each other: a door that only those who hold the token get through, and what is said there.
+"""How processes find each other: a listener that accepts clients with the right token, and the messages they exchange.
 
-A call is a plain TCP connection on which both sides first prove that they know the token, by an HMAC challenge. Until
-then nothing that a visitor sends is decoded, and afterwards only small typed messages are: there is no pickle. Every
-wait has a limit, so a visitor that says nothing costs a thread for some seconds and no more.
+A control connection is a plain TCP connection on which both sides first prove that they know the token, by an HMAC
+challenge. Until then nothing that a client sends is decoded, and afterwards only small typed messages are: there is no
+pickle. Every wait is limited, so a client that sends nothing occupies a thread for some seconds and no more.
 
-What is said, after the challenge:
+Messages after the challenge:
 
-    every call   dialer: Hello             listener: Terms, or Refusal
-    link         dialer: Ready             listener: Accepted, or Refusal; then both build their link over the call
-    register     the call stays open, so that a rank notices that the desk is gone and registers again
-    ask                                    listener: Found, or Refusal
-    terms        nothing more
+    purpose      client                    listener
+    all          CallRequest               Assignment, or Rejection
+    link         LinkRequest               LinkAccepted, or Rejection; then both build their link over the connection
+    register                               nothing: it stays open, so that the rank notices when rank 0 is gone
+    lookup                                 Endpoint, or Rejection
+    assignment                             nothing more
 
-Calls are authenticated, but not encrypted: trusted networks only.
+Connections are authenticated, but not encrypted: trusted networks only.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.transports.shared_memory import SlotTable
 from offbeat.transports.wire import WIRE_VERSION
 
-CALL_SECONDS = 10.0
-"""How long one side of a call waits for the other to say the next thing."""
+REPLY_SECONDS = 10.0
+"""How long one side of a connection waits for the next message of the other."""
 
-WORDS_BYTES_MAX = 1 << 16
-"""The longest message of a call."""
+REQUEST_BYTES_MAX = 1 << 16
+"""The longest message of a connection."""
 
-VISITORS_MAX = 64
-"""How many may stand at a door at a time."""
+CLIENTS_MAX = 64
+"""Connections that a listener serves at a time."""
 
 _NO_TOKEN = b"offbeat on this machine"
 
 _log = logging.getLogger(__name__)
 
-Words = TypeVar("Words", bound=msgspec.Struct)
+ControlStruct = TypeVar("ControlStruct", bound=msgspec.Struct)
 
 
 class Unreachable(OffbeatError):
-    """Nobody is there, or the call broke off: trying again may help."""
+    """Nothing listens there, or the connection broke: retrying may help."""
 
 
 class Rejected(OffbeatError):
-    """The other side will not have us; `final` when trying again would not help."""
+    """The other side rejected the request; `final` if retrying would not help."""
 
     def __init__(self, why: str, final: bool = True) -> None:
         super().__init__(why)
@@ -69,12 +70,14 @@ class Rejected(OffbeatError):
 
 @dataclass(frozen=True)
 class Address:
+    """A host and a TCP port."""
+
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From `HOST:PORT`; an IPv6 address stands in brackets."""
+        """From `HOST:PORT`, with an IPv6 host in brackets; raises ConfigurationError."""
         host, colon, port = text.strip().rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
@@ -88,7 +91,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can be meant."""
+        """Whether only this machine can reach it."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -99,7 +102,7 @@ class Address:
 
 
 class Assignment(msgspec.Struct, frozen=True, tag=True):
-    """What rank 0 tells a process that comes: who it is, and when it is. `experiment` is opaque here."""
+    """Rank 0's answer to a request: the rank of the client and the elapsed time. `experiment` is opaque here."""
 
     rank: int
     processes: int
@@ -108,7 +111,7 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, tag=True):
-    """Where a rank can be dialled. `name` tells a door from an earlier one of the same rank."""
+    """Where a rank listens. `name` distinguishes a listener from earlier ones of the same rank."""
 
     host: str
     port: int
@@ -116,7 +119,10 @@ class Endpoint(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallRequest(msgspec.Struct, frozen=True, tag=True):
-    """The dialer's first words. `about` is the rank that is asked for, `listener` the one that is registered."""
+    """The first message of a client.
+
+    `about` is the rank whose listener it looks up, `listener` the listener that it registers.
+    """
 
     purpose: Literal["link", "assignment", "register", "lookup"]
     rank: int | None
@@ -127,10 +133,7 @@ class CallRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkRequest(msgspec.Struct, frozen=True, tag=True):
-    """The dialer would have a link, under an incarnation that is not below `incarnation_min`.
-
-    With `slot_table` it would share memory, too.
-    """
+    """Asks for a link with an incarnation of at least `incarnation_min`, and with `slot_table` for shared memory."""
 
     fingerprint: str
     incarnation_min: int
@@ -139,18 +142,22 @@ class LinkRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkAccepted(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a LinkRequest; `slot_table` if memory is shared."""
+
     incarnation: int
     slot_table: SlotTable | None = None
 
 
 class StoreEntry(msgspec.Struct, frozen=True, tag=True):
-    """What the two ends of a link have to know of each other to connect."""
+    """An entry of the store through which the two ends of a link connect by gloo."""
 
     key: str
     value: bytes
 
 
 class Rejection(msgspec.Struct, frozen=True, tag=True):
+    """The request is rejected; `final` if retrying would not help."""
+
     why: str
     final: bool
 
@@ -159,17 +166,14 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(Union[kind, Rejection])  # noqa: UP007 (kind is a value)
     for kind in (CallRequest, Assignment, LinkRequest, LinkAccepted, Endpoint, StoreEntry, Rejection)
 }
-"""Made here, before there are threads: while one thread makes the first decoder of a Struct, another one that does the
-same gets a half-made one, and the process dies of it."""
+"""Made at import, before there are threads: two threads that make the first decoder of a Struct at the same time crash
+the process."""
 
 
-class Call:
-    """A connection on which both sides have a limited time to say the next thing.
+class ControlConnection:
+    """A connection with limited waits, used by one thread; any other may call `disconnect`, which wakes that thread."""
 
-    One thread speaks and listens; any other may `hang_up`, which wakes it.
-    """
-
-    def __init__(self, connected: socket.socket, limit_seconds: float = CALL_SECONDS) -> None:
+    def __init__(self, connected: socket.socket, limit_seconds: float = REPLY_SECONDS) -> None:
         self._socket = connected
         self._socket.setblocking(True)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,16 +182,16 @@ class Call:
         self.same_host: bool = self._socket.getpeername()[0] == self.local_host
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._committed = False
-        self._handed_over = False
+        self._detached = False
 
     def _limit(self, seconds: float) -> None:
-        """Zero means no limit. Set on the socket, since `Connection` has no notion of time."""
+        """Zero means no limit. Set on the socket, since `Connection` has no timeout."""
         span = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
 
     def authenticate(self, token: bytes | None, first: bool) -> None:
-        """Both sides show that they know the token; the listener asks first."""
+        """Both sides prove that they know the token; the listener challenges first."""
         key = token or _NO_TOKEN
         for challenge in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
             try:
@@ -197,11 +201,12 @@ class Call:
             except AssertionError:
                 raise Unreachable("what answers there is not offbeat") from None
 
-    def send(self, words: msgspec.Struct) -> None:
-        raw = msgspec.msgpack.encode(words)
-        if len(raw) > WORDS_BYTES_MAX:
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises Unreachable, or ConfigurationError if the message is too long."""
+        raw = msgspec.msgpack.encode(message)
+        if len(raw) > REQUEST_BYTES_MAX:
             raise ConfigurationError(
-                f"{type(words).__name__} takes {len(raw)} bytes, but at most {WORDS_BYTES_MAX} can be said when a "
+                f"{type(message).__name__} takes {len(raw)} bytes, but at most {REQUEST_BYTES_MAX} can be sent when a "
                 "process joins; make the experiment's description shorter"
             )
         try:
@@ -209,51 +214,51 @@ class Call:
         except OSError as error:
             raise Unreachable(_reason(error)) from None
 
-    def recv(self, kind: type[Words]) -> Words:
-        """The next words, which must be of this kind; a refusal is raised as `Rejected`."""
+    def recv(self, kind: type[ControlStruct]) -> ControlStruct:
+        """The next message, which must be of this kind; raises Unreachable, and Rejected for a Rejection."""
         try:
-            words = _DECODERS[kind].decode(self._connection.recv_bytes(WORDS_BYTES_MAX))
+            message = _DECODERS[kind].decode(self._connection.recv_bytes(REQUEST_BYTES_MAX))
         except (OSError, EOFError) as error:
             raise Unreachable(_reason(error)) from None
         except (msgspec.MsgspecError, ValueError) as error:
-            raise Unreachable(f"something else than {kind.__name__} came: {error}") from None
-        if isinstance(words, Rejection):
-            raise Rejected(words.why, words.final)
-        assert isinstance(words, kind)
-        return words
+            raise Unreachable(f"{kind.__name__} was expected, but something else was received: {error}") from None
+        if isinstance(message, Rejection):
+            raise Rejected(message.why, message.final)
+        assert isinstance(message, kind)
+        return message
 
-    def keep(self) -> None:
-        """Stay on the line without a limit; the kernel looks whether the other side is still there."""
+    def keep_open(self) -> None:
+        """Wait without a limit from now on; the kernel checks whether the other side is alive."""
         self._limit(0.0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
-    def hand_over(self, limit_seconds: float) -> socket.socket:
-        """The connection itself, for whoever goes on with it; the call is over, and closing it closes nothing more."""
+    def detach(self, limit_seconds: float) -> socket.socket:
+        """The socket, for other uses; closing this object does not shut it down any more."""
         self._limit(limit_seconds)
-        self._handed_over = True
+        self._detached = True
         return self._socket.dup()
 
     def commit(self) -> None:
-        """Go through with it: who hangs up now leaves the other side waiting for a connection that never comes."""
+        """From now on `disconnect` does nothing: the other side would wait for a connection that never comes."""
         self._committed = True
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         if not self._committed:
-            self.cut()
+            self.shut_down()
 
-    def cut(self) -> None:
-        """Break it off, even if the other side then waits for a connection in vain."""
-        if self._handed_over:
+    def shut_down(self) -> None:
+        """Disconnect even if committed."""
+        if self._detached:
             return
-        with suppress(OSError):  # the other side was quicker
+        with suppress(OSError):  # the other side closed it first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.cut()
+        self.shut_down()
         self._connection.close()
         self._socket.close()
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> ControlConnection:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -264,120 +269,120 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, BlockingIOError | TimeoutError):
         return "no answer in time"
     if isinstance(error, EOFError):
-        return "the call was ended"
+        return "the connection was closed"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 class Listener:
-    """Listens, and lets those in who hold the token. Nobody is let in before `serve`, but they may already wait."""
+    """Accepts clients that know the token. Before `serve`, connections wait in the socket's backlog."""
 
     def __init__(self, address: Address, token: bytes | None, inherited: int | None = None) -> None:
-        """`inherited` is the number of a socket that listens at the address already."""
+        """`inherited` is the file descriptor of a socket that listens at the address already."""
         if token is not None and not token:
             raise ConfigurationError("the token is empty; put some random characters into the token file")
         self._token = token
-        self._listener = listen(address, token) if inherited is None else _inherit(inherited, address, token)
-        host, port = self._listener.getsockname()[:2]
+        self._socket = listen(address, token) if inherited is None else _inherit(inherited, address, token)
+        host, port = self._socket.getsockname()[:2]
         self.address = Address(host, port)
         self.name = os.urandom(8).hex()
         self._lock = threading.Lock()
-        self._visitors: dict[Call, bool] = {}
-        """Who is there, the oldest first, and whether they have shown that they know the token."""
+        self._clients: dict[ControlConnection, bool] = {}
+        """Open connections, the oldest first, and whether they are authenticated."""
         self._closed = threading.Event()
-        self._bell, self._button = socket.socketpair()
-        self._waiting = selectors.DefaultSelector()
-        self._waiting.register(self._listener, selectors.EVENT_READ)
-        self._waiting.register(self._bell, selectors.EVENT_READ)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._wakeup_receiver, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
 
-    def serve(self, visit: Callable[[Call], bool]) -> None:
-        """Have `visit` called with everybody who comes, in a thread each; the call ends unless it returns True."""
-        self._visit = visit
-        self._thread = threading.Thread(target=self._accept, name=f"offbeat door {self.address}", daemon=True)
+    def serve(self, handler: Callable[[ControlConnection], bool]) -> None:
+        """Call `handler` with each authenticated connection, in a thread each; True keeps the connection open."""
+        self._handler = handler
+        self._thread = threading.Thread(target=self._run, name=f"offbeat listener {self.address}", daemon=True)
         self._thread.start()
 
-    def _accept(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._waiting.select()
+            self._selector.select()
             if self._closed.is_set():
                 return
             try:
-                connected, _ = self._listener.accept()
-            except OSError as error:  # the visitor has gone again, or there are too many files: others may close some
-                _log.debug("nobody could be let in at %s: %s", self.address, error)
+                connected, _ = self._socket.accept()
+            except OSError as error:  # the client is gone, or too many files are open, of which others may close some
+                _log.debug("no connection could be accepted at %s: %s", self.address, error)
                 self._closed.wait(0.1)
                 continue
             try:
-                self._let_in(Call(connected))
-            except (OSError, RuntimeError) as error:  # it has gone, or there can be no more threads
-                _log.debug("a visitor at %s was turned away: %s", self.address, error)
+                self._accept(ControlConnection(connected))
+            except (OSError, RuntimeError) as error:  # the client is gone, or the limit of threads is reached
+                _log.debug("a connection at %s was closed: %s", self.address, error)
                 connected.close()
 
-    def _let_in(self, call: Call) -> None:
+    def _accept(self, connection: ControlConnection) -> None:
         with self._lock:
             if self._closed.is_set() or not self._has_room():
-                call.close()
+                connection.close()
                 return
-            self._visitors[call] = False
+            self._clients[connection] = False
         try:
-            threading.Thread(target=self._receive, args=(call,), name="offbeat visitor", daemon=True).start()
+            threading.Thread(target=self._handle, args=(connection,), name="offbeat client", daemon=True).start()
         except RuntimeError:
             with self._lock:
-                del self._visitors[call]
-            call.close()
+                del self._clients[connection]
+            connection.close()
             raise
 
     def _has_room(self) -> bool:
-        """Where there are too many, the one who has stood there longest without the token has to go."""
-        if len(self._visitors) < VISITORS_MAX:
+        """If not, the oldest connection that is not authenticated is ended."""
+        if len(self._clients) < CLIENTS_MAX:
             return True
-        for visitor, proven in self._visitors.items():
-            if not proven:
-                visitor.hang_up()
+        for client, is_authenticated in self._clients.items():
+            if not is_authenticated:
+                client.disconnect()
                 break
         return False
 
-    def _receive(self, call: Call) -> None:
-        stays = False
+    def _handle(self, connection: ControlConnection) -> None:
+        stays_open = False
         try:
-            call.authenticate(self._token, first=True)
+            connection.authenticate(self._token, first=True)
             with self._lock:
-                self._visitors[call] = True
-            stays = self._visit(call)
+                self._clients[connection] = True
+            stays_open = self._handler(connection)
         except (AuthenticationError, Unreachable, Rejected) as error:
-            _log.debug("a visitor at %s went away: %s", self.address, error)
+            _log.debug("a connection at %s ended: %s", self.address, error)
         except Exception:
-            _log.exception("a visitor at %s met a mistake of ours", self.address)
+            _log.exception("internal error, a connection at %s is closed", self.address)
         finally:
             with self._lock:
-                del self._visitors[call]
-            if not stays:
-                call.close()
+                del self._clients[connection]
+            if not stays_open:
+                connection.close()
 
     def close(self) -> None:
-        """Let nobody in any more, and end the calls with those who are there. A second call is nothing."""
+        """Stop listening, and end all connections that are being handled. Idempotent."""
         with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
-            for visitor in self._visitors:
-                visitor.hang_up()
-        self._button.send(b"!")
+            for client in self._clients:
+                client.disconnect()
+        self._wakeup_sender.send(b"!")
         if self._thread is not None:
             self._thread.join()
-        self._waiting.close()
-        for end in (self._listener, self._bell, self._button):
+        self._selector.close()
+        for end in (self._socket, self._wakeup_receiver, self._wakeup_sender):
             end.close()
 
 
 def _inherit(number: int, address: Address, token: bytes | None) -> socket.socket:
-    """A socket that who started us has opened."""
+    """A socket that the parent process opened."""
     try:
         listener = socket.socket(fileno=number)
         host = listener.getsockname()[0]
     except OSError as error:
         raise ConfigurationError(
-            f"the socket {number} that was to listen at {address} is not there ({error.strerror}); "
+            f"the inherited socket {number} that listens at {address} cannot be used ({error.strerror}); "
             "start the run with 'offbeat launch' or 'offbeat train'"
         ) from None
     _require_token(host, token, address)
@@ -394,18 +399,18 @@ def _require_token(host: str, token: bytes | None, address: Address) -> None:
 
 
 def listen(address: Address, token: bytes | None) -> socket.socket:
-    """A socket that listens, at a port that is free where none is named. Beyond this machine it needs a token."""
+    """A listening socket; port 0 means any free one. Raises ConfigurationError; beyond loopback a token is needed."""
     listener = None
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        _require_token(str(place[0]), token, address)
+        _require_token(str(sockaddr[0]), token, address)
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(sockaddr)
         listener.listen(128)
-        listener.setblocking(False)  # a visitor who is gone before `accept` must not stop the others
+        listener.setblocking(False)  # a client that is gone before `accept` must not block the thread
     except OSError as error:
         if listener is not None:
             listener.close()
@@ -420,34 +425,30 @@ def listen(address: Address, token: bytes | None) -> socket.socket:
     return listener
 
 
-def dial(address: Address, token: bytes | None, limit_seconds: float = CALL_SECONDS) -> Call:
-    """A call on which both sides know of each other that they hold the token."""
+def connect(address: Address, token: bytes | None, limit_seconds: float = REPLY_SECONDS) -> ControlConnection:
+    """An authenticated connection; raises Unreachable, and Rejected if the token is wrong."""
     try:
         connected = socket.create_connection((address.host, address.port), timeout=limit_seconds)
     except OSError as error:
         raise Unreachable(_reason(error)) from None
-    call: Call | None = None
+    connection: ControlConnection | None = None
     try:
-        call = Call(connected, limit_seconds)
-        call.authenticate(token, first=False)
+        connection = ControlConnection(connected, limit_seconds)
+        connection.authenticate(token, first=False)
     except BaseException as error:
-        connected.close() if call is None else call.close()
+        connected.close() if connection is None else connection.close()
         if isinstance(error, AuthenticationError):
-            raise Rejected(_token_sentence(address, token)) from None
+            problem = "requires a token" if token is None else "does not accept the token"
+            sentence = f"the process at {address} {problem}; give the one of the run with --token-file FILE"
+            raise Rejected(sentence) from None
         if isinstance(error, OSError):
             raise Unreachable(_reason(error)) from None
         raise
-    return call
+    return connection
 
 
-def _token_sentence(address: Address, token: bytes | None) -> str:
-    if token is None:
-        return f"the process at {address} wants a token; give the one of the run with --token-file FILE"
-    return f"the process at {address} does not accept the token; give the one of the run with --token-file FILE"
-
-
-def back_off() -> Iterator[float]:
-    """How long to wait before each further try."""
+def backoff() -> Iterator[float]:
+    """Seconds to wait before each further attempt."""
     seconds = 0.1
     while True:
         yield seconds
@@ -457,21 +458,32 @@ def back_off() -> Iterator[float]:
 def request_assignment(
     address: Address, token: bytes | None, *, member: str, rank: int | None, wait_seconds: float
 ) -> Assignment:
-    """Ask rank 0 who we are to be. Tries until `wait_seconds` have passed; then RunFailed says what was in the way."""
-    until = time.monotonic() + wait_seconds
-    for pause in back_off():
-        left = max(until - time.monotonic(), 0.1)
+    """Ask rank 0 which rank this process is to be.
+
+    Args:
+        address: of rank 0's listener.
+        token: secret of the run.
+        member: name of this process, by which rank 0 recognises it.
+        rank: the rank it wants; None for any.
+        wait_seconds: how long to retry while rank 0 cannot be reached.
+
+    Raises:
+        RunFailed: rank 0 rejected the request, or could not be reached in time.
+    """
+    deadline = time.monotonic() + wait_seconds
+    for pause in backoff():
+        left = max(deadline - time.monotonic(), 0.1)
         try:
-            with dial(address, token, min(left, CALL_SECONDS)) as call:
-                call.send(CallRequest("assignment", rank, member))
-                return call.recv(Assignment)
+            with connect(address, token, min(left, REPLY_SECONDS)) as connection:
+                connection.send(CallRequest("assignment", rank, member))
+                return connection.recv(Assignment)
         except Rejected as error:
             reason = str(error)
             if error.final:
                 raise RunFailed(reason) from None
         except Unreachable as error:
             reason = f"nothing answers at {address}: {error}; start the hub first, or check the address"
-        if time.monotonic() + pause >= until:
+        if time.monotonic() + pause >= deadline:
             raise RunFailed(reason)
         time.sleep(pause)
-    raise AssertionError("back_off never ends")
+    raise AssertionError("backoff never ends")

@@ -1,38 +1,42 @@
-"""The contract of transports: they move messages between live processes.
+"""The contract of transports, which move messages between live processes.
 
-A transport belongs to one rank. It keeps up one *link* to each of its peers, again and again where one breaks, and
-each time under a higher incarnation. Per link, messages arrive in the order in which they were sent, and at most once.
+A transport belongs to one rank. It keeps one *link* to each of its peers and reconnects a broken one under a higher
+incarnation. Within a link, messages arrive in the order in which they were sent, and at most once.
 
-What a transport promises
-- `send` never blocks, and never copies the tensors: they are immutable by contract. A message goes to the incarnation
-  that is named; if that is gone, it vanishes.
-- A message leaves when the peer has taken all but a few of those before it: `Departed` says so, and lets a node hold
-  back what would only grow old on the way. A queued one that has not begun to leave is replaced by a newer one to the
-  same peer under the same key.
-- `Joined` comes before anything else of an incarnation, `Lost` after everything else of it. A closed connection is
-  reported within two seconds, a silent peer after `silence_seconds`.
-- What a message holds lies in buffers that are used again as soon as its tensors are gone: no allocation per message
-  in the steady state. Who wants to keep it keeps the tensors, or views of them; nothing else is needed.
-- A peer that sends garbage, or announces more than it may, costs its own link and nothing else.
+Guarantees
+- `send` never blocks and never copies the tensors: they are immutable by contract. A message goes to the incarnation
+  that is named; if that link is gone, the message is discarded.
+- A message is sent when the peer has received all but a few of the earlier ones: `Departed` reports it, so that a node
+  can hold back data that would only become stale in a queue. A queued message that has not begun to leave is replaced
+  by a newer one to the same peer under the same key.
+- `Joined` is the first event of an incarnation, `Lost` the last. A closed connection is reported within two seconds, a
+  silent peer after `silence_seconds`.
+- Received tensors are views of pooled buffers, which are reused when the last view is released: no allocation per
+  message in the steady state. To keep the data, keep the tensors or views of them.
+- A peer that sends invalid data, or announces more than is allowed, loses its own link and affects no other.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from offbeat.core.messages import Message
+from offbeat.errors import ContractViolation
 
 MESSAGE_BYTES_MAX = 1 << 34
-"""What a peer may announce at the most, unless a transport is told otherwise: 16 GiB."""
+"""The largest payload that a peer may announce: 16 GiB."""
 
 SILENCE_SECONDS = 10.0
-"""After so long without a byte a peer is given up."""
+"""A peer from which nothing was received for so long is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A message. `nbytes` is what it weighed on the wire."""
+    """A message was received. `nbytes` is its size on the wire."""
 
     source: int
     incarnation: int
@@ -42,9 +46,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """A message has left: its link was busy with it for `seconds`. `key` is the one it was sent under.
+    """A message was sent under `key`; its link was busy with it for `seconds`.
 
-    `kind` is the name of its type, and `nbytes_uncompressed` what it would have weighed on the wire uncompressed.
+    `kind` is the name of its type, and `nbytes_uncompressed` its size on the wire without compression.
     """
 
     to: int
@@ -58,7 +62,7 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """There is a link to `peer` now."""
+    """A link to `peer` was established."""
 
     peer: int
     incarnation: int
@@ -66,7 +70,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The link to `peer` is gone; `why` is for a log."""
+    """The link to `peer` has ended; `why` is for a log."""
 
     peer: int
     incarnation: int
@@ -75,7 +79,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A peer will not have us, and trying again would not help; `why` is the sentence that a user should read."""
+    """A peer rejected this rank for good, retrying would not help; `why` is the sentence to show to the user."""
 
     peer: int
     why: str
@@ -85,27 +89,65 @@ Incoming = Arrived | Departed | Joined | Lost | Refused
 
 
 class Transport(ABC):
-    """One rank's links. Every method may be called from any thread; `receive` from one at a time."""
+    """The links of one rank. Every method may be called from any thread; `receive` from one at a time."""
 
     elapsed_at_join: tuple[float, float] | None = None
-    """How long the run had lasted when rank 0 last answered, and `time.monotonic()` at that moment."""
+    """Elapsed seconds of the run as rank 0 last reported them, and `time.monotonic()` at that moment."""
 
     @abstractmethod
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
-        """Queue a message and return at once."""
+        """Queue a message and return at once.
 
-    def weight(self, message: Message) -> int:
-        """What a message weighs on the wire, as `Departed` will say of it."""
+        Args:
+            to: rank of the peer.
+            incarnation: of the link, as `Joined` reported it; the message is discarded if that link is gone.
+            message: what to send; its tensors must not be written to afterwards.
+            key: a queued message with the same key is replaced by this one.
+        """
+
+    def wire_bytes(self, message: Message) -> int:
+        """Size of a message on the wire, as `Departed` reports it."""
         return message.nbytes
 
     @abstractmethod
     def receive(self, timeout: float | None = None) -> Incoming | None:
-        """The next that came in; None after `timeout` seconds, after `wake()`, and once closed."""
+        """The next event; None after `timeout` seconds, after `wake()`, and once closed."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Let a `receive` that waits, or else the next one, return None."""
+        """Make a waiting `receive`, or else the next one, return None."""
 
     @abstractmethod
     def close(self, linger_seconds: float = 5.0) -> None:
-        """Send what is queued, for so long at the most, then say goodbye: peers see `Lost`. Once is enough."""
+        """Send what is queued, for at most `linger_seconds`, then end all links: peers see `Lost`. Idempotent."""
+
+
+class QueuedTransport(Transport):
+    """A transport whose links put events into one queue, the inbox, from any thread."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self._woken = self._closed = False
+
+    def receive(self, timeout: float | None = None) -> Incoming | None:
+        """As `Transport.receive`; raises the ContractViolation of a message of this rank that cannot be encoded."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._closed and not self._woken:
+            try:
+                item = self.inbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Empty:
+                return None
+            if isinstance(item, ContractViolation):
+                raise item
+            if item is not None:
+                return self._on_receive(item)
+        self._woken = False
+        return None
+
+    @abstractmethod
+    def _on_receive(self, item: Any) -> Incoming:
+        """Acknowledge an item of the inbox; returns what `receive` returns for it."""
+
+    def wake(self) -> None:
+        self._woken = True
+        self.inbox.put(None)  # only to end a wait: `_woken` is what counts, so wakes do not add up

@@ -1,19 +1,19 @@
-"""Messages as bytes: a head of fixed size, what it does not hold of the meta, then the tensors one after the other.
+"""The wire format: a head of fixed size, the part of the meta that does not fit into it, then the tensors in order.
 
-The head comes first because a receiver must know how much to expect before it makes room for it, and it has one size
-because some transports can only receive what they have posted. Most metas fit into it, so that a message without
-tensors is one frame.
+The head comes first because a receiver must know the sizes before it allocates memory, and it has a fixed size because
+some transports can only receive into memory that was posted in advance. Most metas fit into the head, so that a message
+without tensors is one frame.
 
-    head    4s magic, u8 version, u8 flags, u8 kind, u8 slot, u32 meta bytes, u64 payload bytes, u32 checksum, u64 how
-            many messages of the other side have been taken; then the meta, if it fits; zeros up to HEAD_BYTES.
+    head    4s magic, u8 version, u8 flags, u8 kind, u8 slot, u32 meta bytes, u64 payload bytes, u32 checksum, u64
+            number of acknowledged messages of the receiver; then the meta, if it fits; zeros up to HEAD_BYTES.
             Little-endian, as are the tensors.
     meta    msgpack: [key of the message, [its header fields], [[dtype, shape] …], [tensors of each Buffers field]]
 
-Where both ends share memory, the tensors may lie in a slot of it, and only head and meta travel; see `slots.py`.
+Where both ends share memory, the tensors may be in a slot of it, and only head and meta travel; see `shared_memory.py`.
 
-Nothing that a peer says is believed: names, types, sizes and their sum are checked before there is room for anything,
-and there is no pickle. What cannot be read raises `WireError`; the transport then drops the link. A message of our own
-that cannot be written raises `ContractViolation`, since the author of the message can mend it.
+Nothing that a peer sends is trusted: names, types, sizes and their sum are checked before any memory is allocated, and
+there is no pickle. What cannot be decoded raises `WireError`, and the transport drops the link. A message of this rank
+that cannot be encoded raises `ContractViolation`, since the author of the message can fix it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from offbeat.errors import ContractViolation, OffbeatError
 WIRE_VERSION = 2
 HEAD_BYTES = 1024
 META_BYTES_MAX = 1 << 20
-MESSAGE, HEARTBEAT, GOODBYE, TAKEN, SLOT = 0, 1, 2, 3, 4
+MESSAGE, HEARTBEAT, GOODBYE, SLOT = 0, 1, 2, 4
 
 _MAGIC = b"OFFB"
 _HEAD = struct.Struct("<4sBBBBIQIQ")
 _COUNT = struct.Struct("<Q")
 _INLINE_BYTES_MAX = HEAD_BYTES - _HEAD.size
 _CHECKSUM, _IN_SLOT = 1, 2
-_FLAGS_AT, _PLACE_AT = 5, 7
+_FLAGS_OFFSET, _SLOT_OFFSET = 5, 7
 _DIMENSIONS_MAX = 8
 _CACHED_BYTES_MAX = 512
 
@@ -62,33 +62,33 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("tensors travel as they lie in memory, little-endian; this machine is big-endian")
+    raise ImportError("tensors are sent little-endian, as they are in memory; this machine is big-endian")
 
 
 class WireError(OffbeatError):
-    """What a peer sent cannot be read."""
+    """Data of a peer cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head that can be what it claims to be. `meta` is there when it came with the head."""
+    """A valid head. `meta` is None where it does not fit into the head."""
 
     kind: int
     meta_bytes: int
     payload_bytes: int
     checksum: int | None
     meta: bytes | None
-    taken: int = 0
-    """How many of our messages the peer has taken."""
-    place: int | None = None
-    """The slot in which the payload lies; without one it follows."""
+    acknowledged: int = 0
+    """Messages of this rank that the peer has received."""
+    slot: int | None = None
+    """Number of the slot that holds the payload; None if the payload follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A message ready to leave: all tensors are flat bytes, `tensors` the message's own memory, empty ones left out.
+    """A message ready to be sent, as flat bytes. `tensors` is the memory of the message itself, without empty ones.
 
-    `kind` is the name of its type, and `nbytes_uncompressed` what `nbytes` would be if it had not been compressed.
+    `nbytes` is the size on the wire, `nbytes_uncompressed` the size without compression, `kind` the name of the type.
     """
 
     head: Tensor
@@ -102,20 +102,25 @@ class Encoded:
     def payload_bytes(self) -> int:
         return self.nbytes - HEAD_BYTES - (0 if self.meta is None else self.meta.numel())
 
+    @property
+    def opening(self) -> list[Tensor]:
+        """What precedes the payload."""
+        return [self.head] if self.meta is None else [self.head, self.meta]
+
 
 class Slot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Memory that the other side may map: the number of the slot, the file by which to have it, and its size."""
+    """An offer of shared memory: the number of the slot, the sender's file descriptor, and the size."""
 
-    place: Annotated[int, msgspec.Meta(ge=0, lt=256)]
+    number: Annotated[int, msgspec.Meta(ge=0, lt=256)]
     file: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 
 
-# Writing
+# Encoding
 
 
 def encode(message: Message, checksum: bool = False) -> Encoded:
-    """A message as bytes; its tensors are not copied, unless they are scattered or on another device."""
+    """A message as bytes; tensors are copied only if they are not contiguous or not on the CPU."""
     kind = type(message)
     try:
         plan = _plan(kind)
@@ -126,7 +131,7 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
             if view.numel():
                 views.append(view)
         header = plan.write(message)
-        plan.header.decode(header)  # what a peer could not read is refused here, where the mistake is
+        plan.header.decode(header)  # what the peer could not decode is rejected here, where the mistake is
         counts = [len(getattr(message, name)) for name in plan.groups]
         meta = _ENCODER.encode((kind.key, msgspec.Raw(header), shapes, counts))
         saved = saved_bytes(message)
@@ -150,23 +155,23 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
 
 
 def control(kind: int) -> Tensor:
-    """A head that says something by itself: HEARTBEAT, GOODBYE or TAKEN."""
+    """A head without meta and payload: HEARTBEAT or GOODBYE."""
     return _write_head(kind, b"", 0, None)
 
 
-def tell(head: Tensor, taken: int) -> None:
-    """Let a head say how many messages of the other side have been taken so far."""
-    _COUNT.pack_into(head.numpy(), _HEAD.size - _COUNT.size, taken)  # type: ignore[arg-type]
+def set_acknowledged(head: Tensor, count: int) -> None:
+    """Set the number of messages of the peer that have been received so far."""
+    _COUNT.pack_into(head.numpy(), _HEAD.size - _COUNT.size, count)  # type: ignore[arg-type]
 
 
-def set_slot(head: Tensor, place: int) -> None:
-    """Let the head of a message say that its payload lies in a slot, and does not follow."""
-    head[_FLAGS_AT] |= _IN_SLOT
-    head[_PLACE_AT] = place
+def set_slot(head: Tensor, number: int) -> None:
+    """Declare that the payload of a message is in a slot, and does not follow."""
+    head[_FLAGS_OFFSET] |= _IN_SLOT
+    head[_SLOT_OFFSET] = number
 
 
 def offer(slot: Slot) -> Tensor:
-    """A head that says where the other side finds a slot."""
+    """A head that offers a slot to the peer."""
     return _write_head(SLOT, _ENCODER.encode(slot), 0, None)
 
 
@@ -180,17 +185,18 @@ def _write_head(kind: int, meta: bytes, payload_bytes: int, checksum: int | None
 
 
 def _bytes_of(tensor: Tensor) -> tuple[str, int | tuple[int, ...], Tensor]:
-    """The dtype's name, the length of a flat tensor or the shape of another, and the memory as bytes."""
+    """Name of the dtype, the length of a flat tensor or the shape of another, and the memory as bytes."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPE_NAMES:
-        what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{what} is not a kind of tensor that can be sent")
+        name = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is not a kind of tensor that can be sent")
     shape: int | tuple[int, ...] = tensor.numel() if tensor.dim() == 1 else tuple(tensor.shape)
     if tensor.dim() > _DIMENSIONS_MAX:
         raise TypeError(f"a tensor has {tensor.dim()} dimensions, at most {_DIMENSIONS_MAX} can be sent")
     flat = tensor.detach()
     if flat.is_complex():
         flat = flat.resolve_conj().resolve_neg()
-    flat = flat.cpu().contiguous().as_strided((flat.numel(),), (1,))  # one element may have any stride, and views mind
+    # A tensor of one element may have any stride, which `view` would reject.
+    flat = flat.cpu().contiguous().as_strided((flat.numel(),), (1,))
     return _DTYPE_NAMES[tensor.dtype], shape, flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
@@ -201,67 +207,68 @@ def _checksum(meta: bytes, pieces: list[Tensor]) -> int:
     return crc
 
 
-# Reading
+# Decoding
 
 
 def read_head(raw: Tensor, message_bytes_max: int) -> Head:
-    """A head from HEAD_BYTES bytes, which may be used again at once; WireError if it cannot be one."""
+    """Decode HEAD_BYTES bytes, which may be overwritten afterwards; raises WireError."""
     if raw.dtype is not torch.uint8 or raw.numel() != HEAD_BYTES:
-        raise WireError(f"a head has {HEAD_BYTES} bytes, but {raw.nbytes} came")
+        raise WireError(f"a head has {HEAD_BYTES} bytes, but {raw.nbytes} were received")
     data = raw.numpy().tobytes()
-    magic, version, flags, kind, place, meta_bytes, payload_bytes, crc, taken = _HEAD.unpack_from(data)
+    magic, version, flags, kind, slot, meta_bytes, payload_bytes, crc, acknowledged = _HEAD.unpack_from(data)
     if magic != _MAGIC:
-        raise WireError("what came is not a message of offbeat")
+        raise WireError("the received data is not a message of offbeat")
     if version != WIRE_VERSION:
         raise WireError(
-            f"the peer speaks version {version} of the wire, but this is version {WIRE_VERSION}; install the same "
-            "offbeat everywhere"
+            f"the peer uses version {version} of the wire format, but this rank version {WIRE_VERSION}; install the "
+            "same offbeat everywhere"
         )
-    if flags & ~(_CHECKSUM | _IN_SLOT) or (place and not flags & _IN_SLOT) or (crc and not flags & _CHECKSUM):
-        raise WireError("a head has bits set that mean nothing")
+    if flags & ~(_CHECKSUM | _IN_SLOT) or (slot and not flags & _IN_SLOT) or (crc and not flags & _CHECKSUM):
+        raise WireError("a head has undefined bits set")
     if meta_bytes > META_BYTES_MAX or payload_bytes > message_bytes_max:
         raise WireError(
             f"a message announces {meta_bytes} + {payload_bytes} bytes, but at most {META_BYTES_MAX} + "
-            f"{message_bytes_max} are taken"
+            f"{message_bytes_max} are accepted"
         )
     inline = data[_HEAD.size : _HEAD.size + meta_bytes] if meta_bytes <= _INLINE_BYTES_MAX else None
     if kind == MESSAGE:
-        checksum, slot = crc if flags & _CHECKSUM else None, place if flags & _IN_SLOT else None
-        return Head(kind, meta_bytes, payload_bytes, checksum, inline, taken, slot)
+        checksum = crc if flags & _CHECKSUM else None
+        payload_slot = slot if flags & _IN_SLOT else None
+        return Head(kind, meta_bytes, payload_bytes, checksum, inline, acknowledged, payload_slot)
     if kind == SLOT and inline and not (payload_bytes or flags):
-        return Head(kind, meta_bytes, 0, None, inline, taken)
-    if kind not in (HEARTBEAT, GOODBYE, TAKEN) or meta_bytes or payload_bytes or flags:
-        raise WireError(f"a head of kind {kind} with {meta_bytes} + {payload_bytes} bytes means nothing")
-    return Head(kind, 0, 0, None, b"", taken)
+        return Head(kind, meta_bytes, 0, None, inline, acknowledged)
+    if kind not in (HEARTBEAT, GOODBYE) or meta_bytes or payload_bytes or flags:
+        raise WireError(f"a head of kind {kind} with {meta_bytes} + {payload_bytes} bytes is not defined")
+    return Head(kind, 0, 0, None, b"", acknowledged)
 
 
 def read_slot(head: Head) -> Slot:
-    """The slot that such a head offers."""
+    """The offer of a head of kind SLOT."""
     try:
         return _SLOT.decode(head.meta or b"")
     except (msgspec.MsgspecError, ValueError) as error:
-        raise WireError(f"a slot is offered, but cannot be read: {error}") from None
+        raise WireError(f"the offer of a slot cannot be decoded: {error}") from None
 
 
 def tensor_sizes(head: Head, meta: bytes) -> list[int]:
-    """The bytes of each tensor that follows, as they stand in `Encoded.tensors`: empty ones do not travel."""
+    """Bytes of each tensor that follows, as in `Encoded.tensors`: empty ones are not sent."""
     return [nbytes for _, _, nbytes in _read_meta(head, meta)[1] if nbytes]
 
 
 def decode(head: Head, meta: bytes, payload: Tensor) -> Message:
-    """The message. Its tensors are views of `payload`; one that lies across the boundaries of its dtype is a copy."""
+    """The message. Its tensors are views of `payload`, or copies where they are not aligned to their dtype."""
     read, tensors = _read_meta(head, meta)
     if payload.dtype is not torch.uint8 or payload.dim() != 1 or payload.numel() != head.payload_bytes:
-        raise WireError(f"{payload.nbytes} bytes came, but {head.payload_bytes} were announced")
+        raise WireError(f"{payload.nbytes} bytes were received, but {head.payload_bytes} were announced")
     if head.checksum is not None and head.checksum != _checksum(meta, [payload]):
-        raise WireError(f"the checksum of a message {read.kind} is wrong: it was damaged on its way")
+        raise WireError(f"the checksum of a message {read.kind} is wrong: it was damaged in transit")
     plan = _plan_of_peer(read.kind)
     try:
         return plan.build(plan.read(read.header), _tensors_in(payload, tensors), read.counts)
     except WireError:
         raise
-    except Exception as error:  # a peer's data goes into constructors that may not have expected it
-        raise WireError(f"a message {read.kind} cannot be read: {error}") from error
+    except Exception as error:  # the constructor of a message may fail on a peer's data
+        raise WireError(f"a message {read.kind} cannot be decoded: {error}") from error
 
 
 _Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -275,21 +282,27 @@ class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     counts: list[_Length]
 
 
-_ENCODER = msgspec.msgpack.Encoder()
+def _number_as_python(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_number_as_python)
 _META = msgspec.msgpack.Decoder(_Meta)
 _SLOT = msgspec.msgpack.Decoder(Slot)
 
 _Announced = tuple[torch.dtype, int | tuple[int, ...], int]
-"""The dtype, shape and bytes of a tensor that is to come."""
+"""Dtype, shape and bytes of an announced tensor."""
 
 
 def _read_meta(head: Head, meta: bytes) -> tuple[_Meta, list[_Announced]]:
     if head.kind != MESSAGE or len(meta) != head.meta_bytes:
-        raise WireError(f"{len(meta)} bytes of meta came, but {head.meta_bytes} were announced")
+        raise WireError(f"{len(meta)} bytes of meta were received, but {head.meta_bytes} were announced")
     try:
         read = _META.decode(meta)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
-        raise WireError(f"the header of a message cannot be read: {error}") from None
+        raise WireError(f"the header of a message cannot be decoded: {error}") from None
     plan = _plan_of_peer(read.kind)
     tensors: list[_Announced] = []
     total = 0
@@ -303,7 +316,7 @@ def _read_meta(head: Head, meta: bytes) -> tuple[_Meta, list[_Announced]]:
     if total != head.payload_bytes:
         raise WireError(f"the tensors of a message {read.kind} take {total} bytes, not {head.payload_bytes}")
     if len(read.counts) != len(plan.groups) or plan.singles + sum(read.counts) != len(tensors):
-        raise WireError(f"a message {read.kind} came with {len(tensors)} tensors, which is not how it is made")
+        raise WireError(f"a message {read.kind} has {len(tensors)} tensors, which does not match its fields")
     return read, tensors
 
 
@@ -316,7 +329,7 @@ def _tensors_in(payload: Tensor, announced: list[_Announced]) -> list[Tensor]:
             continue
         part = payload[first : first + nbytes]
         if dtype is torch.bool and part.max() > 1:
-            raise WireError("a tensor of truth values holds something else")
+            raise WireError("a tensor of type bool holds values other than 0 and 1")
         if part.storage_offset() % dtype.itemsize:
             part = part.clone()
         typed = part if dtype is torch.uint8 else part.view(dtype)
@@ -332,14 +345,14 @@ def _plan_of_peer(key: str) -> _Plan:
     try:
         return _plan(kind)
     except (TypeError, NameError) as error:
-        raise WireError(f"a message {key} cannot be read: {error}") from None
+        raise WireError(f"a message {key} cannot be decoded: {error}") from None
 
 
-# How a kind of message is made
+# The layout of a message type
 
 
 class _Plan:
-    """What there is to know about a kind of message, found out once."""
+    """Fields of a message type, analysed once."""
 
     def __init__(self, kind: type[Message]) -> None:
         hints = typing.get_type_hints(kind)
@@ -358,22 +371,17 @@ class _Plan:
         }
 
     def payload_of(self, message: Message) -> list[Tensor]:
-        found: list[Tensor] = []
-        for name, single in self.payload:
-            if single:
-                found.append(getattr(message, name))
-            else:
-                found.extend(getattr(message, name))
-        return found
+        tensors: list[Tensor] = []
+        for name, is_single in self.payload:
+            value = getattr(message, name)
+            tensors.extend([value] if is_single else value)
+        return tensors
 
     def write(self, message: Message) -> bytes:
         values = [getattr(message, name) for name in self.names]
         for i, _, _ in self.families:
             values[i] = msgspec.Raw(_written_family(values[i]))
-        try:
-            return _ENCODER.encode(values)
-        except TypeError:
-            return _TOLERANT_ENCODER.encode(values)
+        return _ENCODER.encode(values)
 
     def read(self, header: msgspec.Raw) -> list[Any]:
         values = list(self.header.decode(header))
@@ -404,13 +412,13 @@ _PLANNING = threading.Lock()
 def _plan(kind: type[Message]) -> _Plan:
     plan = _PLANS.get(kind)
     if plan is None:
-        with _PLANNING:  # decoders of one type that two threads make at once may be half-made
+        with _PLANNING:  # two threads that make the decoder of one type at once crash the process
             plan = _PLANS[kind] = _PLANS.get(kind) or _Plan(kind)
     return plan
 
 
 def _mentions_family(hint: Any) -> bool:
-    """Whether `configuration` has to write and read this, since its types have names there."""
+    """Whether the type holds a configuration family, which `core.configuration` converts to plain data."""
     if isinstance(hint, type) and issubclass(hint, Family):
         return True
     return any(_mentions_family(inner) for inner in typing.get_args(hint))
@@ -418,18 +426,9 @@ def _mentions_family(hint: Any) -> bool:
 
 @functools.lru_cache(256)
 def _written_family(value: Any) -> bytes:
-    """Configurations are frozen, and the same few of them travel again and again."""
+    """Cached: configurations are frozen, and the same few are sent again and again."""
     return _ENCODER.encode(to_plain(value))
 
 
 def _read_family(hint: Any, name: str, raw: bytes) -> Any:
     return from_plain(hint, msgspec.msgpack.decode(raw), name)
-
-
-def _number_as_python(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not plain data")
-
-
-_TOLERANT_ENCODER = msgspec.msgpack.Encoder(enc_hook=_number_as_python)

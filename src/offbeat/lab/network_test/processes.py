@@ -28,9 +28,8 @@ from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
 from offbeat.lab.network_test.plan import NetworkTest
 from offbeat.lab.network_test.protocol import LinkFailed
 from offbeat.lab.network_test.result import NetworkResult, read_result
-from offbeat.launch.children import Child, OnLine, start_command, start_forked
+from offbeat.launch.children import Child, OnLine, mpirun_command, start_command, start_forked
 from offbeat.launch.listeners import open_listener
-from offbeat.launch.mpirun import mpirun_command
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import RankInfo, environment_of
 from offbeat.launch.supervisor import COMMAND_WAS_WRONG
@@ -236,7 +235,7 @@ def _reason(child: Child) -> str:
     code = child.wait()
     if code < 0:
         return f"rank {child.rank} was killed by {signal.Signals(-code).name}"
-    return f"rank {child.rank}: {child.last_words() or f'it ended with exit code {code} and printed nothing'}"
+    return f"rank {child.rank}: {child.failure_reason() or f'it ended with exit code {code} and printed nothing'}"
 
 
 def join_by_hand(address: Address, token: bytes | None, test: NetworkTest) -> None:
@@ -265,6 +264,6 @@ def run_mpirun(test: NetworkTest, ranks: int, on_line: OnLine) -> NetworkResult:
             mpirun.kill()
             mpirun.wait()
         if code != 0:
-            failure = mpirun.last_words() or f"mpirun ended with exit code {code} and printed nothing"
+            failure = mpirun.failure_reason() or f"mpirun ended with exit code {code} and printed nothing"
             raise ConfigurationError(failure) if code == COMMAND_WAS_WRONG else RunFailed(failure)
         return read_result(path)

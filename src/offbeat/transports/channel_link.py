@@ -1,0 +1,312 @@
+"""A link over a channel, with one thread that sends and one that receives.
+
+The link ends when both threads have ended, and only then is `Lost` reported, so that no event of it can follow. `drop`
+ends it at once: it breaks the channel, which wakes any thread that waits on it. `finish` ends it in order: what is
+queued is sent, then a goodbye, and the peer answers with its own goodbye, so that neither side closes a connection on
+which data is still in transit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from offbeat.core.memory_pool import Pool
+from offbeat.core.messages import Message
+from offbeat.errors import ContractViolation
+from offbeat.transports import wire
+from offbeat.transports.link import CLOSED, LinkBase, LinkOptions
+from offbeat.transports.shared_memory import SharedSlots
+from offbeat.transports.transport import Incoming
+
+COPY_NOW_BYTES_MAX = 1 << 20
+"""A larger payload is copied into shared memory by the sending thread: `post` must not wait for that."""
+
+_log = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """A stream of tensors in both directions. Both ends know the size of each tensor in advance."""
+
+    def send(self, pieces: Iterable[Tensor]) -> None:
+        """Return when all are sent; ConnectionError if that fails or takes too long."""
+
+    def send_now(self, pieces: Iterable[Tensor]) -> list[memoryview] | None:
+        """Send what can be sent without blocking, and return the rest, for `send_rest`; None if nothing was sent."""
+
+    def send_rest(self, rest: list[memoryview]) -> None:
+        """Send what `send_now` returned, before anything else."""
+
+    def receive(self, pieces: Iterable[Tensor]) -> None:
+        """Return when all are filled; ConnectionError if that fails or takes too long."""
+
+    def break_off(self) -> None:
+        """Make all sends and receives fail now, at both ends. From any thread, any number of times."""
+
+    def close(self) -> None:
+        """Release all resources. No thread may be sending or receiving any more."""
+
+
+class ChannelLink(LinkBase):
+    """The link to one incarnation of a peer. `post`, `acknowledge`, `finish` and `drop` may be called by any thread."""
+
+    def __init__(
+        self,
+        peer: int,
+        incarnation: int,
+        channel: Channel,
+        *,
+        name: str,
+        options: LinkOptions,
+        pool: Pool,
+        deliver: Callable[[Incoming | ContractViolation], None],
+        on_end: Callable[[ChannelLink], None],
+        shared: SharedSlots | None = None,
+    ) -> None:
+        """A link that `start` sets in motion.
+
+        Args:
+            peer: rank of the other end.
+            incarnation: number of this link among those to the same peer.
+            channel: moves the bytes; closed by the link.
+            name: of the threads.
+            options: settings of the transport's links.
+            pool: buffers for received payloads.
+            deliver: takes events and encoding errors, from any thread.
+            on_end: called once, when both threads have ended.
+            shared: memory shared with the peer; closed by the link.
+        """
+        super().__init__(peer, incarnation, options, pool, deliver)
+        self.why: str | None = None
+        """Why the link ends; None while it does not."""
+        self.left = False
+        """Whether the peer sent a goodbye."""
+        self.ended = threading.Event()
+        self._channel = channel
+        self._on_end = on_end
+        self._shared = shared or SharedSlots()
+        self._changed = threading.Condition()
+        self._busy = False
+        """Whether the sending thread has something to send, which nothing may overtake."""
+        self._ack_due = False
+        self._rest: tuple[list[memoryview], wire.Encoded, str | None, float] | None = None
+        """What is left of a message that `post` could send only in part; it precedes the outbox."""
+        self._receiver = threading.Thread(target=self._run_receiver, name=f"{name} receive", daemon=True)
+        self._sender = threading.Thread(target=self._run_sender, name=f"{name} send", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._sender.start()
+            self._receiver.start()
+        except RuntimeError as error:  # the limit of threads is reached
+            self.drop(str(error))
+            if self._sender.ident is not None:
+                self._sender.join()
+            self._end()
+
+    def post(self, message: Message, key: str | None) -> None:
+        """Queue a message, or replace a queued one with the same key."""
+        with self._changed:
+            if self._finishing or self.why is not None or self._supersede(message, key):
+                return
+            is_free = not (self._busy or self._outbox or self._rest) and self._may_leave()
+            if not (is_free and self._send_now(message, key)):
+                self._outbox.append((key, message))
+                self._changed.notify()
+
+    def acknowledge(self) -> None:
+        """The user received a message of the peer. What is sent next says so; a heartbeat, if the window is full."""
+        with self._changed:
+            self._delivered += 1
+            if self._window_is_full() and self.why is None:
+                self._ack_due = True
+                self._changed.notify()
+
+    def finish(self) -> None:
+        """Send what is queued, then a goodbye, and end when the peer has answered."""
+        with self._changed:
+            self._finishing = True
+            self._changed.notify()
+
+    def drop(self, why: str) -> None:
+        """End now. The first reason counts."""
+        with self._changed:
+            self._set_broken(why)
+        self._channel.break_off()
+
+    def _set_broken(self, why: str) -> None:
+        self.why = self.why or why
+        self._outbox.clear()
+        self._changed.notify()
+
+    # Sending without the sending thread, which saves a thread switch; the caller of `post` holds the lock
+
+    def _send_now(self, message: Message, key: str | None) -> bool:
+        """Send what the channel accepts at once; False if the message has to be queued."""
+        try:
+            encoded = self._encode(message)
+            if encoded is None:
+                return True
+            begun = time.perf_counter()
+            wire.set_acknowledged(encoded.head, self._delivered)
+            if self._shared.accepts(encoded.payload_bytes):
+                rest = self._send_shared_now(encoded)
+            else:
+                rest = self._channel.send_now(self._pieces(encoded))
+            if rest is None:
+                return False
+            self._sent += 1
+            self._count_acked()
+            if rest:
+                self._rest = (rest, encoded, key, begun)
+                self._changed.notify()
+            else:
+                self._report_departed(encoded, key, begun)
+        except ConnectionError as error:
+            self._set_broken(_reason(error))  # the receiving thread finds the channel broken, and ends the link
+            self._channel.break_off()
+        return True
+
+    def _send_shared_now(self, encoded: wire.Encoded) -> list[memoryview] | None:
+        """As the channel's `send_now`, with the payload in shared memory."""
+        if encoded.payload_bytes > COPY_NOW_BYTES_MAX:
+            return None
+        slot = self._write_slot(encoded)
+        if slot is None:
+            return None
+        rest = self._channel.send_now(encoded.opening)
+        if rest is None:
+            self._shared.release(slot)
+        return rest
+
+    def _write_slot(self, encoded: wire.Encoded) -> int | None:
+        """Copy the payload into a free slot, if there is one, and set its number in the head."""
+        slot = self._shared.write(encoded.tensors, encoded.payload_bytes)
+        if slot is not None:
+            wire.set_slot(encoded.head, slot)
+        return slot
+
+    # The receiving thread; the link ends with it
+
+    def _run_receiver(self) -> None:
+        try:
+            for pieces in self._read():
+                self._channel.receive(pieces)
+            self.left = True
+            with self._changed:  # the peer discards everything but a goodbye
+                self.why = self.why or CLOSED
+                self._outbox.clear()
+            self.finish()
+        except BaseException as error:
+            self.drop(_reason(error))
+        self._sender.join()
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self._channel.close()
+            self._shared.close()
+        finally:
+            self._on_end(self)
+            self.ended.set()
+
+    def _read_payload(self, head: wire.Head, sizes: list[int]) -> Generator[Iterable[Tensor], None, Tensor]:
+        if head.slot is not None:
+            return self._shared.read(head.slot, head.payload_bytes)
+        return (yield from super()._read_payload(head, sizes))
+
+    def _on_acknowledgement(self, count: int) -> None:
+        with self._changed:
+            self._check_acknowledgement(count)
+            if count > self._acknowledged:
+                self._acknowledged = count
+                if self._outbox:
+                    self._changed.notify()
+
+    def _on_slot(self, head: wire.Head) -> None:
+        self._shared.map(wire.read_slot(head))
+
+    # The sending thread
+
+    def _run_sender(self) -> None:
+        try:
+            while (step := self._next_step()) is not None:
+                step()
+                del step  # it references a message, which must not live until the next one comes
+            if self.why is None or self.left:
+                self._send_control(wire.GOODBYE)
+        except BaseException as error:
+            self.drop(_reason(error))
+
+    def _next_step(self) -> Callable[[], None] | None:
+        """What to send next; None at the end."""
+        with self._changed:
+            self._busy = False
+            while True:
+                if self._rest is not None and (self.why is None or self.left):  # a goodbye follows a whole message
+                    self._busy = True
+                    return self._send_rest
+                if self._outbox and self._may_leave():
+                    self._busy = True
+                    return functools.partial(self._send, *self._outbox.popleft())
+                if self._finishing or self.why is not None:
+                    return None
+                if self._ack_due or not self._changed.wait(self._options.silence_seconds / 4):
+                    self._busy = True
+                    return functools.partial(self._send_control, wire.HEARTBEAT)
+
+    def _send(self, key: str | None, message: Message) -> None:
+        encoded = self._encode(message)
+        if encoded is not None:
+            begun = time.perf_counter()
+            pieces = self._shared_pieces(encoded)
+            with self._changed:
+                self._sent += 1
+                wire.set_acknowledged(encoded.head, self._count_acked())
+            self._channel.send(pieces)
+            self._report_departed(encoded, key, begun)
+
+    def _send_control(self, kind: int) -> None:
+        self._channel.send([self._acknowledging(wire.control(kind))])
+
+    def _send_rest(self) -> None:
+        assert self._rest is not None
+        rest, encoded, key, begun = self._rest
+        self._channel.send_rest(rest)
+        self._rest = None
+        self._report_departed(encoded, key, begun)
+
+    def _acknowledging(self, head: Tensor) -> Tensor:
+        with self._changed:
+            wire.set_acknowledged(head, self._count_acked())
+        return head
+
+    def _count_acked(self) -> int:
+        """The count that the head now leaving acknowledges; the caller holds the lock."""
+        self._acked, self._ack_due = self._delivered, False
+        return self._delivered
+
+    def _shared_pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:
+        """What has to go through the channel. Without a free slot that is all, after the offer of a new slot if any."""
+        nbytes = encoded.payload_bytes
+        if not self._shared.accepts(nbytes):
+            return self._pieces(encoded)
+        if self._write_slot(encoded) is not None:
+            return encoded.opening
+        slot = self._shared.grow(nbytes)
+        offers = [] if slot is None else [self._acknowledging(wire.offer(slot))]
+        return itertools.chain(offers, self._pieces(encoded))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ConnectionError | wire.WireError):
+        return str(error)
+    _log.error("internal error, a link is dropped", exc_info=error)
+    return f"{type(error).__name__}: {error}"
