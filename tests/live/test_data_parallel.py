@@ -73,7 +73,7 @@ def rounds_of(peer: ob.AsyncDataParallel) -> list[Round]:
 # Alone
 
 
-def test_alone_it_is_the_loop_that_it_was(data: TensorDataset) -> None:
+def test_a_single_process_trains_as_a_plain_loop_does(data: TensorDataset) -> None:
     """With nobody to average with, the parameters are those of the optimizer by itself, to rounding."""
     results = []
     for wrapped in (False, True):
@@ -99,7 +99,7 @@ def test_alone_it_is_the_loop_that_it_was(data: TensorDataset) -> None:
         torch.testing.assert_close(results[1][name], tensor, msg=name)
 
 
-def test_an_optimizer_made_afterwards_would_hold_the_same_parameters(data: TensorDataset) -> None:
+def test_an_optimizer_built_afterwards_holds_the_same_parameters(data: TensorDataset) -> None:
     model = network()
     parameters = list(model.parameters())
     with ob.AsyncDataParallel(model, sgd(model)):
@@ -107,7 +107,7 @@ def test_an_optimizer_made_afterwards_would_hold_the_same_parameters(data: Tenso
         assert all(parameter.grad is None for parameter in parameters)
 
 
-def test_samples_are_those_that_the_model_saw_while_it_learnt(data: TensorDataset) -> None:
+def test_samples_are_counted_in_training_mode_only(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     x, y = data[:30]
@@ -132,7 +132,7 @@ def test_samples_are_those_that_the_model_saw_while_it_learnt(data: TensorDatase
     assert rounds_of(peer)[-1].loss == pytest.approx(7 * float(loss.detach()))
 
 
-def test_a_model_may_be_copied_and_saved_in_the_middle_of_it(data: TensorDataset) -> None:
+def test_a_model_can_be_copied_and_saved_during_training(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     with ob.AsyncDataParallel(model, optimizer) as peer:
@@ -144,7 +144,7 @@ def test_a_model_may_be_copied_and_saved_in_the_middle_of_it(data: TensorDataset
     assert not model._forward_pre_hooks
 
 
-def test_a_step_that_is_not_finite_is_not_taken(data: TensorDataset) -> None:
+def test_a_step_that_is_not_finite_is_undone(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     with ob.AsyncDataParallel(model, optimizer) as peer:
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_is_not_taken(data: TensorDataset) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in state_of(model).values())
 
 
-def test_steps_that_are_never_finite_end_the_run_with_a_sentence(data: TensorDataset) -> None:
+def test_steps_that_are_never_finite_fail_the_run_with_a_sentence(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model, lr=math.nan)
 
@@ -172,7 +172,7 @@ def test_steps_that_are_never_finite_end_the_run_with_a_sentence(data: TensorDat
         loop()
 
 
-def test_until_is_reached_by_batches_that_begin_again(data: TensorDataset) -> None:
+def test_until_is_reached_by_repeating_the_batches(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     epochs = []
@@ -195,7 +195,7 @@ def test_until_is_reached_by_batches_that_begin_again(data: TensorDataset) -> No
     assert peer.summary.samples == 2_000
 
 
-def test_evaluation_is_made_beside_the_loop(data: TensorDataset) -> None:
+def test_evaluation_runs_beside_the_loop(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     asked = {"evaluate": lambda net: (0.25, 0.5), "every": ob.EveryUpdates(2)}
@@ -205,7 +205,7 @@ def test_evaluation_is_made_beside_the_loop(data: TensorDataset) -> None:
     assert (peer.summary.loss, peer.summary.accuracy) == (0.25, 0.5)
 
 
-def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorDataset) -> None:
+def test_an_error_in_the_loop_is_raised_unchanged_and_leaves_no_thread(data: TensorDataset) -> None:
     model = network()
     with pytest.raises(ZeroDivisionError), ob.AsyncDataParallel(model, sgd(model)):
         raise ZeroDivisionError
@@ -229,7 +229,7 @@ class Interrupted(ob.Gossip):
         return node
 
 
-def test_ctrl_c_in_the_middle_of_an_event_waits_for_its_end(data: TensorDataset) -> None:
+def test_ctrl_c_during_an_event_waits_for_its_end(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     peer = ob.AsyncDataParallel(model, optimizer, strategy=Interrupted())
@@ -292,7 +292,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], 
     ],
     ids=lambda words: "-".join(map(str, words)) or "default",
 )
-def test_models_are_equal_in_the_end(words: dict[str, Any], together: Any, data: TensorDataset) -> None:
+def test_models_are_equal_at_the_end(words: dict[str, Any], together: Any, data: TensorDataset) -> None:
     """They start apart, see other data, take unequally many steps, and end with one model."""
     firsts: dict[int, dict[str, Tensor]] = {}
 
@@ -318,7 +318,7 @@ def test_models_are_equal_in_the_end(words: dict[str, Any], together: Any, data:
         assert peer.summary.failure is None
 
 
-def test_a_peer_that_learns_nothing_itself_is_moved_by_the_other(together: Any, data: TensorDataset) -> None:
+def test_a_peer_with_zero_gradients_is_changed_by_exchanges(together: Any, data: TensorDataset) -> None:
     """Rank 1 steps with a learning rate of 0, until what rank 0 has learnt is in its model; rank 0, until it is."""
     arrived = threading.Event()
 
@@ -336,7 +336,7 @@ def test_a_peer_that_learns_nothing_itself_is_moved_by_the_other(together: Any, 
     assert together(2, loop) == [True, True]
 
 
-def test_until_is_reached_by_all_together(together: Any, data: TensorDataset) -> None:
+def test_until_counts_the_samples_of_all_processes(together: Any, data: TensorDataset) -> None:
     def loop(rank: int) -> tuple[dict[str, Tensor], int]:
         model = network()
         optimizer = sgd(model)
@@ -352,7 +352,7 @@ def test_until_is_reached_by_all_together(together: Any, data: TensorDataset) ->
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_an_error_of_one_leaves_the_other_training(together: Any, data: TensorDataset) -> None:
+def test_an_error_on_one_process_leaves_the_other_training(together: Any, data: TensorDataset) -> None:
     gone = threading.Event()
 
     def loop(rank: int) -> int:
@@ -373,7 +373,7 @@ def test_an_error_of_one_leaves_the_other_training(together: Any, data: TensorDa
     assert together(2, loop) == [40, 0]
 
 
-def test_a_number_of_peers_that_the_graph_cannot_have(together: Any) -> None:
+def test_a_number_of_peers_that_the_graph_does_not_allow_is_refused(together: Any) -> None:
     def loop(rank: int) -> None:
         model = network()
         ob.AsyncDataParallel(model, sgd(model), graph="exponential")
@@ -422,7 +422,7 @@ def more(model: nn.Module) -> torch.optim.Optimizer:
         ({"every": 3}, "every"),
     ],
 )
-def test_the_constructor_refuses_what_it_cannot_use(arguments: dict[str, Any], sentence: str) -> None:
+def test_the_constructor_refuses_unusable_arguments(arguments: dict[str, Any], sentence: str) -> None:
     model = network()
     optimizer = arguments.pop("optimizer", sgd) if "optimizer" in arguments else sgd
     made = optimizer(model) if callable(optimizer) else optimizer
@@ -451,7 +451,7 @@ def test_a_run_cannot_be_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         (lambda peer, model: (peer.close(), peer.step(samples=3)), "after peer.close"),
     ],
 )
-def test_a_step_that_cannot_work_is_told_in_one_sentence(act: Any, sentence: str) -> None:
+def test_a_step_that_cannot_work_is_refused_in_one_sentence(act: Any, sentence: str) -> None:
     model = network()
     with pytest.raises(ob.ConfigurationError, match=sentence), ob.AsyncDataParallel(model, sgd(model)) as peer:
         act(peer, model)
@@ -528,7 +528,7 @@ def said_by(process: subprocess.Popen[str], word: str) -> None:
     assert any(line.strip() == word for line in process.stdout)
 
 
-def test_ctrl_c_leaves_in_order_in_the_loop_and_while_waiting_and_the_others_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_in_order_in_the_loop_and_while_waiting_and_the_others_continue(tmp_path: Path) -> None:
     with scripts(tmp_path, "goes on", "goes on", "waits") as processes:
         for process, word in zip(processes, ["learning", "learning", "waiting"], strict=True):
             said_by(process, word)
@@ -540,7 +540,7 @@ def test_ctrl_c_leaves_in_order_in_the_loop_and_while_waiting_and_the_others_go_
     assert ends_of(tmp_path) == dict.fromkeys(range(3), "it was interrupted")
 
 
-def test_a_script_that_ends_without_close_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_close_keeps_no_process_waiting(tmp_path: Path) -> None:
     with scripts(tmp_path, "waits", "forgets", "fails") as (waits, forgets, fails):
         assert "rank 1 ended without peer.close()" in forgets.communicate(timeout=WAIT_SECONDS)[1]
         assert fails.communicate(timeout=WAIT_SECONDS)[1].rstrip().endswith("ZeroDivisionError")
@@ -549,7 +549,7 @@ def test_a_script_that_ends_without_close_keeps_nobody_waiting(tmp_path: Path) -
     assert ends_of(tmp_path) == {0: None, 1: "it was interrupted", 2: "ZeroDivisionError: "}
 
 
-def test_an_optimizer_that_is_stepped_by_somebody_else_is_refused() -> None:
+def test_an_optimizer_that_is_stepped_directly_is_refused() -> None:
     """What it changes would be lost, without a word: the likeliest mistake of those who come from DDP."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Real processes without a hub: all of them equal, killed, interrupted and started again, over gloo and over MPI."""
+"""Gossip on real processes, over gloo and MPI: killed, interrupted and restarted peers."""
 
 from __future__ import annotations
 
@@ -56,37 +56,41 @@ with open(f"model-{run.rank}", "w") as file:
 
 
 @dataclass(frozen=True)
-class Patient(ob.Gossip, name=""):
-    """Gossip that also trains until a rank has come back: how long that takes is the machine's business."""
+class UntilRankIsBack(ob.Gossip, name=""):
+    """Gossip that trains until rank `back` has restarted, too: how long that takes depends on the machine."""
 
     back: int = 0
 
     def node(self, context: ob.nodes.NodeContext) -> Node:
         node = super().node(context)
         assert isinstance(node, Peer)
-        enough, rank = node._has_enough, context.rank
-        node._has_enough = lambda: enough() and (rank == self.back or node._view.live.get(self.back, 0) > 0)  # type: ignore[method-assign]
+        is_goal_reached, rank = node._is_goal_reached, context.rank
+
+        def with_rank_back() -> bool:
+            return is_goal_reached() and (rank == self.back or node._view.live.get(self.back, 0) > 0)
+
+        node._is_goal_reached = with_rank_back  # type: ignore[method-assign]
         return node
 
 
-del ob.Strategy.members[""]  # nobody else should find it
+del ob.Strategy.members[""]  # other tests iterate over all strategies
 
 
 def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.faults.Crash, ...] = ()) -> Experiment:
-    """Slow enough that something can be done to it in its middle, whatever the machine."""
+    """A run that is slow enough on any machine to be disturbed in its middle."""
     slow = ob.stragglers.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=2.0)
     return Experiment(ob.workloads.Digits(), strategy, cluster, 4, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
 
 
 def check_peers(run: RunRecords, samples: int) -> None:
-    """Every peer's samples are accounted for, none of them twice, and there were as many as were asked for."""
-    accounted: dict[int, SampleLedger] = {}
+    """Check that no sample of a peer was applied twice, and that the sample goal was reached."""
+    ledgers: dict[int, SampleLedger] = {}
     applied = 0
     for update in of_kind(run, Update):
         (part,) = update.contributions
         assert (part.rank, part.stop - part.first) == (update.rank, update.samples)
-        accounted.setdefault(part.rank, SampleLedger()).add(part.first, part.stop)
+        ledgers.setdefault(part.rank, SampleLedger()).add(part.first, part.stop)
         applied += update.samples
     for dropped in of_kind(run, Dropped):
         assert dropped.reason == "stopped"
@@ -97,11 +101,10 @@ def check_peers(run: RunRecords, samples: int) -> None:
     assert summary.accuracy >= 0.9
 
 
-def test_peers_train_and_the_command_says_how_it_went(tmp_path: Path) -> None:
-    words = ["train", "digits", "gossip", "--graph", "cycle", "--acid", "--workers", "4", "--until", "30000", "--json"]
-    done = subprocess.run(
-        [*OFFBEAT, *words, "--no-report", "--out", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=500
-    )
+def test_peers_train_and_the_command_prints_a_summary(tmp_path: Path) -> None:
+    settings = ["digits", "gossip", "--graph", "cycle", "--acid", "--workers", "4", "--until", "30000"]
+    command = [*OFFBEAT, "train", *settings, "--json", "--no-report", "--out", "runs"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["workers"], run["failure"], run["lost_peers"]) == (4, None, 0)
@@ -114,8 +117,8 @@ def test_peers_train_and_the_command_says_how_it_went(tmp_path: Path) -> None:
 
 def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = [*OFFBEAT, "launch", "-n", "3", "--quiet", "script.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    command = [*OFFBEAT, "launch", "-n", "3", "--quiet", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     models = [(tmp_path / f"model-{rank}").read_text().split() for rank in range(3)]
     assert len({checksum for checksum, _, _ in models}) == 1
@@ -124,9 +127,9 @@ def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, 0])
-def test_a_killed_peer_comes_back_and_the_others_did_not_wait(rank: int, tmp_path: Path) -> None:
+def test_a_killed_peer_comes_back_and_the_others_do_not_wait(rank: int, tmp_path: Path) -> None:
     culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(rank, signal.SIGKILL))
-    run = train_experiment(experiment(Patient(batch=32, back=rank), 15_000), tmp_path / "run", watcher=culprit)
+    run = train_experiment(experiment(UntilRankIsBack(batch=32, back=rank), 15_000), tmp_path / "run", watcher=culprit)
     assert culprit.said == [f"peer {rank} was killed by SIGKILL; it is started again (1 of 3)"]
     assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 1)
     assert run.summary.samples >= 15_000
@@ -136,7 +139,7 @@ def test_a_killed_peer_comes_back_and_the_others_did_not_wait(rank: int, tmp_pat
     assert not processes_of(os.getpid())
 
 
-def test_without_rank_0_the_others_come_to_the_end_and_keep_the_result(tmp_path: Path) -> None:
+def test_without_rank_0_the_others_finish_and_keep_the_result(tmp_path: Path) -> None:
     culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(0, signal.SIGKILL))
     planned, live = experiment(ob.Gossip(batch=32), 10_000), ob.LiveOptions(restarts=0)
     run = train_experiment(planned, tmp_path / "run", live, culprit)
@@ -150,7 +153,7 @@ def test_without_rank_0_the_others_come_to_the_end_and_keep_the_result(tmp_path:
         train_experiment(planned, tmp_path / "run", live, resume=True)
 
 
-def test_an_interrupted_run_goes_on_from_what_rank_0_had(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed_from_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     culprit = Culprit(tmp_path / "run", 60, lambda it: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         train_experiment(experiment(ob.GossipAcid(batch=32), 1_000_000), tmp_path / "run", watcher=culprit)
@@ -167,12 +170,12 @@ def test_an_interrupted_run_goes_on_from_what_rank_0_had(tmp_path: Path) -> None
     assert versions == list(range(1, len(versions) + 1))
 
 
-class Listener(Node):
-    """Says that it has begun, and ends when its peer is gone."""
+class EndsWithItsPeer(Node):
+    """Records its start, and finishes when its peer is lost."""
 
     def handle(self, event: Event) -> Iterator[Action]:
         if isinstance(event, Started):
-            yield Report(Notice(event.at, 1, "begun"))
+            yield Report(Notice(event.at, 1, "started"))
         elif isinstance(event, PeerLost):
             yield Finish(torch.zeros(1), (), 0)
 
@@ -184,38 +187,38 @@ class Listener(Node):
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_who_comes_back_while_all_the_others_end_does_not_begin_by_itself(returned: bool) -> None:
+def test_a_rank_that_comes_back_while_all_others_end_does_not_start_alone(returned: bool) -> None:
     loopback = Loopback({0: [1], 1: [0]})
     other, mine = loopback.transport(0), loopback.transport(1)
-    participant = NodeRunner(Listener(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), is_rejoining=returned)
-    participant.start()
+    runner = NodeRunner(EndsWithItsPeer(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), is_rejoining=returned)
+    runner.start()
     other.close()
     try:
-        assert participant.wait(30)
-        assert participant.failure == (
+        assert runner.wait(30)
+        assert runner.failure == (
             "rank 1 came back when the other ranks were ending, or were lost as well" if returned else None
         )
     finally:
-        participant.close()
+        runner.close()
 
 
-def test_what_is_recorded_before_the_clock_is_set_gets_the_time_of_the_run() -> None:
+def test_records_from_before_the_clock_is_set_get_the_time_of_the_run() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     mine, writer = loopback.transport(1), MemoryWriter()
     mine.elapsed_at_join = (1000.0, time.monotonic())
-    participant = NodeRunner(Listener(), mine, rank=1, clock=Clock(), writer=writer)
-    participant.start()
+    runner = NodeRunner(EndsWithItsPeer(), mine, rank=1, clock=Clock(), writer=writer)
+    runner.start()
     assert writer.records == []
     loopback.transport(0).close()
     try:
-        assert participant.wait(30)
+        assert runner.wait(30)
         (record,) = writer.records
-        assert 999.0 <= record.at <= participant.clock.now()
+        assert 999.0 <= record.at <= runner.clock.now()
     finally:
-        participant.close()
+        runner.close()
 
 
-def test_a_second_keeper_of_records_gets_all_of_them_where_it_has_none() -> None:
+def test_a_second_record_keeper_gets_all_records_if_it_has_none() -> None:
     for whole in (False, True):
         writer = RemoteRecordWriter(MemoryWriter(), whole)
         writer.write(Notice(1.0, 1, "first"))
@@ -228,12 +231,12 @@ def test_a_second_keeper_of_records_gets_all_of_them_where_it_has_none() -> None
 
 
 @pytest.mark.integration
-def test_peers_over_mpi_go_on_when_rank_0_is_killed_in_the_second_run(tmp_path: Path) -> None:
-    words = [*OFFBEAT, "train", "digits", "gossip", "--acid", "--batch", "32", "--until", "6000", "--seeds", "2"]
+def test_peers_over_mpi_continue_when_rank_0_is_killed_in_the_second_run(tmp_path: Path) -> None:
+    command = [*OFFBEAT, "train", "digits", "gossip", "--acid", "--batch", "32", "--until", "6000", "--seeds", "2"]
     slow = ["--cluster", slow_cluster(tmp_path, 4), "--json", "--quiet", "--no-report", "--out", "runs"]
     first, second = (tmp_path / f"runs/gossip-seed{seed}" for seed in (0, 1))
     records = second / "records-0.jsonl"
-    with running([*mpirun(4), *words, *slow], tmp_path) as process:
+    with running([*mpirun(4), *command, *slow], tmp_path) as process:
         wait_for(lambda: records.exists() and records.read_bytes().count(b'"update"') >= 15, process)
         os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
         code, printed, errors = ended(process)

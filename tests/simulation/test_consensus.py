@@ -1,4 +1,4 @@
-"""How far peers are apart is measured in simulations, exactly, and where there are no peers nothing is."""
+"""Consensus distance in simulations: exact with replicas, and not recorded without."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ STEPS = 4
 
 
 @dataclass(frozen=True)
-class Islands(ob.Strategy):
-    """Peers that never talk: each takes some steps of its own, and rank 0 evaluates after each."""
+class IsolatedPeers(ob.Strategy):
+    """Peers without communication: each takes some steps of its own, and rank 0 evaluates after each."""
 
-    meet: bool = False
-    """Whether all finish with the same."""
+    equal_result: bool = False
+    """Whether all finish with the same parameters."""
     diverge: bool = False
-    """Whether no number comes of it."""
-    shy: bool = False
-    """Whether only rank 0 shows its parameters."""
+    """Whether the parameters become NaN."""
+    hidden: bool = False
+    """Whether only rank 0 has a replica to measure."""
 
     def processes(self, workers: int) -> int:
         return workers
@@ -43,11 +43,11 @@ class Islands(ob.Strategy):
         return ()
 
     def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
-        return Islander(self, context)
+        return IsolatedNode(self, context)
 
 
-class Islander(ob.nodes.Node):
-    def __init__(self, config: Islands, context: ob.nodes.NodeContext) -> None:
+class IsolatedNode(ob.nodes.Node):
+    def __init__(self, config: IsolatedPeers, context: ob.nodes.NodeContext) -> None:
         self.config, self.context, self.x, self.steps = config, context, context.parameters.clone(), 0
 
     def handle(self, event: Event) -> Iterable[Action]:
@@ -59,10 +59,10 @@ class Islander(ob.nodes.Node):
         if isinstance(event, Started) or (isinstance(event, GradientReady) and self.steps < STEPS):
             yield Compute(self.x, (), self.steps, 16 * self.steps, ob.Samples(16), 16)
         elif isinstance(event, Evaluated if self.context.rank == 0 else GradientReady) and self.steps == STEPS:
-            yield Finish(torch.ones_like(self.x) if self.config.meet else self.x, (), self.steps)
+            yield Finish(torch.ones_like(self.x) if self.config.equal_result else self.x, (), self.steps)
 
     def replica(self) -> torch.Tensor | None:
-        return None if self.config.shy and self.context.rank else self.x
+        return None if self.config.hidden and self.context.rank else self.x
 
     def state(self) -> State:
         raise NotImplementedError
@@ -71,13 +71,13 @@ class Islander(ob.nodes.Node):
         raise NotImplementedError
 
 
-def direct(replicas: list[torch.Tensor]) -> float:
+def two_pass(replicas: list[torch.Tensor]) -> float:
     table = torch.stack(replicas).double()
     return float((table - table.mean(dim=0)).square().sum(dim=1).mean())
 
 
 def test_the_distance_is_measured_with_every_evaluation_and_at_the_end() -> None:
-    scene = play(Islands(), workers=3, checked=False)
+    scene = play(IsolatedPeers(), workers=3, checked=False)
     assert scene.outcome.failure is None
     measured = scene.of(Consensus)
     assert len(measured) == STEPS + 1
@@ -86,46 +86,46 @@ def test_the_distance_is_measured_with_every_evaluation_and_at_the_end() -> None
     assert scene.records[-2] == measured[-1]
     assert measured[-1].at == scene.outcome.seconds
     last = [scene.outcome.finishes[rank].parameters for rank in range(3)]
-    assert measured[-1].distance == pytest.approx(direct(last), rel=1e-9)
+    assert measured[-1].distance == pytest.approx(two_pass(last), rel=1e-9)
     assert measured[-1].distance > 0
 
 
-def test_peers_that_end_with_the_same_model_have_a_distance_of_nothing() -> None:
-    assert play(Islands(meet=True), workers=3, checked=False).of(Consensus)[-1].distance == 0.0
+def test_peers_that_end_with_the_same_model_have_distance_zero() -> None:
+    assert play(IsolatedPeers(equal_result=True), workers=3, checked=False).of(Consensus)[-1].distance == 0.0
 
 
-def test_a_peer_that_has_crashed_does_not_count() -> None:
+def test_a_crashed_peer_is_not_measured() -> None:
     crash = ob.Cluster(faults=(ob.faults.Crash(2, 1e-9),))
-    assert {record.peers for record in play(Islands(), cluster=crash, checked=False).of(Consensus)} == {2}
+    assert {record.peers for record in play(IsolatedPeers(), cluster=crash, checked=False).of(Consensus)} == {2}
 
 
-@pytest.mark.parametrize("strategy", [Islands(shy=True), ob.FixedMinibatch(), ob.AsyncFixed()])
-def test_where_fewer_than_two_have_a_model_of_their_own_nothing_is_measured(strategy: ob.Strategy) -> None:
+@pytest.mark.parametrize("strategy", [IsolatedPeers(hidden=True), ob.FixedMinibatch(), ob.AsyncFixed()])
+def test_with_fewer_than_two_replicas_nothing_is_measured(strategy: ob.Strategy) -> None:
     scene = play(strategy, evaluate=ob.EveryUpdates(), checked=False)
     assert scene.of(Consensus) == []
-    assert scene.of(Evaluation) or isinstance(strategy, Islands)
+    assert scene.of(Evaluation) or isinstance(strategy, IsolatedPeers)
 
 
-def test_to_measure_changes_neither_the_models_nor_what_happens() -> None:
+def test_measuring_changes_no_other_record() -> None:
     def others(records: list[Record]) -> list[Record]:
         return [record for record in records if not isinstance(record, Consensus)]
 
-    watched, unwatched = (play(Islands(shy=shy), checked=False) for shy in (False, True))
-    assert others(watched.records) == others(unwatched.records)
+    measured, unmeasured = (play(IsolatedPeers(hidden=hidden), checked=False) for hidden in (False, True))
+    assert others(measured.records) == others(unmeasured.records)
 
 
-def test_models_that_are_not_finite_have_no_distance() -> None:
+def test_parameters_that_are_not_finite_have_no_distance() -> None:
     assert math.isnan(consensus_distance([torch.zeros(2), torch.tensor([1.0, float("nan")])]))
-    assert play(Islands(diverge=True), checked=False).of(Consensus) == []
+    assert play(IsolatedPeers(diverge=True), checked=False).of(Consensus) == []
 
 
 @given(some.integers(2, 9), some.integers(0, 2**31), some.sampled_from([torch.float32, torch.float64]))
-def test_one_pass_gives_what_two_would(peers: int, seed: int, kind: torch.dtype) -> None:
+def test_the_one_pass_formula_equals_two_passes(peers: int, seed: int, kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     far = 1000 * torch.randn(7, generator=generator, dtype=kind)
     replicas = [far + torch.randn(7, generator=generator, dtype=kind) for _ in range(peers)]
-    replicas[0] = replicas[0] + 50  # the first, from which differences are taken, may be the odd one out
+    replicas[0] = replicas[0] + 50  # differences are taken from the first, which may be an outlier
     before = [replica.clone() for replica in replicas]
-    assert consensus_distance(replicas) == pytest.approx(direct(replicas), rel=1e-10)
+    assert consensus_distance(replicas) == pytest.approx(two_pass(replicas), rel=1e-10)
     assert all(torch.equal(one, other) for one, other in zip(replicas, before, strict=True))
     assert consensus_distance([far] * peers) == 0.0

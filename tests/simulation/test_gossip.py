@@ -1,4 +1,4 @@
-"""Gossip against what theory says: what is conserved, how fast peers come together, how often they average."""
+"""Gossip against theory: conserved mean, rate of consensus, rate of exchanges; and training under faults."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.topology.graphs import Graph
 
-# What is conserved
+# Conserved mean
 
 
 def drift(strategy: ob.Gossip, peers: int, gradients: int, **settings: object) -> tuple[float, int]:
-    """How much the conserved sum moved, relative to the size of the parameters, and how often it was looked at."""
-    seen: list[torch.Tensor] = []
-    sizes: list[float] = []
-    worst, looked = [0.0], [0]
+    """Largest change of the conserved sum relative to the norm of the parameters, and number of measurements."""
+    sums: list[torch.Tensor] = []
+    norms: list[float] = []
+    worst, calls = [0.0], [0]
 
-    def look(time: float, disagreement: Disagreement) -> None:
-        looked[0] += 1
-        if looked[0] % 4 != 1:
+    def measure(time: float, disagreement: Disagreement) -> None:
+        calls[0] += 1
+        if calls[0] % 4 != 1:
             return
         total = disagreement.conserved()
-        if not seen:
-            sizes.append(float(disagreement.replicas().norm()))
-        seen.append(total if not seen else seen[0])
-        worst[0] = max(worst[0], float((total - seen[0]).norm()) / sizes[0])
+        if not sums:
+            norms.append(float(disagreement.replicas().norm()))
+        sums.append(total if not sums else sums[0])
+        worst[0] = max(worst[0], float((total - sums[0]).norm()) / norms[0])
 
-    average(strategy, peers, gradients, look, **settings)  # type: ignore[arg-type]
-    return worst[0], len(seen)
+    average(strategy, peers, gradients, measure, **settings)  # type: ignore[arg-type]
+    return worst[0], len(sums)
 
 
 def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
-    """A graph, a rate, latencies and speeds of all kinds."""
+    """A random strategy, number of peers and settings of `average`: latency, speeds, stragglers."""
     rng = stream(seed, "gossip test")
     peers = int(rng.integers(2, 7))
     graphs: list[Graph] = [ob.graphs.Cycle(), ob.graphs.Star(), ob.graphs.Complete()]
@@ -82,32 +82,32 @@ def test_averaging_conserves_the_mean_whatever_the_interleaving(
 ) -> None:
     for seed in seeds:
         strategy, peers, settings = random_strategy(seed if dtype == torch.float32 else 1000 + seed)
-        worst, looks = drift(strategy, peers, 5, dtype=dtype, **settings)
+        worst, measurements = drift(strategy, peers, 5, dtype=dtype, **settings)
         assert worst <= tolerance, f"seed {seed}: {strategy} drifts by {worst}"
-        assert looks > 3
+        assert measurements > 3
 
 
 def test_with_momentum_the_parameters_alone_are_not_conserved() -> None:
-    """So the sum that is looked at above is the right one, and looking at it can fail."""
+    """So the test above can fail, and tests the right sum."""
     sums: list[torch.Tensor] = []
     strategy = ob.GossipAcid(rate=2.0)
-    average(strategy, 8, 12, lambda time, seen: sums.append(seen.replicas().sum(0)), latency=0.5, seed=3)
+    average(strategy, 8, 12, lambda time, observer: sums.append(observer.replicas().sum(0)), latency=0.5, seed=3)
     assert max(float((total - sums[0]).norm()) for total in sums) > 1e-2
 
 
-# How fast peers come together
+# Rate of consensus
 
 
 def distances(strategy: ob.Gossip, peers: int, gradients: int, seed: int, latency: float = 0.0) -> list[float]:
-    """The distance from consensus at every gradient time since peers disagreed."""
-    found: list[float] = []
+    """Consensus distance at every gradient time since the peers were set to different parameters."""
+    measured: list[float] = []
 
-    def look(time: float, disagreement: Disagreement) -> None:
-        if time >= len(found):
-            found.extend([disagreement.distance()] * (math.floor(time) + 1 - len(found)))
+    def measure(time: float, disagreement: Disagreement) -> None:
+        if time >= len(measured):
+            measured.extend([disagreement.distance()] * (math.floor(time) + 1 - len(measured)))
 
-    average(strategy, peers, gradients + 3, look, seed=seed, latency=latency)
-    return found[:gradients]
+    average(strategy, peers, gradients + 3, measure, seed=seed, latency=latency)
+    return measured[:gradients]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def distances(strategy: ob.Gossip, peers: int, gradients: int, seed: int, latenc
         pytest.param(ob.GossipAcid(), 32, 60, 2, 0.0743, marks=pytest.mark.slow),
     ],
 )
-def test_peers_come_together_as_fast_as_second_moments_say(
+def test_consensus_is_reached_at_the_rate_of_the_second_moments(
     strategy: ob.Gossip, peers: int, gradients: int, seeds: int, published: float
 ) -> None:
     mean = np.mean([distances(strategy, peers, gradients, seed) for seed in range(seeds)], axis=0)
@@ -130,14 +130,14 @@ def test_peers_come_together_as_fast_as_second_moments_say(
     assert rate >= 0.9 * published
 
 
-def pulled_apart(strategy: ob.Gossip, peers: int, gradients: int, latency: float) -> float:
-    """The mean distance from consensus, of peers that each have another optimum, once that is as large as it gets."""
+def stationary_distance(strategy: ob.Gossip, peers: int, gradients: int, latency: float) -> float:
+    """Mean consensus distance, once stationary, of peers whose losses have different optima."""
     optima = torch.randn(peers, 12, generator=torch.Generator().manual_seed(0))
     workload = ob.Workload(
-        lambda: Pulled(12),
+        lambda: DistanceToInput(12),
         lambda outputs, targets: outputs,
         (optima, torch.zeros(peers)),
-        label="pulled",
+        label="different-optima",
         split=ob.workloads.Sharded(),
     )
     run = ob.simulate(
@@ -148,22 +148,22 @@ def pulled_apart(strategy: ob.Gossip, peers: int, gradients: int, latency: float
         workers=peers,
         evaluate=ob.EverySeconds(2.0),
     )
-    found = [record.distance for record in of_kind(run.records, Consensus)]
-    return float(np.mean(found[len(found) // 2 : -1]))
+    measured = [record.distance for record in of_kind(run.records, Consensus)]
+    return float(np.mean(measured[len(measured) // 2 : -1]))
 
 
-class Pulled(nn.Module):
+class DistanceToInput(nn.Module):
     def __init__(self, dimension: int) -> None:
         super().__init__()
-        self.place = nn.Parameter(torch.zeros(dimension))
+        self.values = nn.Parameter(torch.zeros(dimension))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return 0.5 * (self.place - inputs).square().sum(1)
+        return 0.5 * (self.values - inputs).square().sum(1)
 
 
 UNGUARDED = ob.Gossip(momentum=ob.parts.Acid(guard=False))
 SLOW = pytest.mark.slow
-LATE = [
+LATENCIES = [
     (16, 90, 0.25),
     pytest.param(16, 90, 1.0, marks=SLOW),
     (16, 90, 4.0),
@@ -172,28 +172,28 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("peers", "gradients", "latency"), LATE)
-def test_with_the_guard_momentum_pays_at_any_latency(peers: int, gradients: int, latency: float) -> None:
-    plain = pulled_apart(ob.Gossip(), peers, gradients, latency)
-    assert pulled_apart(ob.GossipAcid(), peers, gradients, latency) < 0.8 * plain
+@pytest.mark.parametrize(("peers", "gradients", "latency"), LATENCIES)
+def test_with_the_guard_momentum_helps_at_any_latency(peers: int, gradients: int, latency: float) -> None:
+    plain = stationary_distance(ob.Gossip(), peers, gradients, latency)
+    assert stationary_distance(ob.GossipAcid(), peers, gradients, latency) < 0.8 * plain
 
 
 @pytest.mark.parametrize(("peers", "latency"), [(16, 4.0), pytest.param(64, 1.0, marks=SLOW)])
-def test_guarded_peers_come_together_where_unguarded_ones_fly_apart(peers: int, latency: float) -> None:
+def test_guarded_peers_converge_where_unguarded_ones_diverge(peers: int, latency: float) -> None:
     guarded = distances(ob.GossipAcid(), peers, 60 if peers == 16 else 40, seed=1, latency=latency)
     assert guarded[-1] < 0.7 * guarded[0]
     unguarded = distances(UNGUARDED, peers, 60 if peers == 16 else 40, seed=1, latency=latency)
     assert unguarded[-1] > 10 * unguarded[0]
 
 
-# How often they average
+# Rate of exchanges
 
 
 @pytest.mark.parametrize(("latency", "tolerance"), [(0.05, 0.02), (0.5, 0.05)])
 @pytest.mark.parametrize("clock", [ob.parts.Poisson(), ob.parts.Regular()])
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
-def test_peers_average_as_often_as_they_should(rate: float, clock: object, latency: float, tolerance: float) -> None:
-    """As often as the clock strikes; a random one strikes at its rate only in the long run, which is tested below."""
+def test_every_due_exchange_is_made(rate: float, clock: object, latency: float, tolerance: float) -> None:
+    """The rate itself is tested for the regular clock; a Poisson clock has its rate only in the long run: see below."""
     scenario = Scenario(
         strategy=ob.Gossip(rate=rate, clock=clock, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01)),  # type: ignore[arg-type]
         workload=ob.workloads.Quadratic(dimension=4).build(),
@@ -206,7 +206,7 @@ def test_peers_average_as_often_as_they_should(rate: float, clock: object, laten
     simulation = Simulation(scenario, writer)
     simulation.run()
     nodes = [process.node for process in simulation.processes]
-    due = sum(node._averaging.ticks for node in nodes if isinstance(node, Peer))
+    due = sum(node._averaging.exchanges_due for node in nodes if isinstance(node, Peer))
     made = sum(isinstance(record, Exchange) and record.outcome == "averaged" for record in writer.records)
     assert made == pytest.approx(due, rel=tolerance)
     if isinstance(clock, ob.parts.Regular):
@@ -214,14 +214,14 @@ def test_peers_average_as_often_as_they_should(rate: float, clock: object, laten
         assert 2 * made / gradients == pytest.approx(rate, rel=tolerance)
 
 
-def test_a_random_clock_strikes_at_its_rate() -> None:
+def test_a_poisson_clock_has_its_rate_in_the_long_run() -> None:
     exchange_schedule = ExchangeSchedule(ob.parts.Poisson(), 0.25, stream(0, "test"))
     for _ in range(25_000):
-        exchange_schedule.tick()
-    assert exchange_schedule.next == pytest.approx(100_000, rel=0.02)
+        exchange_schedule.advance()
+    assert exchange_schedule.next_position == pytest.approx(100_000, rel=0.02)
 
 
-def test_a_rate_that_cannot_be_reached_is_told() -> None:
+def test_a_rate_that_cannot_be_reached_is_reported() -> None:
     strategy = ob.Gossip(rate=4.0, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01))
     cluster = ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=2.0))
     run = ob.simulate(ob.workloads.Quadratic(dimension=4), strategy, cluster, ob.Samples(400), workers=4, evaluate=None)
@@ -231,12 +231,12 @@ def test_a_rate_that_cannot_be_reached_is_told() -> None:
     assert "about 0.5 per gradient" in texts[0]
 
 
-# With whom
+# Partners
 
 
 def pairs(run: ob.Run) -> set[tuple[int, int]]:
-    found = (record for record in of_kind(run.records, Exchange) if record.outcome == "averaged")
-    return {(min(record.rank, record.peer), max(record.rank, record.peer)) for record in found}
+    averaged = (record for record in of_kind(run.records, Exchange) if record.outcome == "averaged")
+    return {(min(record.rank, record.peer), max(record.rank, record.peer)) for record in averaged}
 
 
 def gossip(partner: object, graph: Graph, workers: int, **settings: object) -> ob.Run:
@@ -260,19 +260,19 @@ CYCLE_OF_6 = {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)}
 
 
 @pytest.mark.parametrize("partner", [ob.parts.Random(), ob.parts.FirstAvailable(), ob.parts.Matchings()])
-def test_peers_average_with_all_their_neighbours_and_nobody_else(partner: object) -> None:
+def test_peers_average_with_all_their_neighbours_and_with_no_other_rank(partner: object) -> None:
     run = gossip(partner, ob.graphs.Cycle(), 6)
     assert pairs(run) == CYCLE_OF_6
     assert run.summary.exchanges_per_gradient == pytest.approx(1.0, rel=0.2)
 
 
-def test_on_a_complete_graph_the_first_available_may_be_anybody() -> None:
+def test_on_a_complete_graph_the_first_available_may_be_any_rank() -> None:
     run = gossip(ob.parts.FirstAvailable(), ob.graphs.Complete(), 5)
     assert len(pairs(run)) == 10
     assert run.summary.exchanges_per_gradient == pytest.approx(1.0, rel=0.1)
 
 
-def test_matchings_take_turns() -> None:
+def test_matchings_are_used_equally_often() -> None:
     run = gossip(ob.parts.Matchings(), ob.graphs.Cycle(), 6, clock=ob.parts.Regular())
     counts: dict[tuple[int, int], int] = {}
     for record in of_kind(run.records, Exchange):
@@ -281,10 +281,10 @@ def test_matchings_take_turns() -> None:
     assert max(counts.values()) <= 1.5 * min(counts.values())
 
 
-# What they train
+# Training
 
 
-def test_a_peer_alone_trains_as_a_plain_loop_does() -> None:
+def test_a_single_peer_trains_as_a_plain_loop_does() -> None:
     workload = ob.workloads.Quadratic(dimension=4).build()
     strategy = ob.Gossip(batch=8, microbatch=8, optimizer=ob.SGD(lr=0.05, momentum=0.9))
     run = ob.simulate(workload, strategy, until=ob.Samples(400), workers=1)
@@ -300,7 +300,7 @@ def test_a_peer_alone_trains_as_a_plain_loop_does() -> None:
     torch.testing.assert_close(run.finish.parameters, flat)
 
 
-def test_fast_peers_do_more_and_all_end_with_the_same_model() -> None:
+def test_fast_peers_take_more_samples_and_all_end_with_the_same_model() -> None:
     cluster = ob.Cluster(factors=(1.0, 1.0, 1.0, 4.0), seconds_per_sample=0.01)
     run = ob.simulate(ob.workloads.Digits(), ob.GossipAcid(), cluster, ob.Samples(12_000), workers=4)
     rounds = [sum(record.samples for record in of_kind(run.records, Round) if record.rank == rank) for rank in range(4)]
@@ -310,7 +310,7 @@ def test_fast_peers_do_more_and_all_end_with_the_same_model() -> None:
     assert list(of_kind(run.records, Consensus))[-1].distance == 0.0
 
 
-def test_what_a_user_steps_is_averaged_all_the_same() -> None:
+def test_steps_of_a_user_optimizer_are_averaged_too() -> None:
     seen: list[float] = []
     scenario = Scenario(
         strategy=ob.Gossip(batch=8, microbatch=8),
@@ -329,7 +329,7 @@ def test_what_a_user_steps_is_averaged_all_the_same() -> None:
     assert any(isinstance(record, Exchange) and record.outcome == "averaged" for record in writer.records)
 
 
-def test_statistics_of_batch_norm_travel_with_the_parameters() -> None:
+def test_batch_norm_statistics_are_averaged_with_the_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten(0))
     inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + torch.arange(64).unsqueeze(1) / 16
     workload = ob.Workload(
@@ -357,7 +357,7 @@ def test_statistics_of_batch_norm_travel_with_the_parameters() -> None:
     assert not torch.allclose(alone, inputs.mean(0))
 
 
-# Who dies
+# Faults
 
 
 def with_faults(*faults: object, graph: Graph = ob.graphs.Cycle(), workers: int = 6, samples: int = 2400) -> ob.Run:  # noqa: B008
@@ -366,7 +366,7 @@ def with_faults(*faults: object, graph: Graph = ob.graphs.Cycle(), workers: int 
     return ob.simulate(ob.workloads.Quadratic(dimension=4), strategy, cluster, ob.Samples(samples), workers=workers)
 
 
-def test_peers_go_on_without_one_that_is_lost() -> None:
+def test_peers_continue_without_a_lost_one() -> None:
     run = with_faults(ob.faults.Crash(2, 5.0))
     late = {pair for pair in pairs(run) if 2 in pair}
     assert late == {(1, 2), (2, 3)}
@@ -377,36 +377,36 @@ def test_peers_go_on_without_one_that_is_lost() -> None:
     assert run.summary.samples >= 2400
 
 
-def test_peers_go_on_without_the_lowest_rank_and_somebody_else_evaluates() -> None:
+def test_peers_continue_without_the_lowest_rank_and_the_next_one_evaluates() -> None:
     run = with_faults(ob.faults.Crash(0, 5.0))
     assert run.summary.failure is None
     assert {evaluation.rank for evaluation in evaluations(run.records)} == {0, 1}
 
 
-def test_a_graph_in_pieces_is_told_and_the_pieces_meet_in_the_end() -> None:
+def test_a_graph_in_pieces_is_reported_and_all_pieces_join_the_final_average() -> None:
     run = with_faults(ob.faults.Crash(0, 5.0), graph=ob.graphs.Star(), workers=4)
     texts = {notice.text for notice in of_kind(run.records, Notice)}
     assert any("the graph is in pieces" in text for text in texts)
     assert run.summary.failure is None
 
 
-def test_a_peer_that_comes_back_copies_a_neighbour_and_goes_on() -> None:
+def test_a_peer_that_comes_back_copies_a_neighbour_and_continues() -> None:
     run = with_faults(ob.faults.Crash(2, 5.0, 3.0))
     back = [record for record in of_kind(run.records, Round) if record.rank == 2 and record.at > 8]
     assert back
-    assert back[0].draws[0] > 0, "it begins where the others knew it to be, not at the start"
+    assert back[0].draws[0] > 0, "it begins at the sample count that the others have, not at 0"
     assert run.summary.failure is None
     assert run.summary.rejoined_peers == 1
 
 
-def test_a_peer_whose_gradients_are_broken_gives_up_and_the_others_go_on() -> None:
+def test_a_peer_with_corrupt_gradients_fails_and_the_others_continue() -> None:
     run = with_faults(ob.faults.Corrupt(3, 4.0, 1000.0))
     assert sum(record.rank == 3 for record in of_kind(run.records, Dropped)) >= 5
     assert run.summary.failure is None
     assert max(record.at for record in of_kind(run.records, Round) if record.rank == 3) < 10
 
 
-def test_a_run_ends_close_to_its_goal_however_seldom_peers_average() -> None:
+def test_a_run_ends_close_to_its_goal_even_if_exchanges_are_rare() -> None:
     strategy = ob.Gossip(rate=0.05, batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01))
     run = ob.simulate(
         ob.workloads.Quadratic(dimension=4), strategy, ob.Cluster(seconds_per_sample=0.1), 2400, workers=10
@@ -415,8 +415,8 @@ def test_a_run_ends_close_to_its_goal_however_seldom_peers_average() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_peers_that_notice_a_death_at_different_times_end_together(seed: int) -> None:
-    """The next root calls before everybody knows that it leads."""
+def test_peers_that_notice_a_loss_at_different_times_end_with_the_same_result(seed: int) -> None:
+    """The next root starts the final average before all peers know that it is the root."""
     at = 11.0 + float(stream(seed, "when").uniform(0.0, 1.5))
     scenario = Scenario(
         strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
@@ -438,14 +438,14 @@ def test_peers_that_notice_a_death_at_different_times_end_together(seed: int) ->
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_many_peers_go_on_without_any_of_those_that_all_are_linked_to() -> None:
+def test_many_peers_continue_without_any_coordinator() -> None:
     run = with_faults(*(ob.faults.Crash(rank, 3.0 + rank / 10) for rank in range(16)), workers=20, samples=3000)
     assert run.summary.failure is None
-    assert any("goes on by itself" in notice.text for notice in of_kind(run.records, Notice))
+    assert any("continues alone" in notice.text for notice in of_kind(run.records, Notice))
 
 
-def test_a_peer_that_has_gone_astray_has_no_part_in_the_result() -> None:
-    class Astray(Disagreement):
+def test_a_peer_with_infinite_parameters_is_left_out_of_the_result() -> None:
+    class SetToInfinity(Disagreement):
         def after(self, simulation: Simulation, rank: int, event: object, actions: list[object]) -> None:  # type: ignore[override]
             node = simulation.processes[rank].node
             if rank == 2 and simulation.now > 12 and isinstance(node, Peer):
@@ -459,7 +459,7 @@ def test_a_peer_that_has_gone_astray_has_no_part_in_the_result() -> None:
         until=ob.Samples(1000),
         seed=0,
     )
-    observer = Astray(0, 1.0, lambda time, seen: None)
-    observer._moved = set(range(4))
+    observer = SetToInfinity(0, 1.0, lambda time, observer: None)
+    observer._randomized = set(range(4))
     outcome = Simulation(scenario, MemoryWriter(), observer=observer).run()
     assert all(torch.isfinite(finish.parameters).all() for finish in outcome.finishes.values())

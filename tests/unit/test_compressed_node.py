@@ -247,10 +247,10 @@ def test_both_peers_of_an_exchange_apply_the_same_difference(compression: ob.com
     mine, theirs = noise(1), noise(2)
     answers = Replica(mine, (), accelerated=False, compression=compression)
     begins = Replica(theirs, (), accelerated=False)
-    met = answers.meet(theirs, (), 0.5)
+    met = answers.respond(theirs, (), 0.5)
     assert met is not None
     [coded] = sent_by(wrapped(compression), Send(1, every_kind(rounded=met.difference)))
-    begins.settle(decode(coded.rounded, Pool()), (), 0.5)
+    begins.complete(decode(coded.rounded, Pool()), (), 0.5)
     moved = answers.parameters - mine
     assert moved.any()
     torch.testing.assert_close(answers.parameters + begins.parameters, mine + theirs)

@@ -1,4 +1,4 @@
-"""The parts of gossip, by hand-made numbers; and what it refuses."""
+"""Parts of gossip on small numbers: replica arithmetic, schedule, matchmaker, membership, tree; and refused input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offbeat.core.randomness import restore, state_of, stream
 from offbeat.records.files import read_run
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
 from offbeat.strategies.gossip.gossip_messages import Average, PartialSum, ReduceStart
-from offbeat.strategies.gossip.membership_view import MembershipView, linked_to
+from offbeat.strategies.gossip.membership_view import MembershipView, linked_ranks
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children, parents
 
@@ -31,7 +31,7 @@ def replica(*values: float, accelerated: bool = True) -> Replica:
 # Arithmetic
 
 
-def test_mixing_is_that_of_two_copies() -> None:
+def test_mixing_equals_mixing_of_two_copies() -> None:
     mine = replica(1.0, 2.0)
     assert mine.acid_offset is not None
     mine.acid_offset.copy_(torch.tensor([4.0, -2.0]))
@@ -41,15 +41,15 @@ def test_mixing_is_that_of_two_copies() -> None:
     torch.testing.assert_close(mine.parameters + mine.acid_offset, 0.5 * ((1 - kept) * x + (1 + kept) * other))
 
 
-def test_both_ends_of_an_exchange_take_their_share_of_one_difference() -> None:
+def test_both_ends_of_an_exchange_apply_their_share_of_one_difference() -> None:
     mine, theirs = replica(0.0, 10.0), replica(4.0, 2.0)
     offered, buffers = theirs.snapshot()
-    met = mine.meet(offered, buffers, alpha_tilde=0.9)
-    assert met is not None
-    assert met.difference.tolist() == [4.0, -8.0]
-    assert met.distance == pytest.approx(80.0)
-    theirs.parameters.add_(1.0)  # it has gone on meanwhile
-    theirs.settle(met.difference, met.buffers, alpha_tilde=0.9)
+    result = mine.respond(offered, buffers, alpha_tilde=0.9)
+    assert result is not None
+    assert result.difference.tolist() == [4.0, -8.0]
+    assert result.distance == pytest.approx(80.0)
+    theirs.parameters.add_(1.0)  # an optimizer step between offer and answer
+    theirs.complete(result.difference, result.buffers, alpha_tilde=0.9)
     assert mine.parameters.tolist() == [2.0, 6.0]
     assert theirs.parameters.tolist() == [3.0, 7.0]
     assert mine.acid_offset is not None
@@ -58,108 +58,108 @@ def test_both_ends_of_an_exchange_take_their_share_of_one_difference() -> None:
     torch.testing.assert_close(theirs.acid_offset, -mine.acid_offset)
 
 
-def test_statistics_are_averaged_and_of_counters_the_larger_counts() -> None:
+def test_statistics_are_averaged_and_of_counters_the_maximum_is_taken() -> None:
     mine, theirs = replica(0.0), Replica(torch.zeros(1), (FLOATS + 2, COUNTER + 4), accelerated=False)
-    met = mine.meet(*theirs.snapshot(), alpha_tilde=0.5)
-    assert met is not None
-    theirs.settle(met.difference, met.buffers, alpha_tilde=0.5)
+    result = mine.respond(*theirs.snapshot(), alpha_tilde=0.5)
+    assert result is not None
+    theirs.complete(result.difference, result.buffers, alpha_tilde=0.5)
     for one in (mine, theirs):
         assert [buffer.tolist() for buffer in one.buffers] == [[2.0, 4.0], [9]]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_taken(broken: float) -> None:
+def test_values_that_are_not_finite_are_not_averaged(broken: float) -> None:
     mine = replica(1.0, 2.0)
-    assert mine.meet(torch.tensor([0.0, broken]), (FLOATS, COUNTER), 0.7) is None
-    assert mine.meet(torch.zeros(2), (torch.tensor([broken, 0.0]), COUNTER), 0.7) is None
+    assert mine.respond(torch.tensor([0.0, broken]), (FLOATS, COUNTER), 0.7) is None
+    assert mine.respond(torch.zeros(2), (torch.tensor([broken, 0.0]), COUNTER), 0.7) is None
     assert mine.parameters.tolist() == [1.0, 2.0]
     assert mine.buffers[0].tolist() == FLOATS.tolist()
 
 
-def test_variances_stay_positive_however_late_an_answer_comes() -> None:
-    """Running variances that fall from 1 to 0.1, on one end before the other."""
+def test_variances_stay_positive_however_late_an_answer_arrives() -> None:
+    """Running variances fall from 1 to 0.1, on one end before the other."""
     mine, theirs = replica(0.0, 0.0), replica(0.0, 0.0)
     for one, variance in ((mine, 0.1), (theirs, 1.0)):
         one.buffers[0].fill_(variance)
-    met = mine.meet(*theirs.snapshot(), alpha_tilde=0.5)
-    assert met is not None
-    theirs.buffers[0].fill_(0.1)  # it has computed on, meanwhile
-    theirs.settle(met.difference, met.buffers, alpha_tilde=0.5)
+    result = mine.respond(*theirs.snapshot(), alpha_tilde=0.5)
+    assert result is not None
+    theirs.buffers[0].fill_(0.1)  # a gradient between offer and answer
+    theirs.complete(result.difference, result.buffers, alpha_tilde=0.5)
     assert theirs.buffers[0].tolist() == pytest.approx([0.1, 0.1])
     mine.buffers[0].fill_(0.05)
-    mine.absorb((torch.full((2,), 1.0), COUNTER), (torch.full((2,), 0.9), COUNTER))
+    mine.add_buffer_changes((torch.full((2,), 1.0), COUNTER), (torch.full((2,), 0.9), COUNTER))
     assert mine.buffers[0].tolist() == pytest.approx([0.05, 0.05])
 
 
-def test_a_computation_changes_buffers_by_as_much_as_it_changed_its_own() -> None:
+def test_buffer_changes_of_a_computation_are_added_to_the_current_buffers() -> None:
     mine = replica(0.0)
-    mine.buffers[0].add_(10.0)  # an exchange, meanwhile
-    mine.absorb((FLOATS, COUNTER), (FLOATS + 0.5, COUNTER + 1))
+    mine.buffers[0].add_(10.0)  # an exchange during the computation
+    mine.add_buffer_changes((FLOATS, COUNTER), (FLOATS + 0.5, COUNTER + 1))
     assert [buffer.tolist() for buffer in mine.buffers] == [[11.5, 13.5], [6]]
 
 
-# When and with whom
+# Schedule, matchmaker and membership
 
 
-def test_a_regular_clock_spreads_its_exchanges_over_the_gradient() -> None:
+def test_a_regular_clock_spreads_exchanges_over_the_gradient() -> None:
     exchange_schedule = ExchangeSchedule(ob.parts.Regular(), 2.0, stream(0, "test"))
-    assert exchange_schedule.seconds(0.0, 10.0) is None, "nobody knows yet how long a gradient takes"
-    seen = []
+    assert exchange_schedule.seconds_to_next(0.0, 10.0) is None, "no gradient has been measured yet"
+    due = []
     for gradient in range(1, 6):
-        exchange_schedule.gradient(at=10.0 * gradient)
-        while (seconds := exchange_schedule.seconds(10.0 * gradient, 10.0)) is not None:
-            seen.append(10.0 * gradient + seconds)
-            exchange_schedule.tick()
-    assert len(seen) == 10
-    assert {round(late - early, 6) for early, late in itertools.pairwise(seen)} == {5.0}
+        exchange_schedule.gradient_done(at=10.0 * gradient)
+        while (seconds := exchange_schedule.seconds_to_next(10.0 * gradient, 10.0)) is not None:
+            due.append(10.0 * gradient + seconds)
+            exchange_schedule.advance()
+    assert len(due) == 10
+    assert {round(late - early, 6) for early, late in itertools.pairwise(due)} == {5.0}
 
 
-def test_what_a_quick_gradient_leaves_behind_is_overdue() -> None:
+def test_exchanges_left_over_from_a_short_gradient_are_due_at_once() -> None:
     exchange_schedule = ExchangeSchedule(ob.parts.Regular(), 1.0, stream(0, "test"))
-    exchange_schedule.gradient(at=10.0)
-    exchange_schedule.gradient(at=11.0)
-    assert exchange_schedule.seconds(11.0, 10.0) == 0.0
+    exchange_schedule.gradient_done(at=10.0)
+    exchange_schedule.gradient_done(at=11.0)
+    assert exchange_schedule.seconds_to_next(11.0, 10.0) == 0.0
 
 
-def test_the_matchmaker_serves_the_first_who_may_meet() -> None:
+def test_the_matchmaker_pairs_the_first_waiting_neighbour() -> None:
     matchmaker = Matchmaker()
-    around = {(0, 1), (1, 2), (2, 3), (0, 3)}
+    edges = {(0, 1), (1, 2), (2, 3), (0, 3)}
 
-    def may_meet(a: int, b: int) -> bool:
-        return (min(a, b), max(a, b)) in around
+    def may_average(a: int, b: int) -> bool:
+        return (min(a, b), max(a, b)) in edges
 
-    assert matchmaker.ready(0, may_meet) is None
-    assert matchmaker.ready(2, may_meet) is None
-    assert matchmaker.ready(2, may_meet) is None, "saying it twice does not help"
-    assert matchmaker.ready(1, may_meet) == (1, 0, 1)
-    assert matchmaker.ready(3, may_meet) == (2, 2, 3)
-    assert matchmaker.ready(0, may_meet) is None
-    matchmaker.forget(0)
-    assert matchmaker.ready(1, may_meet) is None
+    assert matchmaker.add(0, may_average) is None
+    assert matchmaker.add(2, may_average) is None
+    assert matchmaker.add(2, may_average) is None, "a second request has no effect"
+    assert matchmaker.add(1, may_average) == (1, 0, 1)
+    assert matchmaker.add(3, may_average) == (2, 2, 3)
+    assert matchmaker.add(0, may_average) is None
+    matchmaker.remove(0)
+    assert matchmaker.add(1, may_average) is None
 
 
-def test_members_see_what_is_left_of_the_graph() -> None:
+def test_the_membership_view_has_the_remaining_graph() -> None:
     members = MembershipView(0, 6, ob.graphs.Cycle(), 1.0)
     for rank in range(1, 6):
-        members.joined(rank, 0)
+        members.add(rank, 0)
     assert sorted(members.neighbours) == [1, 5]
     whole = members.constants
-    members.lost(3)
+    members.remove(3)
     assert members.constants.chi1 > whole.chi1, "a path mixes more slowly than a cycle"
-    members.lost(5)
-    assert members.cut_off == [4]
+    members.remove(5)
+    assert members.unreachable == [4]
     assert members.neighbours == (1,)
     assert members.root == 0
 
 
-def test_with_many_peers_only_the_lowest_ranks_are_linked_to_everybody() -> None:
-    assert linked_to(ob.graphs.Cycle(), 3, 40) == [rank for rank in range(40) if rank != 3]
-    assert linked_to(ob.graphs.Cycle(), 30, 40) == [*range(16), 29, 31]
+def test_with_many_peers_only_the_lowest_ranks_are_linked_to_all_others() -> None:
+    assert linked_ranks(ob.graphs.Cycle(), 3, 40) == [rank for rank in range(40) if rank != 3]
+    assert linked_ranks(ob.graphs.Cycle(), 30, 40) == [*range(16), 29, 31]
     members = MembershipView(30, 40, ob.graphs.Cycle(), 1.0)
-    for rank in linked_to(ob.graphs.Cycle(), 30, 40):
-        members.joined(rank, 0)
+    for rank in linked_ranks(ob.graphs.Cycle(), 30, 40):
+        members.add(rank, 0)
     assert len(members.topology.members) == 40
-    members.told([rank for rank in range(40) if rank != 35])
+    members.set_member_list([rank for rank in range(40) if rank != 35])
     assert 35 not in members.topology.members
 
 
@@ -168,21 +168,21 @@ def test_with_many_peers_only_the_lowest_ranks_are_linked_to_everybody() -> None
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 40])
 @pytest.mark.parametrize("direct", [False, True])
-def test_every_part_comes_to_the_root_over_links_that_are_there(size: int, direct: bool) -> None:
+def test_every_partial_sum_reaches_the_root_over_existing_links(size: int, direct: bool) -> None:
     members = tuple(range(2, 2 + size))
     up = parents(members, direct)
     assert set(up) == set(members) - {2}
     for rank in up:
         path = [rank]
         while path[-1] != 2:
-            assert up[path[-1]] in linked_to(ob.graphs.Cycle(), path[-1], 2 + size) or up[path[-1]] < 16
+            assert up[path[-1]] in linked_ranks(ob.graphs.Cycle(), path[-1], 2 + size) or up[path[-1]] < 16
             path.append(up[path[-1]])
             assert len(path) <= size
     assert sum(len(children(rank, members, direct)) for rank in members) == size - 1
 
 
-def test_an_assembly_is_the_mean_of_its_parts_unless_a_result_was_agreed_upon() -> None:
-    tree_reduce = TreeReduce(0, 0, ReduceStart(1, True, (0, 1, 2), False))
+def test_a_tree_reduce_gives_the_mean_unless_a_part_is_an_earlier_result() -> None:
+    tree_reduce = TreeReduce.create(0, 0, ReduceStart(1, True, (0, 1, 2), False))
     tree_reduce.contribute((torch.tensor([1.0]), (FLOATS, COUNTER)), version=4)
     assert not tree_reduce.complete
     two = PartialSum(torch.tensor([8.0]), (2 * FLOATS, COUNTER + 2), 0, 1, 2, 7, (0, 0, 0), False)
@@ -194,25 +194,27 @@ def test_an_assembly_is_the_mean_of_its_parts_unless_a_result_was_agreed_upon() 
     assert mean[0].tolist() == [3.0]
     assert [buffer.tolist() for buffer in mean[1]] == [[1.0, 3.0], [7]]
     assert tree_reduce.version == 7
-    held = PartialSum(torch.tensor([9.0]), (FLOATS, COUNTER), 0, 1, 1, 5, (0, 0, 0), True)
-    tree_reduce.add(2, held)
-    again = TreeReduce.restored(0, tree_reduce.state()).mean()
-    assert again is not None
-    assert (again[0].tolist(), tree_reduce.version, tree_reduce.result) == ([9.0], 5, True)
+    earlier = PartialSum(torch.tensor([9.0]), (FLOATS, COUNTER), 0, 1, 1, 5, (0, 0, 0), True)
+    tree_reduce.add(2, earlier)
+    restored = TreeReduce.create(0, 0, tree_reduce.start)
+    restored.restore(tree_reduce.state())
+    mean = restored.mean()
+    assert mean is not None
+    assert (mean[0].tolist(), restored.version, restored.is_earlier_result) == ([9.0], 5, True)
 
 
 def test_messages_and_generators_survive_a_checkpoint() -> None:
     average = Average(FLOATS, (COUNTER,), 0, 3, True, (0, 2), False, 8, (1, 2, 3))
-    again = unpacked(Average, packed(average))
-    assert (again.members, again.counts, again.version) == ((0, 2), (1, 2, 3), 8)
-    assert torch.equal(again.parameters, FLOATS)
+    restored = unpacked(Average, packed(average))
+    assert (restored.members, restored.counts, restored.version) == ((0, 2), (1, 2, 3), 8)
+    assert torch.equal(restored.parameters, FLOATS)
     random, other = stream(0, "a"), stream(1, "b")
     random.integers(10)
     restore(other, state_of(random))
     assert random.random() == other.random()
 
 
-# What it refuses
+# Refused input
 
 
 def test_momentum_is_refused_for_a_complete_graph_by_type_and_not_by_shape() -> None:
@@ -243,7 +245,7 @@ def test_bad_input_gets_one_sentence(argv: list[str], sentence: str, capsys: pyt
 @pytest.mark.parametrize(("flag", "momentum"), [("--acid", ob.parts.Acid()), ("--no-acid", None)])
 def test_acid_has_a_flag_of_its_own(flag: str, momentum: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["simulate", "quadratic", "gossip-acid", flag, "--until", "500", "--no-report", "--out", "here"]) == 0
-    experiment = read_run(tmp_path / "here/gossip-acid-seed0").header.experiment
+    assert main(["simulate", "quadratic", "gossip-acid", flag, "--until", "500", "--no-report", "--out", "runs"]) == 0
+    experiment = read_run(tmp_path / "runs/gossip-acid-seed0").header.experiment
     assert experiment is not None
     assert (experiment["strategy"].get("momentum", "none") != "none") == (momentum is not None)

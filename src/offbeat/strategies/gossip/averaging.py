@@ -1,14 +1,15 @@
-"""Exchanges of one peer: when, with whom, one outstanding at a time, and what it owes.
+"""Pairwise exchanges of one peer: when, with which partner, and one pending at a time.
 
-Nobody waits. The peer that begins offers its parameters and goes on; the other takes its share of the difference and
-answers with it; the first takes its own share when that arrives, of whatever its parameters have become.
+No peer waits. The initiator sends its parameters and goes on computing; the responder applies its share of the
+difference and replies with that difference; the initiator applies its own share when the reply arrives, to whatever its
+parameters have become.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,72 +23,85 @@ from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchm
 from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, Paired, Ready
 from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, GossipBase, Random
 from offbeat.strategies.gossip.membership_view import MembershipView
-from offbeat.strategies.gossip.replica import SHARE, Replica
+from offbeat.strategies.gossip.replica import ALPHA, Replica
+from offbeat.strategies.gossip.state_codec import SavedFields
 
 TIMER = "exchange"
-OWED_MAX = 32
-"""Exchanges that a peer makes up for at the most, one after the other, when an answer is there."""
+QUEUED_MAX = 32
+"""Due exchanges that are kept while one is pending; further ones are skipped."""
 SMOOTHING = 0.1
-"""What the latest has for a weight in a running mean."""
-ROUND_TRIPS = 0.5
-"""Averagings per round trip up to which mixing goes at full speed; beyond, momentum would overshoot."""
+"""Weight of the latest value in a running mean."""
+FULL_SPEED_EXCHANGES = 0.5
+"""Exchanges per round trip up to which A²CiD² mixes at full speed; above, momentum would overshoot."""
 
 
-class Outstanding(NamedTuple):
-    """An exchange that waits for its answer."""
+class PendingExchange(NamedTuple):
+    """An exchange that this peer has started and that has no reply yet."""
 
     partner: int
     sequence: int
     began_at: float
 
 
-class Averaging:
-    def __init__(
-        self, config: GossipBase, members: MembershipView, replica: Replica, random: np.random.Generator
-    ) -> None:
+@dataclass(eq=False)
+class AveragingState(SavedFields):
+    """The part of `Averaging` that a checkpoint holds, besides the schedule and the random generator."""
+
+    active: bool = False
+    """Whether this peer takes part in exchanges: from the start of training to its end."""
+    gradient_seconds: float | None = None
+    """Running mean of the seconds per gradient; None before the first one."""
+    round_trip_seconds: float | None = None
+    """Running mean of the seconds from offer to answer; None before the first one."""
+    mixed_at: float = 0.0
+    """Time up to which A²CiD² mixing has been applied."""
+    pending: PendingExchange | None = None
+    sequence: int = 0
+    """Number of the latest offer."""
+    queue: list[tuple[int | None, int]] = field(default_factory=list)
+    """Exchanges to start once none is pending: partner (None: a random neighbour), and number of the pairing or 0."""
+    exchanges_due: int = 0
+    """Exchanges that have become due so far."""
+    rate_warning_sent: bool = False
+    requests_due: int = 0
+    """With a matchmaker: exchanges for which `Ready` has not been sent yet."""
+    is_waiting_for_pairing: bool = False
+    """Whether `Ready` has been sent and `Paired` has not arrived."""
+    expected_offer: tuple[int, int] | None = None
+    """Partner and pairing of an offer that the matchmaker has announced."""
+    early_pairings: set[int] = field(default_factory=set)
+    """Pairings whose `Offer` arrived before their `Paired`."""
+    matchmaker: Matchmaker = field(default_factory=Matchmaker)
+
+
+class Averaging(AveragingState):
+    def __init__(self, config: GossipBase, view: MembershipView, replica: Replica, random: np.random.Generator) -> None:
+        super().__init__()
         self._config = config
-        self._view = members
+        self._view = view
         self._replica = replica
         self._random = random
-        by_chance = isinstance(config.partner, Random)
-        self._schedule = ExchangeSchedule(config.clock, config.rate / 2 if by_chance else config.rate, random)
-        self.gradient_seconds: float | None = None
-        self._round_trip: float | None = None
-        self._mixed_at = 0.0
-        self.active = False
-        """Whether this peer averages at all: between the start and the end."""
-        self.outstanding: Outstanding | None = None
-        self._sequence = 0
-        self._owed: deque[tuple[int | None, int]] = deque()
-        """Exchanges to begin as soon as none is outstanding: with whom, or None, with any neighbour; its pairing."""
-        self.ticks = 0
-        """How often an exchange has become due."""
-        self._warned = False
-        self._wishes = 0
-        self._asked = False
-        """Whether the matchmaker knows that this peer is ready."""
-        self._promised: tuple[int, int] | None = None
-        """The one that the matchmaker has found, and that will make the offer, and the number of that pairing."""
-        self._met: set[int] = set()
-        """Pairings whose offer was here before this peer was told of them."""
-        self._matchmaker = Matchmaker()
+        # Half of the exchanges with random partners are started by the partner.
+        rate = config.rate / 2 if isinstance(config.partner, Random) else config.rate
+        self._schedule = ExchangeSchedule(config.clock, rate, random)
 
-    # Time
+    def start(self, at: float) -> Iterator[Action]:
+        """Begin to take part in exchanges."""
+        self.active, self.mixed_at = True, at
+        early, self.matchmaker.waiting = self.matchmaker.waiting, []
+        for rank in early:  # they could not be paired before this rank was training
+            yield from self.on_ready(at, rank)
 
-    def begin(self, at: float) -> Iterator[Action]:
-        self.active, self._mixed_at = True, at
-        waiting, self._matchmaker.waiting = self._matchmaker.waiting, []
-        for rank in waiting:  # who has said so before this peer could do anything about it
-            yield from self.ready(at, rank)
+    def stop(self) -> None:
+        """Start no exchange any more, and decline offers."""
+        self.active, self.expected_offer, self.is_waiting_for_pairing, self.requests_due = False, None, False, 0
+        self.queue.clear()
 
-    def end(self) -> None:
-        """Begin nothing any more, and take nobody's offer."""
-        self.active, self._promised, self._asked, self._wishes = False, None, False, 0
-        self._owed.clear()
+    # Momentum
 
     def mix(self, at: float) -> None:
-        """Bring parameters and momentum up to now."""
-        elapsed, self._mixed_at = at - self._mixed_at, at
+        """Apply the A²CiD² mixing of the time since the last call."""
+        elapsed, self.mixed_at = at - self.mixed_at, at
         if self._replica.acid_offset is not None and self.gradient_seconds and elapsed > 0:
             self._replica.mix(math.exp(-2.0 * self._eta() * elapsed / self.gradient_seconds))
 
@@ -95,59 +109,57 @@ class Averaging:
         assert self.gradient_seconds is not None
         eta = self._view.constants.eta
         guarded = isinstance(self._config.momentum, Acid) and self._config.momentum.guard
-        if not guarded or not self._round_trip:
+        if not guarded or not self.round_trip_seconds:
             return eta
-        return eta * min(1.0, ROUND_TRIPS / (self._config.rate * self._round_trip / self.gradient_seconds))
+        exchanges_per_round_trip = self._config.rate * self.round_trip_seconds / self.gradient_seconds
+        return eta * min(1.0, FULL_SPEED_EXCHANGES / exchanges_per_round_trip)
 
-    def _alpha_tilde(self) -> float:
-        return SHARE if self._replica.acid_offset is None else self._view.constants.alpha_tilde
+    # Schedule
 
-    def gradient(self, at: float, seconds: float) -> Iterator[Action]:
-        """A gradient has been computed: the clock of exchanges goes on."""
-        self.gradient_seconds = _smoothed(self.gradient_seconds, seconds)
-        self._schedule.gradient(at)
-        yield from self.beat(at)
+    def gradient_done(self, at: float, seconds: float) -> Iterator[Action]:
+        """Advance the schedule by a gradient that took `seconds`."""
+        self.gradient_seconds = _running_mean(self.gradient_seconds, seconds)
+        self._schedule.gradient_done(at)
+        yield from self.start_due(at)
 
-    def beat(self, at: float) -> Iterator[Action]:
-        """Begin what is due, and wait for what is next."""
+    def start_due(self, at: float) -> Iterator[Action]:
+        """Start the exchanges that are due, and set the timer for the next."""
         if not self.active or self.gradient_seconds is None:
             return
-        while (seconds := self._schedule.seconds(at, self.gradient_seconds)) is not None and seconds <= 0.0:
-            self._schedule.tick()
-            self.ticks += 1
-            yield from self._wish(at)
-        yield from self.go_on(at)
+        while (seconds := self._schedule.seconds_to_next(at, self.gradient_seconds)) is not None and seconds <= 0.0:
+            self._schedule.advance()
+            self.exchanges_due += 1
+            yield from self._queue_due(at)
+        yield from self._start_next(at)
         if seconds is not None:
             yield SetTimer(TIMER, seconds)
 
-    # With whom
-
-    def _wish(self, at: float) -> Iterator[Action]:
+    def _queue_due(self, at: float) -> Iterator[Action]:
         partner = self._config.partner
         if isinstance(partner, FirstAvailable):
-            self._wishes = min(OWED_MAX, self._wishes + 1)
+            self.requests_due = min(QUEUED_MAX, self.requests_due + 1)
         elif isinstance(partner, Random):
-            yield from self._owe(at, None)
+            yield from self._enqueue(at, None)
         else:
-            other = self._matched()
-            if other is not None:
-                yield from self._owe(at, other)
+            matched = self._matched_partner()
+            if matched is not None:
+                yield from self._enqueue(at, matched)
 
-    def _matched(self) -> int | None:
-        """The partner of this turn, where it is this peer's turn to begin: theirs and ours, by turns."""
+    def _matched_partner(self) -> int | None:
+        """The partner in the current matching; None if there is none, or if it is the partner's turn to start."""
         matchings = self._config.matchings(self._view.size)
-        turn, place = divmod(self.ticks - 1, len(matchings)) if matchings else (0, 0)
+        turn, place = divmod(self.exchanges_due - 1, len(matchings)) if matchings else (0, 0)
         other = matchings[place].get(self._view.rank) if matchings else None
         if other is None or (self._view.rank < other) != (turn % 2 == 0):
             return None
         return other
 
-    def _owe(self, at: float, partner: int | None) -> Iterator[Action]:
-        if len(self._owed) < OWED_MAX:
-            self._owed.append((partner, 0))
-        elif not self._warned and self._round_trip and self.gradient_seconds:
-            self._warned = True
-            length = self._round_trip / self.gradient_seconds
+    def _enqueue(self, at: float, partner: int | None) -> Iterator[Action]:
+        if len(self.queue) < QUEUED_MAX:
+            self.queue.append((partner, 0))
+        elif not self.rate_warning_sent and self.round_trip_seconds and self.gradient_seconds:
+            self.rate_warning_sent = True
+            length = self.round_trip_seconds / self.gradient_seconds
             text = (
                 f"peer {self._view.rank} cannot keep up with rate {self._config.rate:g}: an exchange takes "
                 f"{length:.3g} times as long as a gradient, so about {2 / length:.2g} per gradient are possible; "
@@ -155,185 +167,146 @@ class Averaging:
             )
             yield Report(Notice(at=at, rank=self._view.rank, text=text))
 
-    def go_on(self, at: float) -> Iterator[Action]:
-        """Begin an exchange, if one is owed and none is outstanding."""
-        while self.active and self.outstanding is None and self._owed:
-            partner, pairing = self._owed.popleft()
+    def _start_next(self, at: float) -> Iterator[Action]:
+        """Send the next offer, unless an exchange is pending."""
+        while self.active and self.pending is None and self.queue:
+            partner, pairing = self.queue.pop(0)
             if partner is None:
-                around = self._view.neighbours
-                partner = around[int(self._random.integers(len(around)))] if around else None
+                neighbours = self._view.neighbours
+                partner = neighbours[int(self._random.integers(len(neighbours)))] if neighbours else None
             if partner in self._view.live:
                 yield self._offer(at, partner, pairing)
-        yield from self._ask(at)
+        yield from self._request_partner(at)
 
     def _offer(self, at: float, partner: int, pairing: int) -> Send:
         self.mix(at)
-        self._sequence += 1
-        self.outstanding = Outstanding(partner, self._sequence, at)
+        self.sequence += 1
+        self.pending = PendingExchange(partner, self.sequence, at)
         parameters, buffers = self._replica.snapshot()
-        return Send(partner, Offer(parameters, buffers, self._sequence, pairing, self._view.told_counts))
+        return Send(partner, Offer(parameters, buffers, self.sequence, pairing, self._view.sample_counts))
 
-    # The first that is available
+    # Matchmaker
 
-    def _ask(self, at: float) -> Iterator[Action]:
-        """Say that this peer is ready, if it is."""
-        busy = self._asked or self.outstanding is not None or self._promised is not None
-        if not self.active or not self._wishes or busy:
+    def _request_partner(self, at: float) -> Iterator[Action]:
+        """Send `Ready` if an exchange is due and this peer is not occupied."""
+        occupied = self.is_waiting_for_pairing or self.pending is not None or self.expected_offer is not None
+        if not self.active or not self.requests_due or occupied:
             return
-        self._wishes -= 1
-        self._asked = True
-        if self._view.leads:
-            yield from self.ready(at, self._view.rank)
+        self.requests_due -= 1
+        self.is_waiting_for_pairing = True
+        if self._view.is_root:
+            yield from self.on_ready(at, self._view.rank)
         else:
             yield Send(self._view.root, Ready())
 
-    def ready(self, at: float, rank: int) -> Iterator[Action]:
-        """For the matchmaker: a peer is ready."""
-        pair = self._matchmaker.ready(rank, self._view.may_meet if self.active else _not_yet)
-        if pair is None:
+    def on_ready(self, at: float, rank: int) -> Iterator[Action]:
+        """On the root: pair a ready rank, or let it wait."""
+        pairing = self.matchmaker.add(rank, lambda a, b: self.active and self._view.may_average(a, b))
+        if pairing is None:
             return
-        told = {
-            pair.begins: Paired(pair.number, pair.other, begins=True),
-            pair.other: Paired(pair.number, pair.begins, begins=False),
-        }
-        for rank, message in told.items():
-            if rank == self._view.rank:
-                yield from self.paired(at, message)
+        number, initiator, responder = pairing
+        for receiver, partner in ((initiator, responder), (responder, initiator)):
+            message = Paired(number, partner, begins=receiver == initiator)
+            if receiver == self._view.rank:
+                yield from self.on_paired(at, message)
             else:
-                yield Send(rank, message)
+                yield Send(receiver, message)
 
-    def paired(self, at: float, told: Paired) -> Iterator[Action]:
-        self._asked = False
+    def on_paired(self, at: float, message: Paired) -> Iterator[Action]:
+        self.is_waiting_for_pairing = False
         if not self.active:
             return
-        if told.begins:
-            self._owed.append((told.partner, told.pairing))
-        elif told.pairing in self._met:
-            self._met.remove(told.pairing)
-        elif told.partner in self._view.live:
-            self._promised = told.partner, told.pairing
-        yield from self.go_on(at)
+        if message.begins:
+            self.queue.append((message.partner, message.pairing))
+        elif message.pairing in self.early_pairings:
+            self.early_pairings.remove(message.pairing)
+        elif message.partner in self._view.live:
+            self.expected_offer = message.partner, message.pairing
+        yield from self._start_next(at)
 
     def root_changed(self, at: float) -> Iterator[Action]:
-        """There is another matchmaker, who does not know yet who is ready."""
-        if not self._view.leads:
-            self._matchmaker = Matchmaker()
-        self._met.clear()
-        if self._asked:
-            self._asked = False
-            self._wishes += 1
-        yield from self._ask(at)
+        """Repeat a request that was sent to the former root."""
+        if not self._view.is_root:
+            self.matchmaker = Matchmaker()
+        self.early_pairings.clear()
+        if self.is_waiting_for_pairing:
+            self.is_waiting_for_pairing = False
+            self.requests_due += 1
+        yield from self._request_partner(at)
 
     # Exchanges
 
-    def offered(self, event: MessageArrived) -> Iterator[Action]:
+    def on_offer(self, event: MessageArrived) -> Iterator[Action]:
         message = event.message
         assert isinstance(message, Offer)
-        met = None
+        result = None
         if self.active:
             self.mix(event.at)
-            alpha_tilde = self._alpha_tilde()
-            met = self._replica.meet(message.parameters, message.buffers, alpha_tilde)
-        counts = self._view.told_counts
-        if met is None:
+            alpha_tilde = ALPHA if self._replica.acid_offset is None else self._view.constants.alpha_tilde
+            result = self._replica.respond(message.parameters, message.buffers, alpha_tilde)
+        counts = self._view.sample_counts
+        if result is None:
             yield Send(event.source, Declined(message.sequence, counts))
         else:
-            answer = Answer(met.difference, met.buffers, message.sequence, counts, alpha_tilde, met.distance)
+            answer = Answer(result.difference, result.buffers, message.sequence, counts, alpha_tilde, result.distance)
             yield Send(event.source, answer)
-        if self._promised == (event.source, message.pairing):
-            self._promised = None
-            yield from self._ask(event.at)
+        if self.expected_offer == (event.source, message.pairing):
+            self.expected_offer = None
+            yield from self._request_partner(event.at)
         elif message.pairing:
-            self._met.add(message.pairing)
+            self.early_pairings.add(message.pairing)
 
-    def answered(self, event: MessageArrived) -> Iterator[Action]:
-        message, now = event.message, self.outstanding
+    def on_reply(self, event: MessageArrived) -> Iterator[Action]:
+        message, pending = event.message, self.pending
         assert isinstance(message, Answer | Declined)
-        if now is None or (now.partner, now.sequence) != (event.source, message.sequence):
+        if pending is None or (pending.partner, pending.sequence) != (event.source, message.sequence):
             return
         if isinstance(message, Answer):
             self.mix(event.at)
-            self._replica.settle(message.difference, message.buffers, message.alpha_tilde)
-            self._round_trip = _smoothed(self._round_trip, event.at - now.began_at)
-            yield self._over(event.at, "averaged", message.distance)
+            self._replica.complete(message.difference, message.buffers, message.alpha_tilde)
+            self.round_trip_seconds = _running_mean(self.round_trip_seconds, event.at - pending.began_at)
+            yield self._close_pending(event.at, "averaged", message.distance)
         else:
-            yield self._over(event.at, "declined", None)
-        yield from self.go_on(event.at)
+            yield self._close_pending(event.at, "declined", None)
+        yield from self._start_next(event.at)
 
-    def _over(self, at: float, outcome: Outcome, distance: float | None) -> Report:
-        assert self.outstanding is not None
-        partner, _, began_at = self.outstanding
-        self.outstanding = None
+    def _close_pending(self, at: float, outcome: Outcome, distance: float | None) -> Report:
+        assert self.pending is not None
+        partner, _, began_at = self.pending
+        self.pending = None
         rank = self._view.rank
         return Report(
             Exchange(at=at, rank=rank, peer=partner, seconds=at - began_at, distance=distance, outcome=outcome)
         )
 
-    def lost(self, at: float, rank: int) -> Iterator[Action]:
-        """A peer is gone: nothing of it will arrive any more."""
-        self._matchmaker.forget(rank)
-        if self._promised is not None and self._promised[0] == rank:
-            self._promised = None
-        if self.outstanding is not None and self.outstanding.partner == rank:
-            yield self._over(at, "lost", None)
-        yield from self.go_on(at)
+    def peer_lost(self, at: float, rank: int) -> Iterator[Action]:
+        """Expect nothing of a lost rank any more."""
+        self.matchmaker.remove(rank)
+        if self.expected_offer is not None and self.expected_offer[0] == rank:
+            self.expected_offer = None
+        if self.pending is not None and self.pending.partner == rank:
+            yield self._close_pending(at, "lost", None)
+        yield from self._start_next(at)
 
-    def forget_all(self) -> None:
-        """A process that goes on from a checkpoint knows of nobody, and waits for nobody's answer."""
-        self.outstanding, self._promised, self._asked = None, None, False
-        self._matchmaker = Matchmaker()
+    def clear_links(self) -> None:
+        """Expect no message of any rank: no link of a restarted process is up yet."""
+        self.pending, self.expected_offer, self.is_waiting_for_pairing = None, None, False
+        self.matchmaker = Matchmaker()
 
     # State
 
     def state(self) -> State:
         return {
+            **super().state(),
             "random": randomness.state_of(self._random),
-            "gradients": self._schedule.gradients,
-            "began_at": self._schedule.began_at,
-            "next": self._schedule.next,
-            "gradient_seconds": self.gradient_seconds,
-            "round_trip": self._round_trip,
-            "mixed_at": self._mixed_at,
-            "active": self.active,
-            "outstanding": None if self.outstanding is None else list(self.outstanding),
-            "sequence": self._sequence,
-            "owed": [list(owed) for owed in self._owed],
-            "ticks": self.ticks,
-            "warned": self._warned,
-            "wishes": self._wishes,
-            "asked": self._asked,
-            "promised": None if self._promised is None else list(self._promised),
-            "met": sorted(self._met),
-            "waiting": list(self._matchmaker.waiting),
-            "pairs": self._matchmaker.pairs,
+            "schedule": self._schedule.state(),
         }
 
     def restore(self, state: State) -> None:
+        super().restore(state)
         randomness.restore(self._random, state["random"])
-        self._schedule.gradients = state["gradients"]
-        self._schedule.began_at = state["began_at"]
-        self._schedule.next = state["next"]
-        self.gradient_seconds = state["gradient_seconds"]
-        self._round_trip = state["round_trip"]
-        self._mixed_at = state["mixed_at"]
-        self.active = state["active"]
-        self.outstanding = None if state["outstanding"] is None else Outstanding(*state["outstanding"])
-        self._sequence = state["sequence"]
-        self._owed = deque((partner, pairing) for partner, pairing in state["owed"])
-        self.ticks = state["ticks"]
-        self._warned = state["warned"]
-        self._wishes = state["wishes"]
-        self._asked = state["asked"]
-        promised = state["promised"]
-        self._promised = None if promised is None else (promised[0], promised[1])
-        self._met = set(state["met"])
-        self._matchmaker.waiting = list(state["waiting"])
-        self._matchmaker.pairs = state["pairs"]
+        self._schedule.restore(state["schedule"])
 
 
-def _not_yet(a: int, b: int) -> bool:
-    return False
-
-
-def _smoothed(before: float | None, latest: float) -> float:
-    return latest if before is None else before + SMOOTHING * (latest - before)
+def _running_mean(mean: float | None, latest: float) -> float:
+    return latest if mean is None else mean + SMOOTHING * (latest - mean)

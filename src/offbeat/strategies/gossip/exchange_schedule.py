@@ -1,79 +1,91 @@
-"""When the next exchange is due, counted in gradients of the peer's own, so that the rate holds at any speed.
+"""Times of exchanges, and the matchmaker that pairs peers for `FirstAvailable`.
 
-The gradient that is under way is taken to last as long as the usual one, and exchanges are spread over that time. One
-that comes early finds the rest overdue, one that comes late finds that all have been made: either way there are `rate`
-of them per gradient, in the long run exactly.
+Exchanges are scheduled in units of the peer's own gradients, so that there are `rate` per gradient at any speed. The
+current gradient is assumed to take as long as the running mean, and its exchanges are spread over that time. When it
+ends early, its remaining exchanges are due at once; when it ends late, all of them have been started before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from offbeat.strategies.gossip.gossip_parts import ExchangeClock, Poisson
+from offbeat.strategies.gossip.state_codec import SavedFields
 
 
-class ExchangeSchedule:
+@dataclass(eq=False)
+class ScheduleState(SavedFields):
+    """The part of an `ExchangeSchedule` that a checkpoint holds."""
+
+    gradients: int = 0
+    """Gradients computed so far."""
+    began_at: float = 0.0
+    """When the current gradient began, in seconds of the run."""
+    next_position: float = 0.0
+    """Position of the next exchange, in gradients; above 1 at first, since no duration has been measured yet."""
+
+
+class ExchangeSchedule(ScheduleState):
+    """When the next exchange of one peer is due."""
+
     def __init__(self, clock: ExchangeClock, per_gradient: float, random: np.random.Generator) -> None:
+        super().__init__()
         self._random = random
         self._poisson = isinstance(clock, Poisson)
         self._gap = 1.0 / per_gradient
-        self.gradients = 0
-        self.began_at = 0.0
-        """When the gradient began that is under way."""
-        self.next = 1.0 + (self._drawn() if self._poisson else self._gap * float(random.random()))
-        """The position of the next exchange; before the first gradient nobody knows how long one takes."""
+        self.next_position = 1.0 + (self._draw_gap() if self._poisson else self._gap * float(random.random()))
 
-    def gradient(self, at: float) -> None:
-        """A gradient is done, and another begins."""
+    def gradient_done(self, at: float) -> None:
+        """A gradient has ended and the next one begins."""
         self.gradients += 1
         self.began_at = at
 
-    def seconds(self, at: float, gradient_seconds: float) -> float | None:
-        """How long it is to the next exchange; None where it belongs to a later gradient."""
-        ahead = self.next - self.gradients
+    def seconds_to_next(self, at: float, gradient_seconds: float) -> float | None:
+        """Seconds until the next exchange is due; None if it falls into a later gradient."""
+        ahead = self.next_position - self.gradients
         return max(0.0, self.began_at + ahead * gradient_seconds - at) if ahead < 1.0 else None
 
-    def tick(self) -> None:
-        """That exchange has become due."""
-        self.next += self._drawn() if self._poisson else self._gap
+    def advance(self) -> None:
+        """Schedule the exchange after the one that is due."""
+        self.next_position += self._draw_gap() if self._poisson else self._gap
 
-    def _drawn(self) -> float:
+    def _draw_gap(self) -> float:
         return float(self._random.exponential(self._gap))
 
 
-# The matchmaker of `FirstAvailable`: pairs those who are ready, first come, first served. Whoever waits computes.
-
-
 class Pairing(NamedTuple):
-    """Two that are to average; the one that has waited longer begins."""
+    """Two ranks that are to average; `initiator`, which has waited longer, sends the offer."""
 
     number: int
-    begins: int
-    other: int
+    initiator: int
+    responder: int
 
 
-class Matchmaker:
-    def __init__(self) -> None:
-        self.waiting: list[int] = []
-        """Ranks that are ready, in the order in which they said so."""
-        self.pairs = 0
+@dataclass(eq=False)
+class Matchmaker(SavedFields):
+    """Pairs ready ranks in the order of their `Ready` messages; runs on the root. Ranks compute while they wait."""
 
-    def ready(self, rank: int, may_meet: Callable[[int, int], bool]) -> Pairing | None:
-        """A rank is ready: the pair that this makes, or None."""
+    waiting: list[int] = field(default_factory=list)
+    """Ready ranks that have no partner yet, in order of arrival."""
+    pairings: int = 0
+
+    def add(self, rank: int, may_average: Callable[[int, int], bool]) -> Pairing | None:
+        """Add a ready rank; the pairing with the first waiting rank that is its neighbour, or None."""
         if rank in self.waiting:
             return None
         for other in self.waiting:
-            if may_meet(other, rank):
+            if may_average(other, rank):
                 self.waiting.remove(other)
-                self.pairs += 1
-                return Pairing(self.pairs, other, rank)
+                self.pairings += 1
+                return Pairing(self.pairings, other, rank)
         self.waiting.append(rank)
         return None
 
-    def forget(self, rank: int) -> None:
-        """A rank is gone."""
+    def remove(self, rank: int) -> None:
+        """Forget a lost rank."""
         if rank in self.waiting:
             self.waiting.remove(rank)

@@ -1,14 +1,14 @@
-"""What peers say to each other, besides Stop and Stopped.
+"""Messages between gossip peers, besides `Stop` and `Stopped`.
 
-averaging   Offer → Answer or Declined       one exchange; both ends use the one difference that is in the Answer
-            Ready → Paired                   to and from the matchmaker, where partners are the first available
-together    Gather → Part … → Average … → Have      a global average, up and down a tree; at the start and at the end
-            Retry                            the tree is broken: once more, directly
-coming      Status, AskCopy → Copied         who comes late, or again, copies one that is training
-ending      Tally, Enough, Through           my samples so far; all have taken what was asked for; my own loop is over
-members     Roster                           who is there, for those who are not linked to everybody
+exchange      Offer → Answer or Declined     average of two peers; both use the difference that is in the Answer
+              Ready → Paired                 to and from the matchmaker, with partner `first-available`
+global mean   ReduceStart → PartialSum … → Average … → AverageReceived      up and down a tree, at start and end
+              ReduceRetry                    a link of the tree is lost: repeat, each rank directly to the root
+late joiners  Status, CopyRequest → CopyReply      copy the parameters of a peer that is training
+end           SampleCounts, GoalReached, LoopEnded      progress; the sample goal is reached; the user's loop has ended
+membership    MemberList                     live ranks, for ranks that are not linked to all others
 
-`counts` is rank → samples, merged by maximum wherever it arrives: so peers count without a coordinator.
+`counts` is the number of samples of each rank. Receivers merge it by maximum, so no coordinator has to count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Offer(Message):
-    """Here are my parameters: let us average. `pairing` is the matchmaker's number of it, or 0."""
+    """Starts an exchange. `pairing` is the matchmaker's number of it, or 0 without matchmaker."""
 
     values: ClassVar[tuple[str, ...]] = ("parameters",)
 
@@ -38,10 +38,10 @@ class Offer(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """The sender has taken its share of `difference` = yours − mine. Take yours, by the same factors.
+    """Accepts an offer. `difference` is the receiver's parameters minus the sender's; the sender has applied its share.
 
-    `buffers` are the sender's, as they were before. Both ends must use one difference, or
-    their mean would move; so the sender uses what a compression makes of it, and coding that loses nothing.
+    `buffers` are the sender's, from before the exchange. The mean of all peers is conserved only if both ends apply the
+    same difference: the sender applies it after the compression round trip, and it is coded without further loss.
     """
 
     roundtrip: ClassVar[tuple[str, ...]] = ("difference",)
@@ -56,7 +56,7 @@ class Answer(Message):
 
 @dataclass(frozen=True)
 class Declined(Message):
-    """The sender does not average now, and nothing has changed."""
+    """Refuses an offer; nothing has changed on the sender."""
 
     sequence: int
     counts: Counts
@@ -64,12 +64,12 @@ class Declined(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """The sender would like to average with somebody."""
+    """The sender asks the matchmaker for a partner."""
 
 
 @dataclass(frozen=True)
 class Paired(Message):
-    """Average with `partner`; the one that `begins` makes the offer, which may arrive before this."""
+    """Average with `partner`; the end that `begins` sends the offer, which may arrive before this message."""
 
     pairing: int
     partner: int
@@ -78,7 +78,7 @@ class Paired(Message):
 
 @dataclass(frozen=True)
 class ReduceStart(Message):
-    """A global average over `members` begins; `direct`: send your part to me, not up the tree."""
+    """Starts a global average over `members`; with `direct`, partial sums go to the root and not up the tree."""
 
     round: int
     final: bool
@@ -88,7 +88,7 @@ class ReduceStart(Message):
 
 @dataclass(frozen=True)
 class PartialSum(Message):
-    """The sum over `peers` peers. Where `result`, it is the final average that was agreed upon before."""
+    """The sum over `peers` peers; with `result`, the final average of an earlier round instead."""
 
     parameters: Tensor
     buffers: Buffers
@@ -102,7 +102,7 @@ class PartialSum(Message):
 
 @dataclass(frozen=True)
 class Average(Message):
-    """The global average; it is passed on down the tree."""
+    """The global average; each rank forwards it to its children in the tree."""
 
     parameters: Tensor
     buffers: Buffers
@@ -124,7 +124,7 @@ class AverageReceived(Message):
 
 @dataclass(frozen=True)
 class ReduceRetry(Message):
-    """The sender has lost its neighbour in the tree of this round."""
+    """The sender has lost its parent or a child in the tree of this round."""
 
     round: int
 
@@ -138,12 +138,12 @@ class Status(Message):
 
 @dataclass(frozen=True)
 class CopyRequest(Message):
-    """The sender comes late, or again, and would like to go on from your parameters."""
+    """The sender joins late, or again, and asks for the receiver's parameters."""
 
 
 @dataclass(frozen=True)
 class CopyReply(Message):
-    """Go on from these; the run has lasted for `elapsed_seconds`."""
+    """Parameters for a late joiner; the run started `elapsed_seconds` ago."""
 
     parameters: Tensor
     buffers: Buffers
@@ -153,7 +153,7 @@ class CopyReply(Message):
 
 @dataclass(frozen=True)
 class GoalReached(Message):
-    """As the sender counts, training is over; it is linked to `members`."""
+    """By the sender's counts, training is over; it is linked to `members`."""
 
     counts: Counts
     members: tuple[int, ...]
@@ -161,20 +161,20 @@ class GoalReached(Message):
 
 @dataclass(frozen=True)
 class SampleCounts(Message):
-    """What the sender knows of everybody's samples."""
+    """The sample counts of all ranks that the sender knows."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
 class LoopEnded(Message):
-    """The sender's own loop is over; it stays for the others."""
+    """The user's training loop of the sender has ended; the sender goes on averaging with the others."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
 class MemberList(Message):
-    """Who is there, as the sender, who is linked to everybody, sees it."""
+    """All live ranks, from the root, which is linked to all of them."""
 
     ranks: tuple[int, ...]

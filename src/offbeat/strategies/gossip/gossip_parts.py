@@ -1,4 +1,4 @@
-"""The choices of gossip: with whom a peer averages, when, and whether averaging has momentum."""
+"""Fields of the gossip strategies: the choice of partners, the times of exchanges, and momentum of averaging."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from offbeat.topology.topology import Topology
 
 
 class Partner(Family):
-    """With whom a peer averages."""
+    """How a peer chooses the partner of an exchange."""
 
 
 @dataclass(frozen=True)
 class Random(Partner, name="random"):
-    """With a neighbour drawn at random."""
+    """A neighbour drawn at random."""
 
 
 @dataclass(frozen=True)
 class FirstAvailable(Partner, name="first-available"):
-    """Whoever is ready says so, and those who are ready are matched in the order in which they said it."""
+    """Peers that are ready are paired with a ready neighbour by the root, in the order of their requests."""
 
 
 @dataclass(frozen=True)
 class Matchings(Partner, name="matchings"):
-    """By a fixed cycle of perfect matchings, so that nothing is left to chance."""
+    """A fixed cycle of perfect matchings, without randomness."""
 
 
 class ExchangeClock(Family):
-    """When a peer averages, in units of its own gradients."""
+    """Intervals between the exchanges of a peer, in units of its own gradients."""
 
 
 @dataclass(frozen=True)
 class Poisson(ExchangeClock, name="poisson"):
-    """At random, and independently of when it averaged last; what the theory assumes."""
+    """Exponentially distributed intervals, as the theory assumes."""
 
 
 @dataclass(frozen=True)
 class Regular(ExchangeClock, name="regular"):
-    """At equal intervals."""
+    """Equal intervals."""
 
 
 class Momentum(Family):
-    """What averaging remembers."""
+    """Momentum of averaging."""
 
     @classmethod
     def shorthand(cls, text: str) -> Any:
@@ -63,43 +63,43 @@ class Momentum(Family):
 
 @dataclass(frozen=True)
 class Acid(Momentum, name="acid"):
-    """A²CiD²: a second copy of the parameters that the first is drawn to, all the time, a little."""
+    """A²CiD²: each peer has a second copy of its parameters, and both mix continuously."""
 
     guard: bool = True
-    """mix more slowly where exchanges take long; without, that diverges"""
+    """mix more slowly where exchanges take long; without it, that diverges"""
 
 
 @dataclass(frozen=True)
 class GossipBase(Strategy):
-    """The fields of `Gossip` and what follows from them; `Gossip` adds the links and `node()`."""
+    """The fields of `Gossip` and what follows from them; `Gossip` adds links and nodes."""
 
     graph: Graph = Cycle()
-    """who may average with whom: cycle, exponential, complete, star, or a file of edges"""
+    """which peers may average with each other: cycle, exponential, complete, star, or a file of edges"""
     rate: float = 1.0
-    """averagings that a peer takes part in per gradient"""
+    """exchanges that a peer takes part in per gradient"""
     partner: Partner = Random()
-    """who of them: random, first-available, or by turns (matchings)"""
+    """choice of the neighbour: random, first-available, or by turns (matchings)"""
     clock: ExchangeClock = Poisson()
-    """when: at random (poisson) or at equal intervals (regular)"""
+    """times of exchanges: at random (poisson) or at equal intervals (regular)"""
     momentum: Momentum | None = None
     """momentum of averaging: acid (A²CiD²), or none"""
     optimizer: Optimizer | None = None
-    """how every peer updates; none: the one that suits the workload"""
+    """optimizer of every peer; none: the one that suits the workload"""
     batch: int = 64
     """samples per gradient"""
     microbatch: int = 16
     """samples per forward and backward call"""
     nonfinite_max: int = 5
-    """gradients in a row that may be NaN or infinite before a peer gives up"""
+    """gradients in a row that may be NaN or infinite before a peer fails"""
     patience_seconds: float = 60.0
-    """seconds that peers wait for each other at the start"""
+    """seconds that peers wait for all others at the start"""
 
     def __post_init__(self) -> None:
         check_types(self)
         require_positive(self, "rate", "batch", "microbatch", "nonfinite_max", "patience_seconds")
         require(
             self.momentum is None or not isinstance(self.graph, Complete),
-            "acid has nothing to gain on a complete graph, where everybody is everybody's neighbour; choose "
+            "acid has nothing to gain on a complete graph, where every peer is a neighbour of all others; choose "
             "--graph exponential or cycle, or leave the momentum out",
         )
 
@@ -110,7 +110,7 @@ class GossipBase(Strategy):
         return workers
 
     def matchings(self, size: int) -> tuple[dict[int, int], ...]:
-        """The cycle of perfect matchings at that size."""
+        """The cycle of perfect matchings of `size` peers, each as rank → partner."""
         return _matchings(self.graph, size)
 
 

@@ -1,4 +1,4 @@
-"""Gossip by name: peers that train replicas of their own, each at its own pace, and average in pairs underneath."""
+"""The named gossip strategies: peers train their own replicas, each at its own speed, and average in pairs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from offbeat.strategies.gossip.gossip_parts import (
     Random,
     Regular,
 )
-from offbeat.strategies.gossip.membership_view import linked_to
+from offbeat.strategies.gossip.membership_view import linked_ranks
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.topology.graphs import Complete, Cycle, ExponentialGraph, Graph, Star
 
 
 @dataclass(frozen=True)
 class Gossip(GossipBase, name="gossip"):
-    """Every rank computes, and steps an optimizer of its own; there is no hub."""
+    """Every rank computes gradients and steps its own optimizer; there is no hub."""
 
     summary: ClassVar[str] = "no hub: every peer steps its own replica and averages with one neighbour at a time"
     paper: ClassVar[str] = "Lian et al., ICML 2018 (AD-PSGD)"
@@ -54,7 +54,7 @@ class Gossip(GossipBase, name="gossip"):
         return True
 
     def peers(self, rank: int, processes: int) -> Iterable[int]:
-        return linked_to(self.graph, rank, processes)
+        return linked_ranks(self.graph, rank, processes)
 
     @property
     def is_decentralized(self) -> bool:
@@ -70,9 +70,9 @@ class Gossip(GossipBase, name="gossip"):
 
 @dataclass(frozen=True)
 class GossipAcid(Gossip, name="gossip-acid"):
-    """Gossip with A²CiD²: averaging that goes on in the direction it went."""
+    """Gossip with A²CiD²: averaging with momentum."""
 
-    summary: ClassVar[str] = "gossip whose averaging has momentum: keeps peers together that see different data"
+    summary: ClassVar[str] = "gossip with momentum of averaging: keeps peers with different data closer together"
     paper: ClassVar[str] = "Nabli, Belilovsky, Oyallon, NeurIPS 2023 (A²CiD²)"
     figure_style: ClassVar[int | None] = 10
 

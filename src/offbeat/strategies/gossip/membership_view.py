@@ -1,77 +1,89 @@
-"""Who is there, as one peer sees it; what of the graph is left; and how many samples everybody has taken.
+"""Live ranks, the graph that remains, and sample counts, as one peer sees them.
 
-Every peer is linked to its neighbours in the graph, with whom it averages, and to the lowest ranks, the *stewards*. The
-lowest that is alive is the *root* of whatever concerns all: the start, the end, who is there. A root that dies is
-followed by the next, so nobody is indispensable.
+Every peer is linked to its neighbours in the graph, with which it averages, and to the lowest ranks, the
+*coordinators*. The lowest live rank is the *root*: it starts global averages and the end of the run, and tracks
+membership. When the root is lost, the next coordinator takes over.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from offbeat.strategies.gossip.gossip_messages import Counts
+from offbeat.strategies.gossip.state_codec import SavedFields
 from offbeat.topology.graphs import Graph
 from offbeat.topology.topology import Constants, Topology
 
 COORDINATORS = 16
-"""So many of the lowest ranks everybody is linked to: as many may die at once before the rest cannot end together."""
+"""Lowest ranks to which all others are linked; the others cannot end together only if all of these are lost."""
 
 
-def linked_to(graph: Graph, rank: int, size: int) -> list[int]:
-    """The ranks that a rank has a link to."""
+def linked_ranks(graph: Graph, rank: int, size: int) -> list[int]:
+    """The ranks to which `rank` is linked."""
     others = range(size) if rank < COORDINATORS else range(min(COORDINATORS, size))
     return sorted({*graph.neighbours(rank, size), *others} - {rank})
 
 
 @functools.lru_cache(maxsize=32)
-def _left(graph: Graph, size: int, there: frozenset[int]) -> Topology:
-    """What is left of a graph; many peers of one process, as in a simulation, ask for the same."""
-    return Topology(graph, size, there)
+def _subgraph(graph: Graph, size: int, members: frozenset[int]) -> Topology:
+    """A graph restricted to some ranks; cached, since all peers of a simulation ask for the same one."""
+    return Topology(graph, size, members)
 
 
-class MembershipView:
+@dataclass(eq=False)
+class ViewState(SavedFields):
+    """The part of a `MembershipView` that a checkpoint holds."""
+
+    live: dict[int, int] = field(default_factory=dict)
+    """Rank → incarnation, of ranks whose link is up."""
+    absent: frozenset[int] = frozenset()
+    """Lost ranks among those without a link to this one, by the root's member list."""
+    counts: list[int] = field(default_factory=list)
+    """Samples of each rank, as far as this one knows."""
+
+
+class MembershipView(ViewState):
     def __init__(self, rank: int, size: int, graph: Graph, rate: float) -> None:
+        super().__init__(counts=[0] * size)
         self.rank = rank
         self.size = size
-        self.live: dict[int, int] = {}
-        """rank → incarnation, of those that there is a link to"""
-        self.absent: frozenset[int] = frozenset()
-        """Those that there is no link to, and that are said to be gone."""
-        self.counts = [0] * size
         self._graph = graph
         self._rate = rate
-        self._linked = frozenset(linked_to(graph, rank, size))
+        self._linked = frozenset(linked_ranks(graph, rank, size))
         self._topology: Topology | None = None
         self._constants: Constants | None = None
 
     @property
     def root(self) -> int:
+        """The lowest live coordinator, or this rank if it is lower or none is left."""
         return min([self.rank, *(rank for rank in self.live if rank < COORDINATORS)])
 
     @property
-    def leads(self) -> bool:
+    def is_root(self) -> bool:
         return self.root == self.rank
 
-    def all(self) -> tuple[int, ...]:
-        """Those that there is a link to, and this one, in order."""
+    @property
+    def members(self) -> tuple[int, ...]:
+        """This rank and those whose link is up, sorted."""
         return tuple(sorted({self.rank, *self.live}))
 
-    def joined(self, rank: int, incarnation: int) -> None:
+    def add(self, rank: int, incarnation: int) -> None:
         self.live[rank] = incarnation
         self._topology = None
 
-    def lost(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         self.live.pop(rank, None)
         self._topology = None
 
-    def forget_all(self) -> None:
-        """A process that goes on from a checkpoint is linked to nobody yet."""
+    def clear(self) -> None:
+        """Remove all ranks: no link of a restarted process is up yet."""
         self.live.clear()
         self._topology = None
 
-    def told(self, ranks: Iterable[int]) -> None:
-        """The root says who is there."""
+    def set_member_list(self, ranks: Iterable[int]) -> None:
+        """Take the live ranks from the root's member list, for ranks that have no link to this one."""
         self.absent = frozenset(range(self.size)) - frozenset(ranks) - self._linked - {self.rank}
         self._topology = None
 
@@ -79,27 +91,28 @@ class MembershipView:
 
     @property
     def topology(self) -> Topology:
-        """What is left of the graph, as far as this peer is connected to it."""
+        """The graph of live ranks that are connected to this one."""
         if self._topology is None:
-            there = frozenset(rank for rank in range(self.size) if self._is_there(rank))
-            whole = _left(self._graph, self.size, there)
-            self._topology = _left(self._graph, self.size, whole.reached_from(self.rank))
+            live = frozenset(rank for rank in range(self.size) if self._is_live(rank))
+            reachable = _subgraph(self._graph, self.size, live).reached_from(self.rank)
+            self._topology = _subgraph(self._graph, self.size, reachable)
             self._constants = None
         return self._topology
 
-    def _is_there(self, rank: int) -> bool:
+    def _is_live(self, rank: int) -> bool:
         if rank in self._linked:
             return rank in self.live
         return rank == self.rank or rank not in self.absent
 
     @property
-    def cut_off(self) -> list[int]:
-        """Those who are there, but with whom no path of averagings connects this peer any more."""
+    def unreachable(self) -> list[int]:
+        """Live ranks to which no path of exchanges leads from this one."""
         connected = set(self.topology.members)
-        return [rank for rank in range(self.size) if self._is_there(rank) and rank not in connected]
+        return [rank for rank in range(self.size) if self._is_live(rank) and rank not in connected]
 
     @property
     def constants(self) -> Constants:
+        """Constants of A²CiD² on the remaining graph."""
         topology = self.topology
         if self._constants is None:
             self._constants = topology.constants(self._rate)
@@ -107,22 +120,25 @@ class MembershipView:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Those with whom this peer can average now; one that counts twice is there twice."""
+        """Live neighbours; a rank with a double edge occurs twice."""
         return self.topology.neighbours(self.rank)
 
-    def may_meet(self, a: int, b: int) -> bool:
-        return self._is_there(a) and self._is_there(b) and b in self._graph.neighbours(a, self.size)
+    def may_average(self, a: int, b: int) -> bool:
+        """Whether two ranks are live and neighbours in the graph."""
+        return self._is_live(a) and self._is_live(b) and b in self._graph.neighbours(a, self.size)
 
-    # Counting
+    # Sample counts
 
     @property
     def samples(self) -> int:
+        """Samples of all ranks."""
         return sum(self.counts)
 
     @property
-    def told_counts(self) -> Counts:
+    def sample_counts(self) -> Counts:
+        """A copy of `counts` for a message."""
         return tuple(self.counts)
 
-    def count(self, counts: Iterable[int]) -> None:
-        """Hear what somebody else knows."""
+    def merge_counts(self, counts: Iterable[int]) -> None:
+        """Take the larger count of each rank."""
         self.counts = [max(pair) for pair in zip(self.counts, counts, strict=True)]

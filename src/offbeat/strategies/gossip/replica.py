@@ -1,11 +1,11 @@
-"""What a peer trains: parameters, their momentum of averaging, and buffers. All arithmetic is in place.
+"""The parameters that a peer trains, their A²CiD² momentum, and buffers. All arithmetic is in place.
 
-With A²CiD² a peer has a second copy x̃ of its parameters x. Kept is not x̃ but `acid_offset` = x̃ − x; all becomes
-simple: an optimizer's step, being applied to both alike, leaves it as it is; mixing over a time that shrinks it by q is
+With A²CiD² a peer has a second copy x̃ of its parameters x. Stored is `acid_offset` = x̃ − x, which an optimizer step
+leaves unchanged, since it is applied to both copies. Mixing for a time in which the offset decays by a factor q is
 
-    x += ½(1−q)·lead;  lead *= q
+    x += ½(1−q)·offset;  offset *= q
 
-and an exchange with difference d is x −= ½d, lead −= (α̃−½)d. What mixing conserves is x + ½·lead, the mean of both.
+and an exchange with difference d is x −= ½d, offset −= (α̃−½)d. Mixing conserves x + ½·offset, the mean of both copies.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from offbeat.core.compression import Compression
 from offbeat.core.flat import is_averaged
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
+from offbeat.core.strategy import State
 
-SHARE = 0.5
-"""α: how much of the difference each end takes."""
+ALPHA = 0.5
+"""α: the share of the difference that each end applies to its parameters."""
 
 
 class ExchangeResult(NamedTuple):
-    """What the end that answers has found, and hands on."""
+    """What the responder of an exchange sends back."""
 
     difference: Tensor
     buffers: Buffers
+    """The responder's buffers from before the exchange."""
     distance: float
+    """Squared Euclidean distance of the two peers before the exchange."""
 
 
 class Replica:
@@ -41,68 +44,68 @@ class Replica:
         self.acid_offset = torch.zeros_like(parameters) if accelerated else None
         self.buffers = tuple(buffer.clone() for buffer in buffers)
         self._compression = compression
-        self._copies = Pool()
+        self._pool = Pool()
 
     def reset(self, parameters: Tensor, buffers: Buffers) -> None:
-        """Begin from these values."""
+        """Set parameters and buffers, without momentum."""
         self.parameters.copy_(parameters)
         if self.acid_offset is not None:
             self.acid_offset.zero_()
         self.buffers = tuple(buffer.clone() for buffer in buffers)
 
-    def mix(self, kept: float) -> None:
-        """Let parameters and their second copy approach each other, so that `kept` of what lies between is left."""
-        if self.acid_offset is not None and kept < 1.0:
-            self.parameters.add_(self.acid_offset, alpha=0.5 * (1.0 - kept))
-            self.acid_offset.mul_(kept)
+    def mix(self, decay: float) -> None:
+        """Move both copies towards each other, until their offset is `decay` times what it was."""
+        if self.acid_offset is not None and decay < 1.0:
+            self.parameters.add_(self.acid_offset, alpha=0.5 * (1.0 - decay))
+            self.acid_offset.mul_(decay)
 
     def snapshot(self) -> tuple[Tensor, Buffers]:
-        """Values that can be sent."""
-        return self._copies.copy(self.parameters), tuple(buffer.clone() for buffer in self.buffers)
+        """Copies of parameters and buffers, to be sent."""
+        return self._pool.copy(self.parameters), tuple(buffer.clone() for buffer in self.buffers)
 
-    def mean_point(self) -> tuple[Tensor, Buffers]:
-        """The mean of both copies, which is what averaging conserves and what counts in the end; it can be sent."""
+    def mean_of_copies(self) -> tuple[Tensor, Buffers]:
+        """A snapshot with the mean of both copies, which averaging conserves: the parameters of global averages."""
         parameters, buffers = self.snapshot()
         if self.acid_offset is not None:
             parameters.add_(self.acid_offset, alpha=0.5)
         return parameters, buffers
 
     @property
-    def finite(self) -> bool:
-        """Whether its values may go to others."""
-        return bool(torch.isfinite(self.parameters).all()) and all(map(_finite, self.buffers))
+    def is_finite(self) -> bool:
+        """Whether all values are finite, so that they may be averaged with those of others."""
+        return bool(torch.isfinite(self.parameters).all()) and all(map(_is_finite, self.buffers))
 
-    def meet(self, theirs: Tensor, their_buffers: Buffers, alpha_tilde: float) -> ExchangeResult | None:
-        """Take this end's share of the difference to a peer; None, and nothing is changed, where it is not finite."""
-        difference = torch.sub(theirs, self.parameters, out=self._copies.like(self.parameters))
+    def respond(self, theirs: Tensor, their_buffers: Buffers, alpha_tilde: float) -> ExchangeResult | None:
+        """Apply this end's share of the difference to an offer; None, and no change, if a value is not finite."""
+        difference = torch.sub(theirs, self.parameters, out=self._pool.like(self.parameters))
         distance = float(torch.linalg.vector_norm(difference)) ** 2
-        if not math.isfinite(distance) or not all(map(_finite, (*their_buffers, *self.buffers))):
+        if not math.isfinite(distance) or not all(map(_is_finite, (*their_buffers, *self.buffers))):
             return None
         if self._compression is not None:
-            difference = self._compression.roundtrip(difference, self._copies)
+            difference = self._compression.roundtrip(difference, self._pool)
         mine = tuple(buffer.clone() for buffer in self.buffers)
-        self._take(difference, their_buffers, SHARE, alpha_tilde - SHARE)
+        self._apply(difference, their_buffers, ALPHA, alpha_tilde - ALPHA)
         return ExchangeResult(difference, mine, distance)
 
-    def settle(self, difference: Tensor, buffers: Buffers, alpha_tilde: float) -> None:
-        """Take the share of the end that began, to whatever it has become since; `buffers` are the other's."""
-        self._take(difference, buffers, -SHARE, SHARE - alpha_tilde)
+    def complete(self, difference: Tensor, buffers: Buffers, alpha_tilde: float) -> None:
+        """Apply the initiator's share of an answer to the current values; `buffers` are the responder's."""
+        self._apply(difference, buffers, -ALPHA, ALPHA - alpha_tilde)
 
-    def _take(self, difference: Tensor, buffers: Buffers, share: float, lead_share: float) -> None:
+    def _apply(self, difference: Tensor, buffers: Buffers, share: float, offset_share: float) -> None:
         self.parameters.add_(difference, alpha=share)
         if self.acid_offset is not None:
-            self.acid_offset.add_(difference, alpha=lead_share)
+            self.acid_offset.add_(difference, alpha=offset_share)
         for mine, theirs in zip(self.buffers, buffers, strict=True):
             if is_averaged(mine):
-                # Never by a difference, which may be old by now: a variance could become negative.
-                mine.lerp_(theirs, SHARE)
+                # Never by a difference, which may be out of date: a variance could become negative.
+                mine.lerp_(theirs, ALPHA)
             else:
                 torch.maximum(mine, theirs, out=mine)
 
-    def absorb(self, before: Buffers, after: Buffers) -> None:
-        """Let buffers change as a computation has changed them, whatever exchanges did to them meanwhile.
+    def add_buffer_changes(self, before: Buffers, after: Buffers) -> None:
+        """Add the changes that a computation made to its buffers, which exchanges may have changed meanwhile.
 
-        They fall no lower than either has them, since among them are variances.
+        No value falls below both the current one and the one in `after`, since running variances must stay positive.
         """
         for mine, old, new in zip(self.buffers, before, after, strict=True):
             if is_averaged(mine) and not mine.is_complex():
@@ -113,6 +116,20 @@ class Replica:
             else:
                 torch.maximum(mine, new, out=mine)
 
+    def state(self) -> State:
+        return {
+            "parameters": self.parameters.clone(),
+            "acid_offset": None if self.acid_offset is None else self.acid_offset.clone(),
+            "buffers": [buffer.clone() for buffer in self.buffers],
+        }
 
-def _finite(buffer: Tensor) -> bool:
+    def restore(self, state: State) -> None:
+        # In place, since the optimizer holds a reference to the parameters.
+        self.parameters.copy_(state["parameters"])
+        if self.acid_offset is not None:
+            self.acid_offset.copy_(state["acid_offset"])
+        self.buffers = tuple(state["buffers"])
+
+
+def _is_finite(buffer: Tensor) -> bool:
     return not is_averaged(buffer) or bool(torch.isfinite(buffer).all())

@@ -1,13 +1,15 @@
-"""How peers come to one result: global averages that the lowest rank calls for, and the end of a run.
+"""Global averages, which the root starts, and the end of a run.
 
-A round: the root sends Gather to all; sums go up a tree (`tree_reduce.py`), the mean comes down. At the start everybody
-begins with it. At the end everybody says Have, the root says Stop, everybody says Stopped and finishes. Nobody finishes
-before everybody holds the result, and whoever is called again hands out the one it holds: so all that are connected end
-with the same parameters, whoever dies on the way.
+A round: the root sends `ReduceStart` to all, partial sums go up a tree (`tree_reduce.py`), and the mean comes down. The
+average of the start is what all begin to train with. At the end every rank confirms with `AverageReceived`, the root
+sends `Stop`, and every rank replies `Stopped` and finishes. No rank finishes before all hold the result, and a rank
+that holds the result contributes it to any later round; so all connected ranks end with the same parameters, whichever
+ranks are lost meanwhile.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -31,334 +33,299 @@ from offbeat.strategies.gossip.gossip_messages import (
 )
 from offbeat.strategies.gossip.gossip_parts import GossipBase
 from offbeat.strategies.gossip.membership_view import COORDINATORS, MembershipView
+from offbeat.strategies.gossip.peer_state import COMPLETE, ENDING, GATHERING, TRAINING, PeerState
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children
 
-GATHERING, TRAINING, ENDING, HOLDING = "gathering", "training", "ending", "holding"
 
-
-class TerminationNode(Node):
+class TerminationNode(PeerState, Node):
     def __init__(self, config: GossipBase, context: NodeContext) -> None:
+        super().__init__(root=context.rank)
         self._config = config
-        self._setup = context
+        self._context = context
         self._rank = context.rank
-        self._expected = set(context.members) - {context.rank}
+        self._expected_ranks = set(context.members) - {context.rank}
         size = max(context.members) + 1
-        config.processes(size)  # refuses a size that the graph does not have
+        config.processes(size)  # raises if the graph does not exist at this size
+        accelerated = config.momentum is not None
         self._replica = Replica(
-            context.parameters,
-            context.buffers,
-            accelerated=config.momentum is not None,
-            compression=config.compression,
+            context.parameters, context.buffers, accelerated=accelerated, compression=config.compression
         )
         self._view = MembershipView(context.rank, size, config.graph, config.rate)
         self._averaging = Averaging(config, self._view, self._replica, context.random)
         self._evaluations = Evaluations(context.rank, context.evaluate)
-        self._version = 0
-        self._draw = 0
-
-        self._phase = GATHERING
-        self._computing = False
-        self._through = False
-        """Its own loop is over; it stays for the others."""
-        self._leaving = False
-        self._root = context.rank
-        self._round = int(context.random.integers(1 << 40))
-        """The last round that this peer has called for, as root; none is called twice, not even in another life."""
-        self._heard: tuple[int, int, int] = (-1, -1, -1)
-        """root, its incarnation, and the last round that it called for"""
-        self._reduce: TreeReduce | None = None
-        self._early: list[tuple[int, PartialSum]] = []
-        """Parts of a round that this peer has not been called to yet."""
-        self._fresh = False
-        """It has nothing to contribute: it came when all was over."""
-        self._met_beginners = False
-        """Whether others were about to begin as well: then it is a start, and not a return when all is over."""
-        self._result: Average | None = None
-        self._awaiting: set[int] = set()
-        """For the root: who does not hold the result yet, as far as it knows."""
-        self._owes_have = False
-        self._stopping = False
-        self._unstopped: set[int] = set()
-        self._told_to_stop = False
-        self._throughs: set[int] = set()
-        self._to_meet: set[int] = set()
-        """For a root that knows less than the others: whom it should be linked to before it calls for the end."""
-        self._finished = False
+        self.reduce_round = int(context.random.integers(1 << 40))
 
     @abstractmethod
     def _begin(self, at: float, elapsed_seconds: float) -> Iterator[Action]:
-        """Begin to train with the parameters that are there; the run has lasted for so long."""
+        """Start to train with the current parameters, `elapsed_seconds` after the start of the run."""
+
+    def _notice(self, at: float, text: str) -> Report:
+        return Report(Notice(at=at, rank=self._rank, text=text))
 
     # Global averages
 
     def _start_reduce(self, at: float, final: bool) -> Iterator[Action]:
-        """For the root: call for an average over all that are there; again, and directly, where one was under way."""
-        self._round += 1
-        members = (self._rank, *sorted(self._audience()))
+        """On the root: start a round over all live ranks; without tree if it replaces a round under way."""
+        self.reduce_round += 1
         if self._rank >= COORDINATORS:
-            text = (
-                f"peer {self._rank} goes on by itself: none of the {COORDINATORS} lowest ranks is left to call for all"
-            )
-            yield Report(Notice(at=at, rank=self._rank, text=text))
-        gather = ReduceStart(self._round, final, members, direct=self._reduce is not None)
-        self._reduce = TreeReduce(self._rank, self._rank, gather)
-        if final and self._phase == GATHERING:
-            self._come_too_late()
-        for rank in gather.members:
-            if rank != self._rank:
-                yield Send(rank, gather)
+            lost = f"all of the {COORDINATORS} lowest ranks, which link the others, are lost"
+            yield self._notice(at, f"peer {self._rank} continues alone: {lost}")
+        members = (self._rank, *sorted(self._linked_members()))
+        start = ReduceStart(self.reduce_round, final, members, direct=self.tree_reduce is not None)
+        self.tree_reduce = TreeReduce.create(self._rank, self._rank, start)
+        if final and self.phase == GATHERING:
+            self.phase, self.joined_too_late = ENDING, True
+        for rank in members[1:]:
+            yield Send(rank, start)
         yield from self._contribute(at)
 
-    def _audience(self) -> set[int]:
-        """Whom this peer, as root, calls: all, or nobody, where none is left of those that all are linked to."""
+    def _linked_members(self) -> set[int]:
+        """The ranks of a round besides the root: none if the root is not a coordinator, to which all are linked."""
         return set(self._view.live) if self._rank < COORDINATORS else set()
 
-    def _come_too_late(self) -> None:
-        self._phase, self._fresh = ENDING, True
-
-    def _gather(self, at: float, root: int, gather: ReduceStart) -> Iterator[Action]:
-        call = (root, self._view.live.get(root, -1), gather.round)
-        if root != self._root or (call[:2] == self._heard[:2] and gather.round <= self._heard[2]):
+    def _on_reduce_start(self, at: float, root: int, start: ReduceStart) -> Iterator[Action]:
+        latest, last = (root, self._view.live.get(root, -1), start.round), self.last_reduce_start
+        if root != self.root or (latest[:2] == last[:2] and start.round <= last[2]):
             return
-        self._heard = call
-        if not gather.final and self._phase != GATHERING:
-            yield Send(root, Status(training=True) if self._phase == TRAINING else self._enough())
+        self.last_reduce_start = latest
+        if not start.final and self.phase != GATHERING:
+            yield Send(root, Status(training=True) if self.phase == TRAINING else self._goal_message())
             return
-        if gather.final and self._phase == GATHERING:
-            self._come_too_late()
-        elif self._phase == TRAINING:
-            yield from self._freeze()
-        self._met_beginners = True
-        self._reduce = TreeReduce(self._rank, root, gather)
-        early, self._early = self._early, []
+        if start.final and self.phase == GATHERING:
+            self.phase, self.joined_too_late = ENDING, True
+        elif self.phase == TRAINING:
+            yield from self._stop_training()
+        self.others_are_starting = True
+        self.tree_reduce = TreeReduce.create(self._rank, root, start)
+        early, self.early_sums = self.early_sums, []
         for source, part in early:
-            if self._reduce.is_of(part):
-                self._reduce.add(source, part)
+            if self.tree_reduce.includes(part):
+                self.tree_reduce.add(source, part)
         yield from self._contribute(at)
 
     def _contribute(self, at: float) -> Iterator[Action]:
-        """Add this peer's own part, once nothing changes it any more."""
-        tree_reduce = self._reduce
+        """Add this rank's values once nothing can change them, and pass the sum on when it is complete."""
+        tree_reduce = self.tree_reduce
         if tree_reduce is None:
             return
         if not tree_reduce.contributed:
-            if self._computing or self._averaging.outstanding is not None:
+            if self.computing or self._averaging.pending is not None:
                 return
             self._averaging.mix(at)
-            if self._result is not None:
-                held = self._result
-                tree_reduce.contribute((held.parameters, held.buffers), held.version, result=True)
-            elif self._fresh:
-                tree_reduce.contribute(None, self._version)
-            elif not self._replica.finite:
-                text = f"the parameters of peer {self._rank} are not finite, so they have no part in the average"
-                yield Report(Notice(at=at, rank=self._rank, text=text))
-                tree_reduce.contribute(None, self._version)
+            if self.result is not None:
+                values = self.result.parameters, self.result.buffers
+                tree_reduce.contribute(values, self.result.version, is_result=True)
+            elif self.joined_too_late:
+                tree_reduce.contribute(None, self.version)
+            elif not self._replica.is_finite:
+                yield self._notice(at, f"the parameters of peer {self._rank} are not finite and are not averaged")
+                tree_reduce.contribute(None, self.version)
             else:
-                tree_reduce.contribute(self._replica.mean_point(), self._version)
+                tree_reduce.contribute(self._replica.mean_of_copies(), self.version)
         if not tree_reduce.complete:
             return
         if tree_reduce.parent is None:
-            yield from self._complete(at, tree_reduce)
+            yield from self._send_average(at, tree_reduce)
         elif tree_reduce.parent in self._view.live:
-            yield Send(tree_reduce.parent, tree_reduce.part(self._replica.parameters, self._view.told_counts))
+            yield Send(tree_reduce.parent, tree_reduce.partial_sum(self._replica.parameters, self._view.sample_counts))
         else:
-            yield Send(self._root, ReduceRetry(tree_reduce.gather.round))
+            yield Send(self.root, ReduceRetry(tree_reduce.start.round))
 
-    def _part(self, at: float, source: int, part: PartialSum) -> Iterator[Action]:
-        if self._reduce is not None and self._reduce.is_of(part):
-            if source in self._reduce.awaited:
-                self._reduce.add(source, part)
-                yield from self._contribute(at)
-        else:
-            self._early.append((source, part))
+    def _on_partial_sum(self, at: float, source: int, part: PartialSum) -> Iterator[Action]:
+        if self.tree_reduce is None or not self.tree_reduce.includes(part):
+            self.early_sums.append((source, part))
+        elif source in self.tree_reduce.awaited:
+            self.tree_reduce.add(source, part)
+            yield from self._contribute(at)
 
-    def _retry(self, at: float, source: int, number: int) -> Iterator[Action]:
-        if self._phase == HOLDING and self._view.leads:
-            yield self._directly(source)
-        elif self._phase == TRAINING:
+    def _on_reduce_retry(self, at: float, source: int, reduce_round: int) -> Iterator[Action]:
+        if self.phase == COMPLETE and self._view.is_root:
+            yield self._send_result(source)
+        elif self.phase == TRAINING:
             yield Send(source, Status(training=True))
-        elif self._reduce is not None and self._view.leads and number == self._reduce.gather.round:
-            yield from self._start_reduce(at, final=self._reduce.gather.final)
+        elif self.tree_reduce is not None and self._view.is_root and reduce_round == self.tree_reduce.start.round:
+            yield from self._start_reduce(at, final=self.tree_reduce.start.final)
 
-    def _complete(self, at: float, tree_reduce: TreeReduce) -> Iterator[Action]:
-        """For the root: everybody's part is there."""
-        parameters, buffers = tree_reduce.mean() or self._replica.mean_point()
-        if not self._fresh and not tree_reduce.says_something and not self._replica.finite:
-            yield from self._give_up("no peer has finite parameters; lower the learning rate, or clip the gradient")
+    def _send_average(self, at: float, tree_reduce: TreeReduce) -> Iterator[Action]:
+        """On the root: all partial sums have arrived."""
+        mean = tree_reduce.mean()
+        if mean is None and not self.joined_too_late and not self._replica.is_finite:
+            yield self._fail("no peer has finite parameters; lower the learning rate, or clip the gradient")
             return
-        gather = tree_reduce.gather
+        parameters, buffers = mean or self._replica.mean_of_copies()
+        start = tree_reduce.start
         average = Average(
             parameters=parameters,
             buffers=buffers,
             root=self._rank,
-            round=gather.round,
-            final=gather.final,
-            members=gather.members,
-            direct=gather.direct,
-            version=tree_reduce.version if tree_reduce.result else tree_reduce.version + 1,
-            counts=self._view.told_counts,
+            round=start.round,
+            final=start.final,
+            members=start.members,
+            direct=start.direct,
+            version=tree_reduce.version if tree_reduce.is_earlier_result else tree_reduce.version + 1,
+            counts=self._view.sample_counts,
         )
-        yield from self._take(at, average)
+        yield from self._apply_average(at, average)
 
-    def _average(self, at: float, average: Average) -> Iterator[Action]:
-        if not average.final and self._phase != GATHERING:
+    def _on_average(self, at: float, average: Average) -> Iterator[Action]:
+        if not average.final and self.phase != GATHERING:
             return
-        if average.final and self._phase == TRAINING:
-            yield from self._freeze()
-        yield from self._take(at, average)
+        if average.final and self.phase == TRAINING:
+            yield from self._stop_training()
+        yield from self._apply_average(at, average)
 
-    def _take(self, at: float, average: Average) -> Iterator[Action]:
+    def _apply_average(self, at: float, average: Average) -> Iterator[Action]:
+        """Forward a global average to the children; start to train with it, or hold it as the result."""
         if average.members:
             for rank in children(self._rank, average.members, average.direct):
                 yield Send(rank, average)
-        self._reduce = None
+        self.tree_reduce = None
         if not average.final:
             self._replica.reset(average.parameters, average.buffers)
             yield from self._begin(at, 0.0)
             return
-        self._result, self._phase = average, HOLDING
-        if self._view.leads:
-            self._awaiting = self._audience()
+        self.result, self.phase = average, COMPLETE
+        if self._view.is_root:
+            self.awaiting_receipt = self._linked_members()
             if self._evaluations.has_new(average.version):
                 values = average.parameters, average.buffers
                 yield from self._evaluations.begin(at, average.version, self._view.samples, values)
-            yield from self._stop_if_all_have(at)
+            yield from self._stop_if_all_received()
         else:
-            self._owes_have = True
-            yield from self._settled(at)
+            self.receipt_due = True
+            yield from self._continue_when_idle(at)
 
-    def _directly(self, rank: int) -> Send:
-        """The result, to one alone, who hands it on to nobody."""
-        assert self._result is not None
-        held = self._result
-        message = Average(
-            parameters=held.parameters,
-            buffers=held.buffers,
+    def _send_result(self, rank: int) -> Send:
+        """The result for one rank, which forwards it to no other."""
+        assert self.result is not None
+        message = dataclasses.replace(
+            self.result,
             root=self._rank,
-            round=self._round,
-            final=True,
+            round=self.reduce_round,
             members=(),
             direct=True,
-            version=held.version,
-            counts=self._view.told_counts,
+            counts=self._view.sample_counts,
         )
         return Send(rank, message, supersedes="result")
 
     # The end
 
     def _end(self, at: float) -> Iterator[Action]:
-        """Training is over, as far as this peer knows."""
-        if self._phase != TRAINING or self._leaving:
+        """Stop to train, and start the final average or ask the root for it."""
+        if self.phase != TRAINING or self.leaving:
             return
-        yield from self._freeze()
-        if self._view.leads:
+        yield from self._stop_training()
+        if self._view.is_root:
             yield from self._start_reduce(at, final=True)
         else:
-            yield Send(self._root, self._enough())
+            yield Send(self.root, self._goal_message())
 
-    def _freeze(self) -> Iterator[Action]:
-        """From here on this replica does not change any more, but for an answer that is still owed to it."""
-        self._phase = ENDING
-        self._averaging.end()
+    def _stop_training(self) -> Iterator[Action]:
+        """From here on only the reply to a pending exchange changes the replica."""
+        self.phase = ENDING
+        self._averaging.stop()
         yield ClearTimer(TIMER)
         yield ClearTimer("until")
-        if self._computing:
+        if self.computing:
             yield Cancel()
 
-    def _enough(self) -> GoalReached:
-        return GoalReached(self._view.told_counts, self._view.all())
+    def _goal_message(self) -> GoalReached:
+        return GoalReached(self._view.sample_counts, self._view.members)
 
-    def _told_enough(self, at: float, source: int, members: tuple[int, ...]) -> Iterator[Action]:
-        if self._phase == TRAINING:
+    def _on_goal_reached(self, at: float, source: int, members: tuple[int, ...]) -> Iterator[Action]:
+        if self.phase == TRAINING:
             yield from self._end(at)
-        elif not self._view.leads:
+        elif not self._view.is_root:
             return
-        elif self._phase == HOLDING and not self._to_meet:
-            self._awaiting.add(source)
-            yield self._directly(source)
-        elif self._reduce is not None and self._reduce.gather.final:
-            yield Send(source, self._reduce.gather)  # it did not know yet that this peer leads
-        elif self._phase == GATHERING:
-            self._to_meet |= {*members} - {self._rank}
-            yield SetTimer("meet", self._config.patience_seconds / 10)
-            yield from self._meet(at)
+        elif self.phase == COMPLETE and not self.required_links:
+            self.awaiting_receipt.add(source)
+            yield self._send_result(source)
+        elif self.tree_reduce is not None and self.tree_reduce.start.final:
+            yield Send(source, self.tree_reduce.start)  # the first one came before the source knew this root
+        elif self.phase == GATHERING:
+            self.required_links |= {*members} - {self._rank}
+            yield SetTimer("links", self._config.patience_seconds / 10)
+            yield from self._start_final_if_linked(at)
 
-    def _meet(self, at: float) -> Iterator[Action]:
-        """Call for the end, once those are there who are known to be."""
-        if self._to_meet <= self._view.live.keys() and self._view.leads and self._phase != TRAINING:
-            self._to_meet.clear()
-            yield ClearTimer("meet")
+    def _start_final_if_linked(self, at: float) -> Iterator[Action]:
+        """On a root that has restarted: start the final average once the required links are up."""
+        if self.required_links <= self._view.live.keys() and self._view.is_root and self.phase != TRAINING:
+            self.required_links.clear()
+            yield ClearTimer("links")
             yield from self._start_reduce(at, final=True)
 
-    def _say_through(self, at: float) -> Iterator[Action]:
-        if self._view.leads:
-            yield from self._told_through(at, self._rank)
+    def _on_links_timeout(self, at: float) -> Iterator[Action]:
+        self.required_links.clear()
+        yield from self._start_final_if_linked(at)
+
+    def _announce_loop_end(self, at: float) -> Iterator[Action]:
+        if self._view.is_root:
+            yield from self._on_loop_ended(at, self._rank)
         else:
-            yield Send(self._root, LoopEnded(self._view.told_counts))
+            yield Send(self.root, LoopEnded(self._view.sample_counts))
 
-    def _told_through(self, at: float, rank: int) -> Iterator[Action]:
-        self._throughs.add(rank)
-        yield from self._end_if_all_through(at)
+    def _on_loop_ended(self, at: float, rank: int) -> Iterator[Action]:
+        self.loops_ended.add(rank)
+        yield from self._end_if_all_loops_ended(at)
 
-    def _end_if_all_through(self, at: float) -> Iterator[Action]:
-        if self._view.leads and self._throughs >= set(self._view.all()):
+    def _end_if_all_loops_ended(self, at: float) -> Iterator[Action]:
+        if self._view.is_root and self.loops_ended >= set(self._view.members):
             yield from self._end(at)
 
-    def _settled(self, at: float) -> Iterator[Action]:
-        """Nothing is being computed, or no answer is owed any more: what has waited for that goes on."""
-        if self._computing or self._averaging.outstanding is not None:
+    def _continue_when_idle(self, at: float) -> Iterator[Action]:
+        """Do what had to wait until no computation is outstanding and no exchange is pending."""
+        if self.computing or self._averaging.pending is not None:
             return
-        if self._leaving:
-            yield from self._finish(*self._replica.mean_point(), self._version, None)
+        if self.leaving:
+            yield self._finish(*self._replica.mean_of_copies(), self.version)
             return
-        if self._reduce is not None and not self._reduce.contributed:
+        if self.tree_reduce is not None and not self.tree_reduce.contributed:
             yield from self._contribute(at)
-        if self._phase == HOLDING and self._owes_have and not self._view.leads:
-            assert self._result is not None
-            self._owes_have = False
-            yield Send(self._root, AverageReceived(self._result.version))
+        if self.phase == COMPLETE and self.receipt_due and not self._view.is_root:
+            assert self.result is not None
+            self.receipt_due = False
+            yield Send(self.root, AverageReceived(self.result.version))
 
-    def _have(self, at: float, source: int, version: int) -> Iterator[Action]:
-        if self._result is None or self._result.version != version or not self._view.leads:
+    def _on_average_received(self, source: int, version: int) -> Iterator[Action]:
+        if self.result is None or self.result.version != version or not self._view.is_root:
             return
-        self._awaiting.discard(source)
-        if self._stopping:
-            yield self._stop(source)
-        yield from self._stop_if_all_have(at)
+        self.awaiting_receipt.discard(source)
+        if self.stop_sent:
+            yield self._send_stop(source)
+        yield from self._stop_if_all_received()
 
-    def _stop_if_all_have(self, at: float) -> Iterator[Action]:
-        if not self._awaiting and not self._stopping and self._view.leads:
-            self._stopping = True
-            for rank in sorted(self._audience()):
-                yield self._stop(rank)
-        yield from self._finish_if_done(at)
+    def _stop_if_all_received(self) -> Iterator[Action]:
+        if not self.awaiting_receipt and not self.stop_sent and self._view.is_root:
+            self.stop_sent = True
+            for rank in sorted(self._linked_members()):
+                yield self._send_stop(rank)
+        yield from self._finish_if_done()
 
-    def _stop(self, rank: int) -> Send:
-        """Everybody holds the result; so it need not travel again."""
-        assert self._result is not None
-        self._unstopped.add(rank)
-        return Send(rank, Stop(self._result.parameters.new_empty(0), (), self._result.version))
+    def _send_stop(self, rank: int) -> Send:
+        """`Stop` without parameters, since every rank holds the result."""
+        assert self.result is not None
+        self.awaiting_stopped.add(rank)
+        return Send(rank, Stop(self.result.parameters.new_empty(0), (), self.result.version))
 
-    def _told_stop(self, at: float, source: int, version: int) -> Iterator[Action]:
-        if self._result is None or self._result.version != version:
+    def _on_stop(self, source: int, version: int) -> Iterator[Action]:
+        if self.result is None or self.result.version != version:
             return
-        self._told_to_stop = True
-        yield Send(source, Stopped(draws_stop=self._draw, samples=self._view.counts[self._rank]))
-        yield from self._finish_if_done(at)
+        self.stop_received = True
+        yield Send(source, Stopped(draws_stop=self.draw, samples=self._view.counts[self._rank]))
+        yield from self._finish_if_done()
 
-    def _finish_if_done(self, at: float) -> Iterator[Action]:
-        if self._finished or self._phase != HOLDING or self._unstopped:
+    def _finish_if_done(self) -> Iterator[Action]:
+        if self.finished or self.phase != COMPLETE or self.awaiting_stopped:
             return
-        alone = self._view.leads and self._stopping and not self._awaiting and not self._evaluations.under_way
-        if self._told_to_stop or alone:
-            assert self._result is not None
-            yield from self._finish(self._result.parameters, self._result.buffers, self._result.version, None)
+        all_received = self._view.is_root and self.stop_sent and not self.awaiting_receipt
+        if self.stop_received or (all_received and not self._evaluations.under_way):
+            assert self.result is not None
+            yield self._finish(self.result.parameters, self.result.buffers, self.result.version)
 
-    def _give_up(self, sentence: str) -> Iterator[Action]:
-        yield from self._finish(*self._replica.mean_point(), self._version, sentence)
+    def _fail(self, sentence: str) -> Finish:
+        return self._finish(*self._replica.mean_of_copies(), self.version, sentence)
 
-    def _finish(self, parameters: Tensor, buffers: Buffers, version: int, failure: str | None) -> Iterator[Action]:
-        self._finished = True
-        yield Finish(parameters, buffers, version, failure)
+    def _finish(self, parameters: Tensor, buffers: Buffers, version: int, failure: str | None = None) -> Finish:
+        self.finished = True
+        return Finish(parameters, buffers, version, failure)
