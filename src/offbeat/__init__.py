@@ -1,9 +1,12 @@
 """offbeat trains one model on many machines without making the fast ones wait.
 
-import offbeat as ob
+    import offbeat as ob
 
-run = ob.simulate(ob.workloads.Digits(), ob.AsyncTimed(), ob.Cluster(straggle=ob.stragglers.NIAGARA), workers=10)
-print(run.summary.seconds_to_target)
+    cluster = ob.Cluster(straggle=ob.stragglers.NIAGARA)
+    run = ob.simulate(ob.workloads.Digits(), ob.AsyncTimed(), cluster, workers=10)
+    print(run.summary.seconds_to_target)
+
+`dir(ob)` lists the public names; `help(ob.schedules)`, `help(ob.parts)` and so on explain the namespaces.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is used first, since torch alone takes a second or two."""
+    """Import a public name on first use, since importing torch takes a second or two."""
     if name == "__all__" or not name.startswith("_"):
         api = importlib.import_module("offbeat.api")
         if name == "__all__" or name in api.__all__:

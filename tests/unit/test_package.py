@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -30,11 +34,28 @@ def test_exported_names_change_only_on_purpose() -> None:
     assert all(hasattr(ob, name) for name in public)
 
 
-def test_namespaces_hold_what_they_say_and_nothing_else() -> None:
-    for namespace in NAMESPACES.split():
-        module = getattr(ob, namespace)
-        assert module.__doc__
-        assert all(hasattr(module, name) for name in module.__all__)
+@pytest.mark.parametrize("namespace", NAMESPACES.split())
+def test_a_namespace_lists_its_names_and_nothing_else(namespace: str) -> None:
+    module = getattr(ob, namespace)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert [name for name in dir(module) if not name.startswith("_")] == sorted(module.__all__)
+
+
+@pytest.mark.parametrize(
+    "module", ["offbeat", *(f"offbeat.api.{name}" for name in NAMESPACES.split() if name != "testing")]
+)
+def test_the_example_in_the_docstring_of_a_namespace_runs(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(*arguments: Any, **settings: Any) -> Any:
+        """Checks the arguments as `ob.simulate` does, without running anything."""
+        ob.Experiment(*arguments, **settings).resolved()
+        return MagicMock()
+
+    monkeypatch.setattr(ob, "simulate", simulate)
+    source = Path(importlib.import_module(module).__file__ or "").read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(source), clean=False) or ""
+    code = "\n".join(line for line in doc.splitlines() if not line or line.startswith("    "))
+    assert "import offbeat as ob" in code
+    exec(textwrap.dedent(code), {"__name__": "example"})
 
 
 def imported_by(path: Path) -> set[str]:
@@ -82,7 +103,7 @@ def test_commands_that_need_no_torch_do_not_wait_for_it() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_name_that_is_not_there_is_said_so() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Digitz'"):
         _ = ob.Digitz
     assert {"simulate", "__version__"} <= set(dir(ob))

@@ -1,7 +1,7 @@
-"""What `import offbeat as ob` offers: the names that are typed first, and namespaces for the rest.
+"""The public names of `import offbeat as ob`: those that are used most, and namespaces for the rest.
 
-Imported when the first name is used, since torch alone takes a second or two. May import everything but the command
-line; nothing imports it.
+`offbeat/__init__.py` imports this package when the first name is used, since importing torch takes a second or two.
+May import everything but `cli`; no other package imports it.
 """
 
 from offbeat import testing

@@ -1,4 +1,11 @@
-"""Image models by name, for the `model` of an image workload."""
+"""Image models, for the field `model` of an image workload.
+
+    import offbeat as ob
+
+    workload = ob.workloads.Cifar10(model=ob.models.ResNet18(width=0.5))
+
+`width` multiplies the number of channels; `offbeat workloads --counts` prints the number of parameters.
+"""
 
 from offbeat.lab.workloads.models import (
     AllCNN,

@@ -1,4 +1,12 @@
-"""Everything that `ob.Hub`, `ob.LocalSteps`, `ob.Population` and `ob.Gossip` are composed from."""
+"""The parts that `ob.Hub`, `ob.LocalSteps`, `ob.Population` and `ob.Gossip` are composed from.
+
+    import offbeat as ob
+
+    k_of_n = ob.Hub(collect=ob.parts.Distinct(8))
+    gossip = ob.Gossip(momentum=ob.parts.Acid())
+
+A part that does not fit the field is refused by the constructor, which names those that do.
+"""
 
 from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, Matchings, Poisson, Random, Regular
 from offbeat.strategies.hub.hub_parts import (

@@ -1,4 +1,11 @@
-"""Named workloads, the data of a workload of your own, and how data is split among workers."""
+"""Named workloads, the data of a workload of your own, and how data is split among workers.
+
+    import offbeat as ob
+
+    run = ob.simulate(ob.workloads.Digits(split=ob.workloads.Dirichlet(0.3)), ob.AsyncTimed())
+
+A workload of your own is `ob.Workload`; `offbeat workloads` lists the named ones.
+"""
 
 from offbeat.core.examples import Examples
 from offbeat.core.splits import ByLabel, Dirichlet, Sharded, Shared, Split

@@ -38,3 +38,7 @@ __all__ = [
     "replay",
     "transport_checks",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
