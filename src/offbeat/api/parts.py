@@ -5,7 +5,7 @@
     k_of_n = ob.Hub(collect=ob.parts.Distinct(8))
     gossip = ob.Gossip(momentum=ob.parts.Acid())
 
-A part that does not fit the field is refused by the constructor, which names those that do.
+A part that does not fit the field is refused by the constructor, which names the expected type.
 """
 
 from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, Matchings, Poisson, Random, Regular
