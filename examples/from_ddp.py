@@ -1,4 +1,4 @@
-"""A script for DistributedDataParallel, changed line by line; `# DDP:` shows what stood there.
+"""A script for DistributedDataParallel, changed line by line; `# DDP:` shows the original line.
 
 python examples/from_ddp.py                        one peer
 offbeat launch -n 2 examples/from_ddp.py           two peers
@@ -46,7 +46,7 @@ def main() -> None:
             peer.step()  # DDP: optimizer.step()
         scheduler.step()
 
-    peer.close()  # DDP: nothing, every step has waited for everybody
+    peer.close()  # DDP: nothing, every step has waited for all ranks
     if peer.rank == 0:  # DDP: if dist.get_rank() == 0:
         model.eval()
         with torch.no_grad():

@@ -307,7 +307,7 @@ def test_two_computations_at_once_are_detected() -> None:
 
 
 def test_the_line_that_repeats_a_failure_is_a_command_where_possible() -> None:
-    line = strategy_conformance._repeat_line
+    line = strategy_conformance._repeat_command
     assert line(ob.AsyncTimed(), 7, True, True) == "offbeat replay async-timed --seed 7"
     assert line(ob.AsyncTimed(), 7, True, False) == "offbeat replay async-timed --seed 7 --no-faults"
     assert line(ob.AsyncTimed(hub_seconds=9.0), 7, True, True).startswith("offbeat.testing.check_case(")

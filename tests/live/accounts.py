@@ -1,4 +1,4 @@
-"""What a live run must have kept, whatever was done to it."""
+"""Checks of the records of live runs, under any faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_accounts(run: RunRecords) -> None:
         total += counted
         assert update.samples_total == total
         for part in update.contributions:
-            accounted[part.rank].add(part.first, part.stop)  # refuses what is there already
+            accounted[part.rank].add(part.first, part.stop)  # raises if a draw is there already
     for dropped in of_kind(run, Dropped):
         accounted[dropped.rank].add(dropped.first, dropped.stop)
     for rank, draws in accounted.items():
@@ -29,7 +29,7 @@ def check_accounts(run: RunRecords) -> None:
 
 
 def check_traffic(run: RunRecords) -> None:
-    """Every process that came to its end has counted what it says that it sent, and its counts have never fallen."""
+    """The last traffic record of each finished process equals its `ended` record, and counts never decrease."""
     last = {(record.rank, record.at): record.sent.values() for record in of_kind(run, Traffic)}
     ends = list(of_kind(run, Ended))
     assert ends
@@ -46,7 +46,7 @@ def check_traffic(run: RunRecords) -> None:
 
 
 def processes_of(parent: int) -> dict[int, int]:
-    """The ranks that a process has started, and their process numbers."""
+    """The ranks that a process has started, and their process ids."""
     found = {}
     for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
         for number in tasks.read_text().split():

@@ -1,4 +1,4 @@
-"""`offbeat.AsyncDataParallel`: loops that step an optimizer of their own, alone, side by side, and interrupted."""
+"""`offbeat.AsyncDataParallel`: loops that step their own optimizer, with one peer, with several, and interrupted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAIT_SECONDS = 500.0
 
 @pytest.fixture(scope="module")
 def data() -> TensorDataset:
-    """Two clouds of points, easily told apart."""
+    """Two clusters of points, linearly separable."""
     random = torch.Generator().manual_seed(0)
     targets = torch.arange(600) % 2
     inputs = torch.randn(600, 4, generator=random) + 2.0 * (2 * targets[:, None] - 1)
@@ -70,11 +70,11 @@ def rounds_of(peer: ob.AsyncDataParallel) -> list[Round]:
     return list(of_kind(peer.records, Round))
 
 
-# Alone
+# One peer
 
 
-def test_a_single_process_trains_as_a_plain_loop_does(data: TensorDataset) -> None:
-    """With nobody to average with, the parameters are those of the optimizer by itself, to rounding."""
+def test_a_single_peer_trains_like_the_plain_loop(data: TensorDataset) -> None:
+    """Without other peers, the parameters are those of the optimizer alone, up to rounding."""
     results = []
     for wrapped in (False, True):
         model = network()
@@ -99,7 +99,7 @@ def test_a_single_process_trains_as_a_plain_loop_does(data: TensorDataset) -> No
         torch.testing.assert_close(results[1][name], tensor, msg=name)
 
 
-def test_an_optimizer_built_afterwards_holds_the_same_parameters(data: TensorDataset) -> None:
+def test_an_optimizer_created_afterwards_would_hold_the_same_parameters(data: TensorDataset) -> None:
     model = network()
     parameters = list(model.parameters())
     with ob.AsyncDataParallel(model, sgd(model)):
@@ -107,7 +107,7 @@ def test_an_optimizer_built_afterwards_holds_the_same_parameters(data: TensorDat
         assert all(parameter.grad is None for parameter in parameters)
 
 
-def test_samples_are_counted_in_training_mode_only(data: TensorDataset) -> None:
+def test_samples_are_those_of_forward_calls_in_training_mode(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     x, y = data[:30]
@@ -132,7 +132,7 @@ def test_samples_are_counted_in_training_mode_only(data: TensorDataset) -> None:
     assert rounds_of(peer)[-1].loss == pytest.approx(7 * float(loss.detach()))
 
 
-def test_a_model_can_be_copied_and_saved_during_training(data: TensorDataset) -> None:
+def test_a_model_may_be_copied_and_saved_during_training(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     with ob.AsyncDataParallel(model, optimizer) as peer:
@@ -172,7 +172,7 @@ def test_steps_that_are_never_finite_fail_the_run_with_a_sentence(data: TensorDa
         loop()
 
 
-def test_until_is_reached_by_repeating_the_batches(data: TensorDataset) -> None:
+def test_until_is_reached_by_repeated_passes_over_the_data(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     epochs = []
@@ -189,17 +189,17 @@ def test_until_is_reached_by_repeating_the_batches(data: TensorDataset) -> None:
             taught(model, optimizer, peer, batch)
         assert peer.done
         after = state_of(model)
-        peer.step()  # over: nothing is counted, and nothing changes
+        peer.step()  # training has ended: nothing is counted or changed
         assert all(torch.equal(after[name], tensor) for name, tensor in state_of(model).items())
     assert epochs == [0, 1, 2, 3]
     assert peer.summary.samples == 2_000
 
 
-def test_evaluation_runs_beside_the_loop(data: TensorDataset) -> None:
+def test_evaluation_runs_in_parallel_to_the_loop(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
-    asked = {"evaluate": lambda net: (0.25, 0.5), "every": ob.EveryUpdates(2)}
-    with ob.AsyncDataParallel(model, optimizer, until=600, **asked) as peer:
+    evaluation = {"evaluate": lambda net: (0.25, 0.5), "every": ob.EveryUpdates(2)}
+    with ob.AsyncDataParallel(model, optimizer, until=600, **evaluation) as peer:
         for batch in peer.batches(DataLoader(data, batch_size=50)):
             taught(model, optimizer, peer, batch)
     assert (peer.summary.loss, peer.summary.accuracy) == (0.25, 0.5)
@@ -214,7 +214,7 @@ def test_an_error_in_the_loop_is_raised_unchanged_and_leaves_no_thread(data: Ten
 
 @dataclass(frozen=True)
 class Interrupted(ob.Gossip):
-    """Somebody presses Ctrl-C while the node is handed the third step."""
+    """SIGINT arrives while the node handles the third step."""
 
     def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
         node = super().node(context)
@@ -229,7 +229,7 @@ class Interrupted(ob.Gossip):
         return node
 
 
-def test_ctrl_c_during_an_event_waits_for_its_end(data: TensorDataset) -> None:
+def test_ctrl_c_during_an_event_is_deferred_to_its_end(data: TensorDataset) -> None:
     model = network()
     optimizer = sgd(model)
     peer = ob.AsyncDataParallel(model, optimizer, strategy=Interrupted())
@@ -246,12 +246,12 @@ def test_ctrl_c_during_an_event_waits_for_its_end(data: TensorDataset) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# Side by side: ranks as threads, with links over gloo as between processes
+# Several peers: ranks as threads, with links over gloo as between processes
 
 
 @pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
-    """Run a loop as so many ranks at once; returns what they return, and raises what the first of them raised."""
+def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
+    """Run a loop on several ranks at once; returns their results, and raises the first error."""
 
     def run(processes: int, loop: Callable[[int], Any]) -> list[Any]:
         listener, address, token = open_listener(None, None)
@@ -275,14 +275,14 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], 
             thread.join(WAIT_SECONDS)
         if errors:
             raise errors[0]
-        assert sorted(results) == list(range(processes)), "somebody is still waiting"
+        assert sorted(results) == list(range(processes)), "a rank is still waiting"
         return [results[rank] for rank in range(processes)]
 
     return run
 
 
 @pytest.mark.parametrize(
-    "words",
+    "settings",
     [
         {},
         {"graph": "exponential", "acid": True},
@@ -290,16 +290,16 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], 
         {"partner": "matchings", "rate": 2.0},
         {"strategy": ob.Gossip(rate=0.5)},
     ],
-    ids=lambda words: "-".join(map(str, words)) or "default",
+    ids=lambda settings: "-".join(map(str, settings)) or "default",
 )
-def test_models_are_equal_at_the_end(words: dict[str, Any], together: Any, data: TensorDataset) -> None:
-    """They start apart, see other data, take unequally many steps, and end with one model."""
+def test_the_final_models_of_all_peers_are_equal(settings: dict[str, Any], run_ranks: Any, data: TensorDataset) -> None:
+    """They start with different models, see different data, take different numbers of steps, and end with one model."""
     firsts: dict[int, dict[str, Tensor]] = {}
 
     def loop(rank: int) -> tuple[dict[str, Tensor], ob.AsyncDataParallel]:
         model = network(seed=rank)
         optimizer = sgd(model)
-        peer = ob.AsyncDataParallel(model, optimizer, **words)
+        peer = ob.AsyncDataParallel(model, optimizer, **settings)
         firsts[rank] = state_of(model)
         for step in range(20 + 30 * rank):
             chosen = [(40 * step + 2 * place + rank) % 600 for place in range(20)]
@@ -307,7 +307,7 @@ def test_models_are_equal_at_the_end(words: dict[str, Any], together: Any, data:
         peer.close()
         return state_of(model), peer
 
-    models, peers = zip(*together(2, loop), strict=True)
+    models, peers = zip(*run_ranks(2, loop), strict=True)
     for name in models[0]:
         assert torch.equal(firsts[0][name], firsts[1][name]), name
         assert torch.equal(models[0][name], models[1][name]), name
@@ -318,8 +318,8 @@ def test_models_are_equal_at_the_end(words: dict[str, Any], together: Any, data:
         assert peer.summary.failure is None
 
 
-def test_a_peer_with_zero_gradients_is_changed_by_exchanges(together: Any, data: TensorDataset) -> None:
-    """Rank 1 steps with a learning rate of 0, until what rank 0 has learnt is in its model; rank 0, until it is."""
+def test_a_peer_with_a_learning_rate_of_zero_follows_the_other(run_ranks: Any, data: TensorDataset) -> None:
+    """Both step until the model of rank 1, whose learning rate is 0, has learned from rank 0."""
     arrived = threading.Event()
 
     def loop(rank: int) -> bool:
@@ -333,10 +333,10 @@ def test_a_peer_with_zero_gradients_is_changed_by_exchanges(together: Any, data:
                     arrived.set()
         return not torch.equal(first, model[0].weight)
 
-    assert together(2, loop) == [True, True]
+    assert run_ranks(2, loop) == [True, True]
 
 
-def test_until_counts_the_samples_of_all_processes(together: Any, data: TensorDataset) -> None:
+def test_until_counts_the_samples_of_all_peers(run_ranks: Any, data: TensorDataset) -> None:
     def loop(rank: int) -> tuple[dict[str, Tensor], int]:
         model = network()
         optimizer = sgd(model)
@@ -346,13 +346,13 @@ def test_until_counts_the_samples_of_all_processes(together: Any, data: TensorDa
                 taught(model, optimizer, peer, batch)
         return state_of(model), sum(record.samples for record in of_kind(peer.records, Update))
 
-    (one, taken), (other, given) = together(2, loop)
-    assert taken + given >= 6_000
-    assert min(taken, given) > 0
+    (one, samples_one), (other, samples_other) = run_ranks(2, loop)
+    assert samples_one + samples_other >= 6_000
+    assert min(samples_one, samples_other) > 0
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_an_error_on_one_process_leaves_the_other_training(together: Any, data: TensorDataset) -> None:
+def test_after_an_error_of_one_peer_the_other_continues(run_ranks: Any, data: TensorDataset) -> None:
     gone = threading.Event()
 
     def loop(rank: int) -> int:
@@ -370,19 +370,19 @@ def test_an_error_on_one_process_leaves_the_other_training(together: Any, data: 
             gone.set()
         return len(rounds_of(peer)) if rank == 0 else 0
 
-    assert together(2, loop) == [40, 0]
+    assert run_ranks(2, loop) == [40, 0]
 
 
-def test_a_number_of_peers_that_the_graph_does_not_allow_is_refused(together: Any) -> None:
+def test_a_number_of_peers_that_the_graph_does_not_support_is_refused(run_ranks: Any) -> None:
     def loop(rank: int) -> None:
         model = network()
         ob.AsyncDataParallel(model, sgd(model), graph="exponential")
 
     with pytest.raises(ob.ConfigurationError, match="power of two"):
-        together(3, loop)
+        run_ranks(3, loop)
 
 
-# What cannot work is said in one sentence
+# Wrong arguments raise one sentence
 
 
 class Wrapped(nn.parallel.DistributedDataParallel):
@@ -411,7 +411,7 @@ def more(model: nn.Module) -> torch.optim.Optimizer:
         ({"graph": "complete", "acid": True}, "complete graph"),
         ({"graph": "cylce"}, "did you mean 'cycle'"),
         ({"graph": ob.graphs.Cycle()}, "a name here"),
-        ({"partner": "nobody"}, "unknown partner"),
+        ({"partner": "none"}, "unknown partner"),
         ({"clock": "cuckoo"}, "unknown exchange clock"),
         ({"rate": -1.0}, "rate"),
         ({"strategy": ob.FixedMinibatch(optimizer=ob.SGD(lr=0.1))}, "has a hub"),
@@ -451,7 +451,7 @@ def test_a_run_cannot_be_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         (lambda peer, model: (peer.close(), peer.step(samples=3)), "after peer.close"),
     ],
 )
-def test_a_step_that_cannot_work_is_refused_in_one_sentence(act: Any, sentence: str) -> None:
+def test_a_step_that_cannot_work_raises_one_sentence(act: Any, sentence: str) -> None:
     model = network()
     with pytest.raises(ob.ConfigurationError, match=sentence), ob.AsyncDataParallel(model, sgd(model)) as peer:
         act(peer, model)
@@ -465,7 +465,7 @@ def test_a_pass_without_a_step_is_refused(nothing: list[int]) -> None:
         list(peer.batches(nothing))
 
 
-# Processes that end before their time
+# Processes that end early
 
 SCRIPT = """
 import sys
@@ -493,19 +493,19 @@ if does == "fails":
 
 
 @contextmanager
-def scripts(directory: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process for each word, which says what its rank does; none of them is there afterwards."""
+def scripts(directory: Path, *settings: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start one process per argument, which selects the behaviour of its rank; all are killed afterwards."""
     path = directory / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
     listener, address, token = open_listener(None, None)
     known = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
     with ExitStack() as stack, listener:
         processes = []
-        for rank in range(len(words)):
-            place = RankInfo(rank, len(words), address, token, directory=directory / "run")
+        for rank in range(len(settings)):
+            place = RankInfo(rank, len(settings), address, token, directory=directory / "run")
             handed = {"OFFBEAT_LISTENER": str(listener.fileno())} if rank == 0 else {}
             process = subprocess.Popen(
-                [sys.executable, str(path), *words],
+                [sys.executable, str(path), *settings],
                 env={**known, "OMP_NUM_THREADS": "1", **environment_of(place), **handed},
                 pass_fds=[listener.fileno()],
                 stdout=subprocess.PIPE,
@@ -522,25 +522,27 @@ def ends_of(directory: Path) -> dict[int, str | None]:
     return {record.rank: record.failure for record in of_kind(read_run(directory / "run"), Ended)}
 
 
-def said_by(process: subprocess.Popen[str], word: str) -> None:
-    """Wait until a process has said this."""
+def wait_for_line(process: subprocess.Popen[str], line_text: str) -> None:
+    """Wait until a process has printed this line."""
     assert process.stdout is not None
-    assert any(line.strip() == word for line in process.stdout)
+    assert any(line.strip() == line_text for line in process.stdout)
 
 
-def test_ctrl_c_leaves_in_order_in_the_loop_and_while_waiting_and_the_others_continue(tmp_path: Path) -> None:
+def test_a_peer_leaves_in_order_after_ctrl_c_in_the_loop_or_while_waiting_and_the_others_continue(
+    tmp_path: Path,
+) -> None:
     with scripts(tmp_path, "goes on", "goes on", "waits") as processes:
-        for process, word in zip(processes, ["learning", "learning", "waiting"], strict=True):
-            said_by(process, word)
+        for process, line_text in zip(processes, ["learning", "learning", "waiting"], strict=True):
+            wait_for_line(process, line_text)
         for process in reversed(processes):
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=WAIT_SECONDS)
-            assert said.rstrip().endswith("KeyboardInterrupt")
+            _, stderr = process.communicate(timeout=WAIT_SECONDS)
+            assert stderr.rstrip().endswith("KeyboardInterrupt")
     assert ends_of(tmp_path) == dict.fromkeys(range(3), "it was interrupted")
 
 
-def test_a_script_that_ends_without_close_keeps_no_process_waiting(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_close_does_not_block_the_others(tmp_path: Path) -> None:
     with scripts(tmp_path, "waits", "forgets", "fails") as (waits, forgets, fails):
         assert "rank 1 ended without peer.close()" in forgets.communicate(timeout=WAIT_SECONDS)[1]
         assert fails.communicate(timeout=WAIT_SECONDS)[1].rstrip().endswith("ZeroDivisionError")
@@ -549,8 +551,8 @@ def test_a_script_that_ends_without_close_keeps_no_process_waiting(tmp_path: Pat
     assert ends_of(tmp_path) == {0: None, 1: "it was interrupted", 2: "ZeroDivisionError: "}
 
 
-def test_an_optimizer_that_is_stepped_directly_is_refused() -> None:
-    """What it changes would be lost, without a word: the likeliest mistake of those who come from DDP."""
+def test_optimizer_step_outside_of_peer_step_is_refused() -> None:
+    """Its change would be lost silently; the likeliest mistake in a script that comes from DDP."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     peer = ob.AsyncDataParallel(model, optimizer)
@@ -561,4 +563,4 @@ def test_an_optimizer_that_is_stepped_directly_is_refused() -> None:
     assert torch.equal(model.weight, before)
     peer.step()
     peer.close()
-    optimizer.step()  # it is the user's own again
+    optimizer.step()  # allowed again

@@ -1,4 +1,4 @@
-"""Real processes that are killed, stopped and started again."""
+"""Real processes that are killed, stopped and restarted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offbeat.strategies.server_node import ServerNode
 
 
 def until_back(node: Node, rank: int) -> Node:
-    """A hub that also trains until this worker has come back: how long that takes is the machine's business."""
+    """A hub that trains until this worker has rejoined, however long that takes."""
     if isinstance(node, ServerNode):
         has_enough = node._has_enough
         node._has_enough = lambda: has_enough() and node._live.get(rank, 0) > 0  # type: ignore[method-assign]
@@ -65,16 +65,16 @@ class PatientPopulation(ob.Population):
 PATIENT = pytest.mark.parametrize("strategy", [PatientAsync, PatientFMB], ids=["async-fmb", "fmb"])
 
 
-class Culprit:
-    """Looks on, and acts once it has seen so many updates."""
+class UpdateTrigger:
+    """An observer that calls a function after a number of updates."""
 
-    def __init__(self, directory: Path, updates: int, act: Callable[[Culprit], None]) -> None:
+    def __init__(self, directory: Path, updates: int, act: Callable[[UpdateTrigger], None]) -> None:
         self.directory = directory
-        self.said: list[str] = []
+        self.notices: list[str] = []
         self.lines: list[str] = []
         self.seen: list[AnyRecord] = []
         self._updates = updates
-        self._act: Callable[[Culprit], None] | None = act
+        self._act: Callable[[UpdateTrigger], None] | None = act
 
     def records(self, records: Sequence[AnyRecord]) -> None:
         self.seen.extend(records)
@@ -84,7 +84,7 @@ class Culprit:
             act(self)
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.notices.append(sentence)
 
     def line(self, rank: int, text: str) -> None:
         self.lines.append(f"{rank}: {text}")
@@ -96,7 +96,7 @@ class Culprit:
 def experiment(
     strategy: ob.Strategy, workers: int, samples: int, faults: tuple[ob.faults.Crash, ...] = ()
 ) -> Experiment:
-    """Slow enough that something can be done to it in its middle, whatever the machine."""
+    """A run slow enough to be disturbed in its middle on any machine."""
     slow = ob.stragglers.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=1.0)
     return Experiment(
@@ -113,9 +113,9 @@ KILLED = [
 
 
 @pytest.mark.parametrize("strategy", KILLED, ids=["async-fmb", "fmb", "decoupled-diloco", "population"])
-def test_a_killed_worker_is_started_again_and_nothing_is_lost(strategy: ob.Strategy, tmp_path: Path) -> None:
-    culprit = Culprit(tmp_path / "run", 20, lambda it: it.signal(2, signal.SIGKILL))
-    run = train_experiment(experiment(strategy, 4, 15_000), tmp_path / "run", watcher=culprit)
+def test_a_killed_worker_is_restarted_and_no_sample_is_lost(strategy: ob.Strategy, tmp_path: Path) -> None:
+    trigger = UpdateTrigger(tmp_path / "run", 20, lambda it: it.signal(2, signal.SIGKILL))
+    run = train_experiment(experiment(strategy, 4, 15_000), tmp_path / "run", watcher=trigger)
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     assert run.summary.accuracy is not None
@@ -125,35 +125,35 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(strategy: ob.Strat
     check_traffic(run.records)
     assert run.summary.bytes_to_target is not None
     assert 0 < run.summary.bytes_to_target < sum(flow.bytes for flow in run.summary.traffic.values())
-    assert any("worker 2 was killed by SIGKILL" in sentence for sentence in culprit.said)
+    assert any("worker 2 was killed by SIGKILL" in sentence for sentence in trigger.notices)
 
 
 @PATIENT
-def test_a_worker_that_stands_still_is_dropped_and_taken_back(
+def test_a_stopped_worker_is_lost_and_rejoins_when_it_resumes(
     strategy: type[PatientAsync | PatientFMB], tmp_path: Path
 ) -> None:
-    """It goes on only when the run has gone on without it for a while, so the run cannot have waited for it."""
+    """It is resumed only after further updates, so the run cannot have waited for it."""
     stopped = threading.Event()
 
-    def stop(culprit: Culprit) -> None:
-        culprit.signal(1, signal.SIGSTOP)
+    def stop(trigger: UpdateTrigger) -> None:
+        trigger.signal(1, signal.SIGSTOP)
         stopped.set()
 
-    culprit = Culprit(tmp_path / "run", 20, stop)
+    trigger = UpdateTrigger(tmp_path / "run", 20, stop)
     seen_at_loss: list[int] = []
 
     def records(new: Sequence[AnyRecord]) -> None:
-        Culprit.records(culprit, new)
-        lost = any(isinstance(record, Membership) and not record.joined for record in culprit.seen)
-        made = sum(isinstance(record, Update) for record in culprit.seen)
+        UpdateTrigger.records(trigger, new)
+        lost = any(isinstance(record, Membership) and not record.joined for record in trigger.seen)
+        made = sum(isinstance(record, Update) for record in trigger.seen)
         if lost and not seen_at_loss:
             seen_at_loss.append(made)
         if stopped.is_set() and seen_at_loss and made >= seen_at_loss[0] + 20:
             stopped.clear()
-            culprit.signal(1, signal.SIGCONT)
+            trigger.signal(1, signal.SIGCONT)
 
-    culprit.records = records  # type: ignore[method-assign]
-    run = train_experiment(experiment(strategy(batch=32, back=1), 2, 10_000), tmp_path / "run", watcher=culprit)
+    trigger.records = records  # type: ignore[method-assign]
+    run = train_experiment(experiment(strategy(batch=32, back=1), 2, 10_000), tmp_path / "run", watcher=trigger)
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     check_accounts(run.records)
@@ -161,13 +161,13 @@ def test_a_worker_that_stands_still_is_dropped_and_taken_back(
     assert membership.count((1, True)) == 2
 
 
-def test_a_killed_hub_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_hub_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     planned = experiment(ob.AsyncFixed(batch=32), 2, 20_000)
     live = ob.LiveOptions(checkpoint_seconds=0.2)
-    culprit = Culprit(directory, 60, lambda it: it.signal(0, signal.SIGKILL))
+    trigger = UpdateTrigger(directory, 60, lambda it: it.signal(0, signal.SIGKILL))
     with pytest.raises(ob.RunFailed, match="the hub was killed by SIGKILL"):
-        train_experiment(planned, directory, live, culprit)
+        train_experiment(planned, directory, live, trigger)
     assert not processes_of(os.getpid())
     before = summarize(read_run(directory))
     assert 0 < before.samples < 20_000
@@ -190,13 +190,13 @@ def test_a_run_that_is_going_on_cannot_be_resumed(tmp_path: Path) -> None:
     planned = experiment(ob.AsyncFixed(batch=32), 2, 6_000)
     refused: list[str] = []
 
-    def resume(culprit: Culprit) -> None:
+    def resume(trigger: UpdateTrigger) -> None:
         for again in ((planned, directory, ob.LiveOptions(), None, True), (planned, directory)):
             with pytest.raises(ob.ConfigurationError) as error:
                 train_experiment(*again)
             refused.append(str(error.value))
 
-    run = train_experiment(planned, directory, watcher=Culprit(directory, 20, resume))
+    run = train_experiment(planned, directory, watcher=UpdateTrigger(directory, 20, resume))
     assert run.summary.failure is None
     check_accounts(run.records)
     assert [sentence.partition(";")[0] for sentence in refused] == [
@@ -205,13 +205,13 @@ def test_a_run_that_is_going_on_cannot_be_resumed(tmp_path: Path) -> None:
     ]
 
 
-def test_induced_faults_are_those_of_the_experiment(tmp_path: Path) -> None:
+def test_injected_faults_are_those_of_the_experiment(tmp_path: Path) -> None:
     crash = ob.faults.Crash(1, at_seconds=0.5, back_after_seconds=0.2)
     run = train_experiment(experiment(PatientAsync(batch=32, back=1), 3, 5_000, (crash,)), tmp_path / "run")
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     check_accounts(run.records)
 
 
-def test_nobody_is_left_behind(tmp_path: Path) -> None:
+def test_no_process_is_left_behind(tmp_path: Path) -> None:
     train_experiment(experiment(ob.FixedMinibatch(batch=32), 2, 2_000), tmp_path / "run")
     assert not processes_of(os.getpid())

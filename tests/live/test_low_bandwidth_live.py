@@ -1,4 +1,4 @@
-"""Learners and populations on real processes over gloo."""
+"""Local-steps strategies and populations on real processes over gloo."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accounts import check_traffic, processes_of
-from test_faults_live import Culprit
+from test_faults_live import UpdateTrigger
 from test_mpi_live import OFFBEAT, ended, mpirun, ranks_of, running, slow_cluster, wait_for
 
 import offbeat as ob
@@ -128,9 +128,9 @@ def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_killed_peer_comes_back_and_the_others_do_not_wait(rank: int, tmp_path: Path) -> None:
-    culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(rank, signal.SIGKILL))
-    run = train_experiment(experiment(UntilRankIsBack(batch=32, back=rank), 15_000), tmp_path / "run", watcher=culprit)
-    assert culprit.said == [f"peer {rank} was killed by SIGKILL; it is started again (1 of 3)"]
+    trigger = UpdateTrigger(tmp_path / "run", 40, lambda it: it.signal(rank, signal.SIGKILL))
+    run = train_experiment(experiment(UntilRankIsBack(batch=32, back=rank), 15_000), tmp_path / "run", watcher=trigger)
+    assert trigger.notices == [f"peer {rank} was killed by SIGKILL; it is started again (1 of 3)"]
     assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 1)
     assert run.summary.samples >= 15_000
     assert run.summary.accuracy is not None
@@ -140,10 +140,10 @@ def test_a_killed_peer_comes_back_and_the_others_do_not_wait(rank: int, tmp_path
 
 
 def test_without_rank_0_the_others_finish_and_keep_the_result(tmp_path: Path) -> None:
-    culprit = Culprit(tmp_path / "run", 40, lambda it: it.signal(0, signal.SIGKILL))
+    trigger = UpdateTrigger(tmp_path / "run", 40, lambda it: it.signal(0, signal.SIGKILL))
     planned, live = experiment(ob.Gossip(batch=32), 10_000), ob.LiveOptions(restarts=0)
-    run = train_experiment(planned, tmp_path / "run", live, culprit)
-    assert culprit.said == ["peer 0 was killed by SIGKILL, and it is not started again"]
+    run = train_experiment(planned, tmp_path / "run", live, trigger)
+    assert trigger.notices == ["peer 0 was killed by SIGKILL, and it is not started again"]
     assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 0)
     assert run.summary.samples >= 10_000
     last = list(of_kind(run.records, Evaluation))[-1]
@@ -154,9 +154,9 @@ def test_without_rank_0_the_others_finish_and_keep_the_result(tmp_path: Path) ->
 
 
 def test_an_interrupted_run_is_resumed_from_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
-    culprit = Culprit(tmp_path / "run", 60, lambda it: os.kill(os.getpid(), signal.SIGINT))
+    trigger = UpdateTrigger(tmp_path / "run", 60, lambda it: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        train_experiment(experiment(ob.GossipAcid(batch=32), 1_000_000), tmp_path / "run", watcher=culprit)
+        train_experiment(experiment(ob.GossipAcid(batch=32), 1_000_000), tmp_path / "run", watcher=trigger)
     assert not processes_of(os.getpid())
     before = summarize(read_run(tmp_path / "run"))
     assert before.failure == "it was interrupted"

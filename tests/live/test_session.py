@@ -1,4 +1,4 @@
-"""`offbeat.join` in one process: hub and worker over loopback, around a loop of the user's own."""
+"""`offbeat.join` in one process: hub and worker over loopback, around a user's training loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRATEGIES = [
 
 @pytest.fixture(scope="module")
 def data() -> TensorDataset:
-    """Two clouds of points, easily told apart."""
+    """Two clusters of points, linearly separable."""
     random = torch.Generator().manual_seed(0)
     targets = torch.arange(600) % 2
     inputs = torch.randn(600, 4, generator=random) + 2.0 * (2 * targets[:, None] - 1)
@@ -52,7 +52,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 
 def trained(net: nn.Module, strategy: ob.Strategy, data: object, body: Any = None, **arguments: Any) -> Session:
-    """The usual loop, with `body` in the place of what one does with a micro-batch."""
+    """The usual loop; `body` handles a micro-batch."""
     with ob.join(net, strategy, **arguments) as run:
         for x, y in run.batches(data):
             if body is None:
@@ -71,7 +71,7 @@ def test_every_strategy_trains_in_a_process_of_its_own(strategy: ob.Strategy, da
     assert run.summary.failure is None
     assert run.summary.samples >= 6_000
     assert accuracy(net, data) > 0.95
-    assert run.summary.accuracy == pytest.approx(accuracy(net, data))  # the last evaluation is of the result
+    assert run.summary.accuracy == pytest.approx(accuracy(net, data))  # the last evaluation is of the final parameters
 
 
 @pytest.mark.parametrize("compression", [None, ob.compression.BFloat16()])
@@ -93,7 +93,7 @@ def test_every_sample_is_accounted_for(compression: ob.compression.Compression |
     assert (gradients.bytes < gradients.bytes_uncompressed) == (compression is not None)
 
 
-def test_break_ends_in_order_and_the_model_holds_what_was_learnt(data: TensorDataset) -> None:
+def test_break_ends_in_order_and_the_model_holds_the_result(data: TensorDataset) -> None:
     net = model()
     before = [parameter.clone() for parameter in net.parameters()]
     with ob.join(net, STRATEGIES[0], until=1_000_000) as run:
@@ -106,7 +106,7 @@ def test_break_ends_in_order_and_the_model_holds_what_was_learnt(data: TensorDat
     assert any(not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
 
 
-def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorDataset) -> None:
+def test_an_error_in_the_loop_is_raised_unchanged_and_leaves_no_thread(data: TensorDataset) -> None:
     def body(run: Session, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         raise ZeroDivisionError
 
@@ -115,7 +115,7 @@ def test_an_error_in_the_loop_is_the_users_and_leaves_no_thread(data: TensorData
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("offbeat rank")]
 
 
-def test_a_data_loader_is_cut_to_what_the_strategy_asks_for(data: TensorDataset) -> None:
+def test_batches_of_a_data_loader_are_sliced_to_the_size_the_strategy_asks_for(data: TensorDataset) -> None:
     net = model()
     loader = DataLoader(data, batch_size=50, shuffle=True)
     seen = []
@@ -129,7 +129,7 @@ def test_a_data_loader_is_cut_to_what_the_strategy_asks_for(data: TensorDataset)
     assert run.summary.samples == 640
 
 
-def test_an_iterator_that_ends_ends_the_loop(data: TensorDataset) -> None:
+def test_the_end_of_an_iterator_ends_the_loop(data: TensorDataset) -> None:
     net = model()
     inputs, targets = data.tensors
     batches = ((inputs[i : i + 16], targets[i : i + 16]) for i in range(0, 160, 16))
@@ -141,7 +141,7 @@ def test_an_iterator_that_ends_ends_the_loop(data: TensorDataset) -> None:
 
 
 class Squares(Dataset[tuple[torch.Tensor, int]]):
-    """A dataset that makes its samples when they are asked for."""
+    """A dataset that computes its samples on access."""
 
     def __len__(self) -> int:
         return 100
@@ -150,7 +150,7 @@ class Squares(Dataset[tuple[torch.Tensor, int]]):
         return torch.full((4,), float(index % 2)), index % 2
 
 
-def test_a_dataset_is_drawn_from_in_the_order_of_seed_and_rank() -> None:
+def test_a_dataset_is_drawn_in_the_order_of_seed_and_rank() -> None:
     orders = []
     for _ in range(2):
         net, drawn = model(), []
@@ -164,7 +164,7 @@ def test_a_dataset_is_drawn_from_in_the_order_of_seed_and_rank() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_scalar_loss_says_how_it_was_reduced(reduction: str, data: TensorDataset) -> None:
+def test_a_scalar_loss_needs_its_reduction(reduction: str, data: TensorDataset) -> None:
     results = []
     for kind in ("none", reduction):
         net = model()
@@ -196,10 +196,10 @@ def test_evaluation_never_waits_for_the_loop_and_never_counts_as_an_update(data:
     ) as run:
         for x, y in run.batches(data):
             run.backward(F.cross_entropy(net(x), y, reduction="none"))
-    found = [record for record in run.records.records if isinstance(record, Evaluation)]
-    assert found[0].version == 0
-    assert found[-1].version == run.summary.updates
-    assert {(record.loss, record.accuracy) for record in found} == {(1.5, 0.5)}
+    evaluations = [record for record in run.records.records if isinstance(record, Evaluation)]
+    assert evaluations[0].version == 0
+    assert evaluations[-1].version == run.summary.updates
+    assert {(record.loss, record.accuracy) for record in evaluations} == {(1.5, 0.5)}
 
 
 def losses_of(net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "none") -> torch.Tensor:
@@ -218,7 +218,7 @@ def losses_of(net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str =
         (lambda run, net, x, y: [run.backward(losses_of(net, x, y)) for _ in range(2)], "call it once"),
     ],
 )
-def test_a_loop_that_cannot_work_is_told_in_one_sentence(body: object, sentence: str, data: TensorDataset) -> None:
+def test_a_loop_that_cannot_work_raises_one_sentence(body: object, sentence: str, data: TensorDataset) -> None:
     with pytest.raises(ob.ConfigurationError, match=sentence):
         trained(model(), STRATEGIES[0], data, body, until=1_000)
 
@@ -241,7 +241,7 @@ def test_join_refuses_what_it_cannot_use(arguments: dict[str, object], sentence:
         ob.join(**{**usual, **arguments})  # type: ignore[arg-type]
 
 
-def test_a_directory_that_holds_a_run_is_not_written_to_again(data: TensorDataset, tmp_path: Path) -> None:
+def test_a_run_directory_is_not_overwritten(data: TensorDataset, tmp_path: Path) -> None:
     trained(model(), STRATEGIES[0], data, until=100, out=tmp_path / "run")
     before = read_run(tmp_path / "run")
     with pytest.raises(ob.ConfigurationError, match="holds a run already; name another directory, or continue"):
@@ -250,7 +250,7 @@ def test_a_directory_that_holds_a_run_is_not_written_to_again(data: TensorDatase
 
 
 @pytest.mark.parametrize("nothing", [[], 3, {}, torch.zeros(0, 4)])
-def test_batches_of_nothing_are_refused(nothing: object) -> None:
+def test_empty_data_is_refused(nothing: object) -> None:
     with pytest.raises(ob.ConfigurationError):
         trained(model(), STRATEGIES[0], nothing, until=100)
 
@@ -263,7 +263,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(data: TensorData
         trained(model(), STRATEGIES[2], data, body, until=10_000)
 
 
-def test_an_evaluation_that_returns_nonsense_is_told_as_such(data: TensorDataset) -> None:
+def test_an_evaluation_that_returns_nonsense_fails_the_run_with_a_sentence(data: TensorDataset) -> None:
     with pytest.raises(ob.RunFailed, match="evaluate must return"):
         trained(model(), STRATEGIES[0], data, until=1_000_000, evaluate=lambda m: "good")
 
@@ -278,7 +278,7 @@ def test_a_strategy_without_a_hub_trains_on_real_processes(monkeypatch: pytest.M
     assert {record.rank for record in run.records.records if isinstance(record, Round)} == {0, 1, 2}
 
 
-def test_what_is_held_up_on_a_slow_link_still_counts_after_a_goodbye(data: TensorDataset) -> None:
+def test_delayed_messages_still_count_after_their_sender_has_left(data: TensorDataset) -> None:
     net = model()
     slow = ob.Cluster(link=ob.Link(latency_seconds=0.1))
     with ob.join(net, ob.AsyncFixed(batch=16, optimizer=SGD), until=1_000_000, cluster=slow) as run:
@@ -290,8 +290,8 @@ def test_what_is_held_up_on_a_slow_link_still_counts_after_a_goodbye(data: Tenso
     assert run.summary.samples > 0
 
 
-def test_fresh_interpreters_train_as_copies_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a process cannot be copied, the run's directory tells a fresh one everything."""
+def test_fresh_interpreters_train_like_forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where forking is impossible, a fresh process reads everything from the run directory."""
     monkeypatch.setattr("offbeat.lab.live_runs._can_fork", lambda experiment: False)
     run = ob.train(ob.workloads.Quadratic(), ob.FixedMinibatch(batch=32), ob.Samples(640), workers=1)
     assert run.summary.failure is None

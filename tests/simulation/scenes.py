@@ -62,7 +62,7 @@ def play(
     simulation = Simulation(scenario, writer, observer=invariants if checked else None)
     outcome = simulation.run()
     if checked:
-        invariants.ended(simulation, outcome)
+        invariants.check_end(simulation, outcome)
     return Scene(writer.records, outcome, simulation)
 
 

@@ -1,4 +1,4 @@
-"""Network cards that are shared, and budgets that are kept."""
+"""Shared network cards and bandwidth limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
 
 LARGE = 44_000_000
-"""As many bytes as the parameters of a ResNet-18 take."""
+"""The bytes of the parameters of a ResNet-18."""
 LATENCY = 1e-3
 GIGABYTE = ob.Link(latency_seconds=LATENCY, bytes_per_second=1e9)
 LEAVES = LARGE / 1e9
@@ -38,13 +38,13 @@ class Box(Message):
 
 
 def box(nbytes: int = LARGE, text: str = "") -> Box:
-    """A message that weighs so much, header included."""
+    """A message of so many bytes, header included."""
     return Box(VALUES[: nbytes - Box(VALUES[:0]).nbytes], text)
 
 
 @dataclass(frozen=True)
 class Stage(ob.Strategy):
-    """Ranks that do what a test says until a moment; rank 0 computes only where `hub` is false."""
+    """Ranks that run the script of a test until a given time; rank 0 computes only if `hub` is false."""
 
     act: Callable[[Actor, Event], Iterable[Action]] = lambda actor, event: ()
     hub: bool = True
@@ -94,13 +94,13 @@ def staged(stage: Stage, cluster: ob.Cluster, workers: int, budget: float | None
 
 
 def arrivals(stage: Stage, *ranks: int) -> list[tuple[int, float]]:
-    """Who received something, and when."""
-    found = [(rank, event.at) for rank, event in stage.log if isinstance(event, MessageArrived)]
-    return [(rank, at) for rank, at in found if not ranks or rank in ranks]
+    """The ranks that received a message, and when."""
+    events = [(rank, event.at) for rank, event in stage.log if isinstance(event, MessageArrived)]
+    return [(rank, at) for rank, at in events if not ranks or rank in ranks]
 
 
 def departures(stage: Stage, rank: int) -> list[tuple[int, float]]:
-    """For whom something has left this rank, and when."""
+    """The destinations of the messages that have left this rank, and when."""
     return [(event.to, event.at) for of, event in stage.log if of == rank and isinstance(event, Sent)]
 
 
@@ -127,7 +127,7 @@ def test_two_messages_into_one_hub_arrive_one_after_the_other() -> None:
     assert departures(stage, 1) == departures(stage, 2) == close_to([(0, LEAVES)])
 
 
-def test_what_a_hub_sends_to_eight_workers_leaves_one_after_the_other() -> None:
+def test_messages_of_a_hub_to_eight_workers_leave_one_after_the_other() -> None:
     stage = staged(Stage(to_all), ob.Cluster(link=GIGABYTE), 8)
     assert arrivals(stage) == close_to([(rank, rank * LEAVES + LATENCY) for rank in range(1, 9)])
     assert departures(stage, 0) == close_to([(rank, rank * LEAVES) for rank in range(1, 9)])
@@ -148,7 +148,7 @@ def test_a_slow_hub_limits_fast_workers() -> None:
     assert arrivals(staged(Stage(to_hub), cluster, 2)) == close_to([(0, LEAVES + LATENCY), (0, 2 * LEAVES + LATENCY)])
 
 
-def test_both_directions_have_all_of_the_bandwidth() -> None:
+def test_cards_are_full_duplex() -> None:
     def act(actor: Actor, event: Event) -> Iterable[Action]:
         yield from to_hub(actor, event)
         yield from to_all(actor, event)
@@ -168,7 +168,7 @@ def test_links_of_one_card_take_turns() -> None:
     assert [rank for rank, _ in arrivals(stage)] == [1, 2, 3, 1, 2, 3]
 
 
-def test_what_waits_for_the_card_is_superseded() -> None:
+def test_a_message_that_waits_for_the_card_is_superseded() -> None:
     def act(actor: Actor, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerJoined) and actor.rank == 0:
             yield Send(event.peer, box(text="old"), supersedes="newest")
@@ -182,8 +182,8 @@ def test_what_waits_for_the_card_is_superseded() -> None:
     assert texts == [(1, "old"), (2, "new"), (1, "new")]
 
 
-def test_a_busy_receiver_holds_back_what_would_pile_up_on_the_way() -> None:
-    """Without it a worker would send gradients for as long as it liked, and they would arrive hours later."""
+def test_a_busy_receiver_throttles_its_senders() -> None:
+    """Otherwise a worker could send gradients without limit, and they would arrive hours later."""
 
     def act(actor: Actor, event: Event) -> Iterable[Action]:
         if actor.rank > 0 and isinstance(event, PeerJoined | Sent):
@@ -204,14 +204,14 @@ def test_a_rank_that_crashes_frees_its_card() -> None:
     assert arrivals(stage) == close_to([(0, LEAVES * 3 / 4 + LEAVES + LATENCY)])
 
 
-def test_a_link_that_is_cut_does_not_keep_the_card_from_the_others() -> None:
+def test_a_link_that_is_cut_does_not_block_the_card() -> None:
     cut = ob.faults.Partition((1,), LEAVES / 4, 20.0)
     cluster = ob.Cluster(link=GIGABYTE, faults=(cut,), silence_seconds=LEAVES / 4)
     stage = staged(Stage(to_all), cluster, 3)
     assert arrivals(stage) == close_to([(2, 2 * LEAVES + LATENCY), (3, 3 * LEAVES + LATENCY)])
 
 
-def test_links_that_were_measured_are_not_shared_once_more() -> None:
+def test_measured_links_do_not_share_cards() -> None:
     stage = staged(Stage(to_hub), ob.Cluster(link=GIGABYTE, measured=True), 2)
     assert arrivals(stage) == close_to([(0, LEAVES + LATENCY)] * 2)
 
@@ -225,7 +225,7 @@ def test_without_a_limit_there_are_neither_cards_nor_further_events() -> None:
     assert scene.simulation.network.cards == {}
 
 
-# Cards and budgets under random traffic
+# Cards and bandwidth limits under random traffic
 
 
 RATE = 1e5
@@ -233,7 +233,7 @@ ROUNDING = 1 + 1e-9
 
 
 def chatter(seed: int) -> Callable[[Actor, Event], Iterable[Action]]:
-    """Everybody sends messages of all sizes to everybody, at all times; the key of each tells what it weighs."""
+    """All ranks send messages of random sizes to each other at random times; the key of each is its size."""
     random = np.random.default_rng(seed)
     numbers = iter(range(10**6))
 
@@ -249,17 +249,17 @@ def chatter(seed: int) -> Callable[[Actor, Event], Iterable[Action]]:
 
 
 def by_link(stage: Stage) -> dict[tuple[int, int], list[tuple[float, int]]]:
-    """Link and direction → when something left, and how much."""
-    found: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+    """link and direction → departure times and bytes"""
+    events: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
     for rank, event in stage.log:
         if isinstance(event, Sent):
             assert event.key is not None
-            found[rank, event.to].append((event.at, int(event.key.split()[1])))
-    return found
+            events[rank, event.to].append((event.at, int(event.key.split()[1])))
+    return events
 
 
 def check_rate(moved: Iterable[tuple[float, int]], rate: float) -> float:
-    """Never more than this from the beginning up to any moment; returns what was used of it."""
+    """Check that no prefix of the run exceeds the rate; returns the share that was used."""
     total, last = 0, 0.0
     for at, nbytes in sorted(moved):
         total, last = total + nbytes, at
@@ -269,7 +269,7 @@ def check_rate(moved: Iterable[tuple[float, int]], rate: float) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget", [None, 3e4, 2e3])
-def test_no_card_and_no_budget_is_ever_exceeded(seed: int, budget: float | None) -> None:
+def test_no_card_and_no_bandwidth_limit_is_ever_exceeded(seed: int, budget: float | None) -> None:
     link = ob.Link(latency_seconds=0.01, bytes_per_second=RATE, delay_std_seconds=0.005)
     stage = staged(Stage(chatter(seed), hub=False, ends=30.0), ob.Cluster(link=link), 4, budget)
     links = by_link(stage)
@@ -284,17 +284,17 @@ def test_no_card_and_no_budget_is_ever_exceeded(seed: int, budget: float | None)
         check_rate(received, RATE)
     if budget is not None:
         used = [check_rate(moved, budget) for moved in links.values()]
-        assert max(used) > 0.95, "who has much more to send than the budget uses it up"
+        assert max(used) > 0.95, "a rank with much more to send uses all of the limit"
         assert min(used) > 0.5
 
 
-def test_a_budget_without_capacity_lets_whole_messages_through_one_by_one() -> None:
+def test_a_low_bandwidth_limit_passes_whole_messages_one_by_one() -> None:
     stage = staged(Stage(to_all), ob.Cluster(), 2, budget=1e8)
     assert arrivals(stage) == close_to([(1, 0.44), (2, 0.44)])
     assert departures(stage, 0) == close_to([(1, 0.44), (2, 0.44)])
 
 
-def test_what_waits_for_the_budget_is_superseded_and_a_link_that_is_cut_forgets_it() -> None:
+def test_a_rate_limited_message_is_superseded_and_dropped_when_its_link_is_cut() -> None:
     def act(actor: Actor, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerJoined) and actor.rank == 0:
             for text in ("old", "new"):
@@ -303,12 +303,12 @@ def test_what_waits_for_the_budget_is_superseded_and_a_link_that_is_cut_forgets_
     cut = ob.faults.Partition((2,), 1.0, 12.0)
     cluster = ob.Cluster(faults=(cut,), silence_seconds=2.0)
     stage = staged(Stage(act, ends=20.0), cluster, 2, budget=1e7)
-    found = [(rank, event.message.text, event.at) for rank, event in stage.log if isinstance(event, MessageArrived)]  # type: ignore[attr-defined]
-    # The one to rank 2 was lost at 3.0; when it is there again, at 13.0, one second's worth is in the bucket.
-    assert found == [(1, "new", pytest.approx(4.4)), (2, "new", pytest.approx(13.0 + 3.4))]
+    events = [(rank, event.message.text, event.at) for rank, event in stage.log if isinstance(event, MessageArrived)]  # type: ignore[attr-defined]
+    # The link to rank 2 was cut at 3.0; when it is restored, at 13.0, the bucket holds one second's worth.
+    assert events == [(1, "new", pytest.approx(4.4)), (2, "new", pytest.approx(13.0 + 3.4))]
 
 
-# Strategies on a budget
+# Strategies under a bandwidth limit
 
 
 def on_budget(strategy: ob.Strategy, budget: float | None, **settings: Any) -> ob.Run:
@@ -318,7 +318,7 @@ def on_budget(strategy: ob.Strategy, budget: float | None, **settings: Any) -> o
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_strategy_keeps_to_its_budget_and_comes_to_an_end(name: str) -> None:
+def test_every_strategy_keeps_to_a_bandwidth_limit_and_finishes(name: str) -> None:
     budget = 2e4
     run = on_budget(ob.Strategy.members[name](), budget)
     assert run.summary.failure is None
@@ -331,7 +331,7 @@ def test_every_strategy_keeps_to_its_budget_and_comes_to_an_end(name: str) -> No
     assert 0 < run.summary.budget_used <= ROUNDING
 
 
-def test_a_budget_far_below_the_demand_is_used_and_reported() -> None:
+def test_a_bandwidth_limit_far_below_the_demand_is_used_and_reported() -> None:
     strategy = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
     until = ob.Seconds(5.0)
     free, thrifty = on_budget(strategy, None, until=until), on_budget(strategy, 2e4, until=until)
@@ -345,14 +345,14 @@ def test_a_budget_far_below_the_demand_is_used_and_reported() -> None:
     assert not any(isinstance(record, LinkUse) for record in free.records.records)
 
 
-def test_a_budget_that_is_never_reached_changes_nothing_but_the_beginning() -> None:
-    """The bucket begins empty, so the first messages wait a moment; there is no other difference."""
+def test_a_bandwidth_limit_that_is_never_reached_only_delays_the_first_messages() -> None:
+    """The token bucket starts empty, so the first messages wait; there is no other difference."""
     strategy = ob.FixedMinibatch(batch=64, microbatch=64)
     free, ample = on_budget(strategy, None), on_budget(strategy, 1e12)
     assert free.summary.updates == ample.summary.updates
     assert free.summary.seconds == pytest.approx(ample.summary.seconds, abs=1e-6)
 
 
-def test_the_same_seed_on_a_budget_writes_the_same_bytes() -> None:
+def test_the_same_seed_under_a_bandwidth_limit_writes_the_same_bytes() -> None:
     first, again = (on_budget(ob.AsyncFixed(), 2e4, until=ob.Seconds(5.0)) for _ in range(2))
     assert record_bytes(first.records.records) == record_bytes(again.records.records)

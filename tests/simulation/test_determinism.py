@@ -34,7 +34,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_does_not(name: str, tmp
     assert first != other
 
 
-def test_global_randomness_neither_matters_nor_is_touched() -> None:
+def test_global_random_state_is_neither_used_nor_changed() -> None:
     def run() -> torch.Tensor:
         model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 10))
         digits = ob.workloads.Digits().build()
@@ -52,13 +52,13 @@ def test_global_randomness_neither_matters_nor_is_touched() -> None:
     assert torch.equal(run(), run())
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_records_round_trip(tmp_path: Path) -> None:
     run = ob.simulate(ob.workloads.Digits(), ob.AsyncTimed(), CLUSTER, ob.Samples(4000), workers=4, out=tmp_path)
     assert read_run(tmp_path).records == run.records.records
     assert read_run(tmp_path).header == run.records.header
 
 
-def test_a_last_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(9000), workers=2, out=tmp_path)
     path = tmp_path / RECORDS
     path.write_bytes(path.read_bytes()[:-20])

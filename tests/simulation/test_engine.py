@@ -1,4 +1,4 @@
-"""What the engine promises to nodes, and what it refuses them."""
+"""The contract between the simulator and nodes: what it guarantees and what it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Note(Message):
 
 @dataclass(frozen=True)
 class Duet(ob.Strategy):
-    """Two ranks that both compute and do what a test says."""
+    """Two ranks that both compute and run the script of a test."""
 
     script: Script = lambda node, event: ()
     log: list[tuple[int, Event]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Scripted(ob.nodes.Node):
 
 
 def perform(script: Script, cluster: ob.Cluster | None = None, **settings: Any) -> list[tuple[int, Event]]:
-    """Let both ranks act; the run ends when each has finished."""
+    """Run the script on both ranks; the run ends when each has finished."""
     strategy = Duet(script)
     cluster = cluster or ob.Cluster(seconds_per_sample=0.01)
     play(strategy, cluster=cluster, workers=2, checked=False, **settings)
@@ -93,7 +93,7 @@ def seen(log: list[tuple[int, Event]], kind: type[Any], rank: int = 0) -> list[A
     return [event for of, event in log if of == rank and isinstance(event, kind)]
 
 
-def test_started_comes_first_and_peers_join_before_they_speak() -> None:
+def test_started_comes_first_and_peers_join_before_their_messages_arrive() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerJoined):
             yield Send(1 - node.rank, Note(torch.ones(3)))
@@ -132,7 +132,7 @@ def test_cancel_ends_at_the_next_microbatch_and_still_reports() -> None:
     assert (ready.samples, ready.at, ready.draws) == (30, pytest.approx(0.3), (0, 30))
 
 
-def test_cancel_during_an_induced_delay_reports_nothing_done() -> None:
+def test_cancel_during_an_injected_delay_reports_no_samples() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, Started):
             yield node.compute(ob.Samples(4))
@@ -159,11 +159,11 @@ def test_the_snapshot_is_taken_when_the_computation_begins() -> None:
             yield action
             yield SetTimer("change", 0.01)
         if isinstance(event, TimerFired):
-            values[node.rank].add_(100.0 * node.rank)  # rank 1 changes its parameters meanwhile, rank 0 does not
+            values[node.rank].add_(100.0 * node.rank)  # rank 1 changes its parameters during the round
         if isinstance(event, GradientReady):
             yield node.finish()
 
-    # One shard of the same data and no noise: the gradients are equal although one node has moved on.
+    # One shard of the same data and no noise: the gradients are equal although one node has changed its parameters.
     workload = ob.workloads.Quadratic(dimension=8, noise=0.0, examples=64).build()
     strategy = Duet(script)
     play(strategy, workload, cluster=ob.Cluster(seconds_per_sample=0.01), workers=2, checked=False)
@@ -186,7 +186,7 @@ def test_timers_fire_once_can_be_replaced_and_cleared() -> None:
     assert fired == [("replaced", 2.0), ("end", 3.0)]
 
 
-def test_a_queued_message_is_superseded_and_one_that_is_leaving_is_not() -> None:
+def test_a_queued_message_is_superseded_and_one_in_transmission_is_not() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerJoined) and node.rank == 0:
             for number in range(4):
@@ -200,7 +200,7 @@ def test_a_queued_message_is_superseded_and_one_that_is_leaving_is_not() -> None
     thin = ob.Cluster(link=ob.Link(latency_seconds=0.5, bytes_per_second=100.0))
     log = perform(script, thin)
     arrived = [(event.message.text, event.at) for event in seen(log, MessageArrived, rank=1)]
-    # 100 bytes take one second each to leave, then half a second to travel.
+    # 100 bytes take one second to transmit, then half a second of latency.
     assert arrived == [("0", 1.5), ("3", 2.5), ("other", 3.5)]
     assert [(event.key, event.at) for event in seen(log, Sent)] == [("newest", 1.0), ("newest", 2.0), (None, 3.0)]
 
@@ -217,7 +217,7 @@ def test_evaluation_is_answered_and_takes_no_time() -> None:
     assert answer.loss > 0
 
 
-def test_users_who_step_their_own_optimizer_report_the_change() -> None:
+def test_workers_with_their_own_optimizer_report_steps() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, Started):
             yield node.compute(ob.Samples(8))
@@ -237,7 +237,7 @@ def script_for_gradient(node: Scripted, event: Event) -> Iterable[Action]:
         yield node.finish()
 
 
-def test_nothing_arrives_after_finish_and_the_other_side_gets_to_know() -> None:
+def test_nothing_arrives_after_finish_and_the_peer_gets_peer_lost() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerJoined) and node.rank == 0:
             yield Send(1, Note(torch.zeros(1), "last words"))
@@ -254,7 +254,7 @@ def test_nothing_arrives_after_finish_and_the_other_side_gets_to_know() -> None:
     ]
 
 
-def test_a_gradient_is_lent_only_while_the_event_is_handled() -> None:
+def test_a_gradient_is_valid_only_while_its_event_is_handled() -> None:
     held: list[Tensor] = []
 
     def script(node: Scripted, event: Event) -> Iterable[Action]:
@@ -285,7 +285,7 @@ def test_what_the_contract_forbids_is_refused(sentence: str) -> None:
         perform(script)
 
 
-def test_changing_a_tensor_after_sending_it_is_noticed() -> None:
+def test_changing_a_tensor_after_sending_it_is_detected() -> None:
     values = torch.zeros(3)
 
     def script(node: Scripted, event: Event) -> Iterable[Action]:
@@ -299,7 +299,7 @@ def test_changing_a_tensor_after_sending_it_is_noticed() -> None:
         perform(script, ob.Cluster(link=ob.Link(latency_seconds=1.0)))
 
 
-def test_a_rank_that_does_not_compute_is_refused_to() -> None:
+def test_compute_is_refused_on_a_rank_that_does_not_compute() -> None:
     class OnlyTheSecond(Duet):
         def computes(self, rank: int) -> bool:
             return rank == 1
@@ -308,8 +308,8 @@ def test_a_rank_that_does_not_compute_is_refused_to() -> None:
         play(OnlyTheSecond(script_for_gradient), workers=1, checked=False)
 
 
-def test_what_a_busy_rank_decided_leaves_before_it_hears_anything_else() -> None:
-    heard: list[str] = []
+def test_actions_of_a_busy_rank_are_carried_out_before_its_next_event() -> None:
+    received: list[str] = []
 
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if node.rank == 0 and isinstance(event, PeerJoined):
@@ -321,12 +321,12 @@ def test_what_a_busy_rank_decided_leaves_before_it_hears_anything_else() -> None
             yield Send(1, Note(torch.zeros(1), "decided after"))
             yield node.finish()
         if isinstance(event, MessageArrived):
-            heard.append(f"{event.message.text} at {event.at:g}")
+            received.append(f"{event.message.text} at {event.at:g}")
             if node.rank == 1 and "after" in event.message.text:
                 yield node.finish()
 
     perform(script, ob.Cluster(seconds_per_update=1.0))
-    assert heard == ["decided before at 1", "decided after at 1"]
+    assert received == ["decided before at 1", "decided after at 1"]
 
 
 def test_a_stop_is_never_replaced_by_older_parameters() -> None:
@@ -337,7 +337,7 @@ def test_a_stop_is_never_replaced_by_older_parameters() -> None:
         assert scene.outcome.failure is None
 
 
-def test_the_clock_of_a_time_limit_runs_on_during_a_pause() -> None:
+def test_a_time_limit_keeps_running_during_a_pause() -> None:
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, Started):
             yield node.compute(ob.Seconds(2.0), microbatch=10)
@@ -351,7 +351,7 @@ def test_the_clock_of_a_time_limit_runs_on_during_a_pause() -> None:
     assert (other.samples, other.at) == (200, pytest.approx(2.0))
 
 
-def test_a_hub_that_holds_the_parameters_cannot_come_back() -> None:
+def test_a_hub_that_holds_the_parameters_cannot_be_restarted() -> None:
     with pytest.raises(ob.ConfigurationError, match="rank 0 holds the parameters"):
         play(ob.FixedMinibatch(), cluster=ob.Cluster(faults=(ob.faults.Crash(0, 1.0, 2.0),)))
 

@@ -1,4 +1,4 @@
-"""Traffic of simulated runs: it adds up, and is what a count by hand gives."""
+"""Traffic of simulated runs: totals are consistent, and equal a count by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def last(scene: Scene) -> Traffic:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_last_count_is_what_the_end_says_and_nothing_is_received_that_was_not_sent(name: str) -> None:
+def test_the_last_traffic_record_equals_the_ended_record_and_only_sent_messages_are_received(name: str) -> None:
     scene = play(ob.Strategy.members[name](), cluster=CRASH, evaluate=EverySeconds(5.0))
     (ended,), traffic = scene.of(Ended), last(scene)
     assert scene.records[-2:] == [traffic, ended]
@@ -41,7 +41,7 @@ def test_the_last_count_is_what_the_end_says_and_nothing_is_received_that_was_no
         assert flow.bytes >= HEADER_BYTES * flow.messages
 
 
-def test_a_run_of_fmb_sends_what_a_count_by_hand_gives() -> None:
+def test_the_traffic_of_fmb_equals_a_count_by_hand() -> None:
     """Every update takes a gradient of each worker, and all but the last are answered with parameters."""
     workers = 3
     scene = play(ob.FixedMinibatch(batch=32), workers=workers, until=ob.Samples(960))
@@ -77,7 +77,7 @@ def test_a_compressed_run_counts_what_it_would_have_sent_uncompressed() -> None:
         assert (flow.bytes < plain[kind].bytes / 3) == (kind in ("Gradient", "Parameters"))
 
 
-def test_each_evaluation_comes_after_a_count_of_that_moment() -> None:
+def test_each_evaluation_follows_a_traffic_record_of_the_same_time() -> None:
     scene = play(ob.AsyncFixed(), evaluate=EverySeconds(5.0))
     measured = [record for record in scene.records if isinstance(record, Traffic | Evaluation)]
     for before, after in itertools.pairwise(measured):
@@ -89,7 +89,7 @@ def test_each_evaluation_comes_after_a_count_of_that_moment() -> None:
     assert counted[0] < counted[-1]
 
 
-def test_messages_that_a_crash_has_cut_off_are_sent_and_not_received() -> None:
+def test_messages_lost_in_a_crash_are_sent_and_not_received() -> None:
     slow = ob.Link(latency_seconds=2.0)
     scene = play(ob.AsyncFixed(), cluster=ob.Cluster(link=slow, faults=(ob.faults.Crash(1, 15.0),)))
     traffic = last(scene)
@@ -97,7 +97,7 @@ def test_messages_that_a_crash_has_cut_off_are_sent_and_not_received() -> None:
     assert received < sent
 
 
-def test_bytes_to_target_lie_between_the_counts_around_it() -> None:
+def test_bytes_to_target_lie_between_the_neighbouring_traffic_records() -> None:
     run = ob.simulate(ob.workloads.Digits(), ob.FixedMinibatch(), until=ob.Samples(60_000), workers=3)
     summary = summarize(run.records)
     assert summary.seconds_to_target is not None

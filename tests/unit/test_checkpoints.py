@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, whole or not at all, and a sentence for everything else."""
+"""Checkpoints: round trips, atomic writes, and one-sentence errors for files that cannot be used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def forged(tree: Any, payload: bytes = b"", payload_bytes: int | None = None, version: int = VERSION) -> bytes:
-    """A file with a digest that is right, whatever it claims."""
+    """A file with a valid digest and arbitrary content."""
     encoded = msgspec.msgpack.encode(tree)
     size = len(payload) if payload_bytes is None else payload_bytes
     body = HEAD.pack(MAGIC, version, len(encoded), size) + encoded + payload
@@ -44,12 +44,12 @@ def through(path: Path, value: Any) -> Any:
     return load(path)
 
 
-# What goes in comes out
+# Round trips
 
 
-@pytest.mark.parametrize("name", sorted(set(DTYPES) - {"complex32"}))  # torch warns of that one wherever it is made
+@pytest.mark.parametrize("name", sorted(set(DTYPES) - {"complex32"}))  # torch warns whenever one is created
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 1, 3)])
-def test_tensors_of_every_dtype_and_shape_come_back_byte_for_byte(
+def test_tensors_of_every_dtype_and_shape_round_trip_byte_for_byte(
     path: Path, name: str, shape: tuple[int, ...]
 ) -> None:
     numel = int(np.prod(shape))
@@ -63,7 +63,7 @@ def test_tensors_of_every_dtype_and_shape_come_back_byte_for_byte(
 
 
 def test_a_tensor_keeps_its_order_in_memory(path: Path) -> None:
-    """A fused optimizer walks through memory, so a momentum must lie as its parameter does."""
+    """Fused optimizers need a momentum to have the strides of its parameter."""
     tensor = torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last)
     turned = torch.randn(7, 2).t()
     for back, given in zip(through(path, [tensor, turned]), [tensor, turned], strict=True):
@@ -71,7 +71,7 @@ def test_a_tensor_keeps_its_order_in_memory(path: Path) -> None:
         assert torch.equal(back, given)
 
 
-def test_tensors_that_are_views_come_back_as_what_they_show(path: Path) -> None:
+def test_views_are_saved_as_their_own_elements(path: Path) -> None:
     whole = torch.arange(12.0)
     pair = torch.tensor([1 + 2j, 3 - 4j])
     given = [
@@ -92,14 +92,14 @@ def test_tensors_that_are_views_come_back_as_what_they_show(path: Path) -> None:
     assert (type(back), back.requires_grad) == (torch.Tensor, False)
 
 
-def test_each_tensor_has_memory_of_its_own_that_can_be_changed(path: Path) -> None:
+def test_each_loaded_tensor_has_its_own_writable_memory(path: Path) -> None:
     tensor = torch.zeros(3)
     first, second = through(path, [tensor, tensor])
     first += 1
     assert (first.tolist(), second.tolist(), tensor.tolist()) == ([1.0] * 3, [0.0] * 3, [0.0] * 3)
 
 
-def test_plain_values_come_back_as_they_were(path: Path) -> None:
+def test_plain_values_round_trip(path: Path) -> None:
     value = {
         "none": None,
         "truth": [True, False, 1, 0],
@@ -114,7 +114,7 @@ def test_plain_values_come_back_as_they_were(path: Path) -> None:
     assert repr(back) == repr(value), "tuples are tuples, truths are truths, and the order is kept"
 
 
-def test_numbers_of_numpy_become_plain_and_its_generators_go_on(path: Path) -> None:
+def test_numpy_numbers_become_plain_and_its_generators_continue(path: Path) -> None:
     generator = np.random.default_rng(3)
     generator.random(5)
     back = through(path, {"rate": np.float64(0.1), "generator": generator.bit_generator.state})
@@ -134,13 +134,13 @@ def test_numbers_of_numpy_become_plain_and_its_generators_go_on(path: Path) -> N
         (["\ud800"], "cannot be written as UTF-8"),
     ],
 )
-def test_what_cannot_be_kept_is_named_and_nothing_is_written(path: Path, state: Any, sentence: str) -> None:
+def test_an_unsupported_value_is_named_and_nothing_is_written(path: Path, state: Any, sentence: str) -> None:
     with pytest.raises(ContractViolation, match=sentence):
         save(path, state)
     assert list(path.parent.iterdir()) == []
 
 
-def test_an_optimizer_goes_on_bit_for_bit(path: Path) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 3))
     layout = layout_of(module.to(memory_format=torch.channels_last))
     parameters = torch.randn(layout.numel)
@@ -158,12 +158,12 @@ def test_an_optimizer_goes_on_bit_for_bit(path: Path) -> None:
     assert torch.equal(state["parameters"], parameters)
 
 
-# Whole or not at all
+# Atomic writes
 
 
 @contextmanager
 def files_no_longer_than(nbytes: int) -> Any:
-    """The system refuses to write more, as a full disk does. Python ignores the signal that goes with it."""
+    """The system refuses to write more, as a full disk does; Python ignores SIGXFSZ."""
     assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
@@ -173,7 +173,7 @@ def files_no_longer_than(nbytes: int) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_without_room_is_one_sentence_and_the_old_checkpoint_stays(path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_the_old_checkpoint_stays(path: Path) -> None:
     save(path, "old")
     with files_no_longer_than(1_000_000), pytest.raises(RunFailed) as failure:
         save(path, torch.zeros(1_000_000))
@@ -199,13 +199,13 @@ def test_a_process_that_ends_while_it_writes_leaves_the_old_checkpoint(
     assert checkpoint_files(path.parent) == [path]
 
 
-def test_it_is_on_the_disk_before_it_takes_the_name_and_the_name_follows(
+def test_the_file_is_synced_before_it_is_renamed_and_the_directory_afterwards(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
-    def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def tell(*given: Any) -> Any:
             kind = "directory" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{given[0]}") else "file"
             done.append(f"{name} {kind}")
@@ -213,13 +213,13 @@ def test_it_is_on_the_disk_before_it_takes_the_name_and_the_name_follows(
 
         return tell
 
-    monkeypatch.setattr(os, "fsync", told("fsync", fsync))
-    monkeypatch.setattr(os, "replace", told("replace", replace))
+    monkeypatch.setattr(os, "fsync", logged("fsync", fsync))
+    monkeypatch.setattr(os, "replace", logged("replace", replace))
     save(path, "new")
     assert done == ["fsync file", "replace file", "fsync directory"]
 
 
-def test_what_was_left_of_one_is_written_over(path: Path) -> None:
+def test_a_partial_file_is_overwritten(path: Path) -> None:
     partial = path.with_name(path.name + PARTIAL)
     partial.write_bytes(b"x" * 10_000)
     assert checkpoint_files(path.parent) == [path.with_name(partial.name)]
@@ -236,10 +236,10 @@ def test_threads_that_save_at_once_do_not_mix(path: Path) -> None:
     assert checkpoint_files(path.parent) == [path]
 
 
-# Files that are something else
+# Files that are no checkpoints
 
 
-def test_a_file_that_is_cut_off_anywhere_is_refused(path: Path) -> None:
+def test_a_file_that_is_truncated_anywhere_is_refused(path: Path) -> None:
     save(path, {"a": torch.arange(5), "b": "text"})
     whole = path.read_bytes()
     for length in range(len(whole)):
@@ -252,7 +252,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(path: Path) -> None:
         load(path)
 
 
-def test_a_changed_bit_anywhere_is_noticed(path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_detected(path: Path) -> None:
     save(path, {"a": torch.arange(5), "b": "text"})
     whole = path.read_bytes()
     for index in range(len(whole)):
@@ -306,13 +306,13 @@ def test_other_files_and_versions_are_one_sentence(path: Path) -> None:
     ],
     ids=lambda raw: hashlib.sha256(raw).hexdigest()[:8],
 )
-def test_a_file_that_claims_what_it_does_not_have_is_refused_before_memory_is_taken(path: Path, raw: bytes) -> None:
+def test_a_file_with_false_sizes_is_refused_before_memory_is_allocated(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with pytest.raises(ConfigurationError, match="is cut off or corrupt; restore it from a copy, or start anew"):
         load(path)
 
 
-def test_a_file_nested_without_end_is_refused(path: Path) -> None:
+def test_a_file_that_is_nested_too_deeply_is_refused(path: Path) -> None:
     encoded = b"\x92\x00" * 100_000 + b"\xc0"
     body = HEAD.pack(MAGIC, VERSION, len(encoded), 0) + encoded
     path.write_bytes(body + hashlib.sha256(body).digest())
@@ -335,7 +335,7 @@ def a_checkpoint(**changed: Any) -> Checkpoint:
     return Checkpoint(**{**known, **changed})
 
 
-def test_a_checkpoint_of_a_run_comes_back(path: Path) -> None:
+def test_the_checkpoint_of_a_run_round_trips(path: Path) -> None:
     a_checkpoint().save(path)
     back, given = vars(Checkpoint.load(path)), vars(a_checkpoint())
     assert torch.equal(back["node"].pop("parameters"), given["node"].pop("parameters"))
@@ -345,7 +345,7 @@ def test_a_checkpoint_of_a_run_comes_back(path: Path) -> None:
 @pytest.mark.parametrize(
     "changed", [{"resumes": "often"}, {"records_position": -1}, {"elapsed_seconds": None}, {"node": []}]
 )
-def test_a_file_that_holds_no_run_is_one_sentence(path: Path, changed: dict[str, Any]) -> None:
+def test_a_file_without_a_checkpoint_is_one_sentence(path: Path, changed: dict[str, Any]) -> None:
     save(path, {**vars(a_checkpoint()), **changed})
     with pytest.raises(
         ConfigurationError, match=r"checkpoint-0.offbeat does not hold a run of this version of offbeat"
@@ -366,5 +366,5 @@ def test_a_checkpoint_of_another_model_or_strategy_is_one_sentence() -> None:
         a_checkpoint().check_fits("abc", "amb")
 
 
-def test_its_text_is_short_however_large_the_model_is() -> None:
+def test_its_repr_is_short_however_large_the_model_is() -> None:
     assert len(repr(a_checkpoint(node={"parameters": list(range(10_000))}))) < 1000

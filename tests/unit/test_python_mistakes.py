@@ -1,4 +1,4 @@
-"""What somebody types on a Monday, from Python: a sentence, never a traceback from deep inside, never a hang."""
+"""Common mistakes from Python: each raises one sentence, never an error from deep inside, and never hangs."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def mine(**changes: Any) -> ob.Workload:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "a word for a workload": (
+    "a text for a workload": (
         lambda: simulate("digits"),
         r"workload must be an object such as offbeat.workloads.Digits\(\)",
     ),
     "a class for a workload": (lambda: simulate(ob.workloads.Digits), r"the class Digits; type Digits\(\)"),
     "a class for a strategy": (lambda: simulate(strategy=ob.AsyncTimed), r"type AsyncTimed\(\)"),
-    "a word for a strategy": (lambda: simulate(strategy="fmb"), "strategy must be an object"),
-    "a word for a cluster": (lambda: simulate(cluster="niagara"), "cluster must be an object"),
+    "a text for a strategy": (lambda: simulate(strategy="fmb"), "strategy must be an object"),
+    "a text for a cluster": (lambda: simulate(cluster="niagara"), "cluster must be an object"),
     "stragglers for a cluster": (lambda: simulate(cluster=ob.stragglers.NIAGARA), "cluster must be an object"),
-    "a word for stragglers": (lambda: ob.Cluster(straggle="niagara"), "Cluster.straggle must be a Straggle"),
+    "a text for stragglers": (lambda: ob.Cluster(straggle="niagara"), "Cluster.straggle must be a Straggle"),
     "a number for a link": (lambda: ob.Cluster(link=1e6), "Cluster.link must be a Link"),
     "one fault, no tuple": (lambda: ob.Cluster(faults=ob.faults.Crash(1, 1.0)), "Cluster.faults must be a tuple"),
     "one factor, no tuple": (lambda: ob.Cluster(factors=2.0), "Cluster.factors must be a tuple of a number"),
     "workers in a cluster": (lambda: ob.Cluster(workers=4), "Cluster.workers must be a tuple"),
     "no time to compute": (lambda: ob.Cluster(seconds_per_sample=0.0), "cannot be simulated"),
-    "a word for an optimizer": (lambda: ob.FixedMinibatch(optimizer="sgd"), "optimizer must be an Optimizer or None"),
+    "a text for an optimizer": (lambda: ob.FixedMinibatch(optimizer="sgd"), "optimizer must be an Optimizer or None"),
     "a class for an optimizer": (lambda: mine(optimizer=ob.SGD), "Workload.optimizer must be an object"),
     "no samples": (lambda: ob.FixedMinibatch(batch=0), "FixedMinibatch.batch must be greater than 0, but is 0"),
     "half a sample": (lambda: ob.FixedMinibatch(batch=16.5), "batch must be a whole number"),
     "a share where a number is meant": (lambda: ob.BackupWorkers(k=0.8), "k must be a whole number or None"),
-    "workers in words": (lambda: simulate(workers="2"), "workers must be a whole number of at least 1"),
+    "workers as text": (lambda: simulate(workers="2"), "workers must be a whole number of at least 1"),
     "a negative seed": (lambda: simulate(seed=-1), "seed must be a whole number of at least 0"),
-    "until never": (lambda: simulate(until=0), "count must be greater than 0"),
-    "until some day": (lambda: simulate(until="someday"), "neither a number of samples"),
-    "evaluate often": (lambda: simulate(evaluate=5), "evaluate must be an object"),
+    "until zero samples": (lambda: simulate(until=0), "count must be greater than 0"),
+    "until as an unknown text": (lambda: simulate(until="someday"), "neither a number of samples"),
+    "a number for evaluate": (lambda: simulate(evaluate=5), "evaluate must be an object"),
     "a number for a target": (lambda: mine(target=0.9), "Workload.target must be an object"),
     "strategies to compare": (lambda: ob.compare([ob.FixedMinibatch()]), "what is compared must be an object"),
     "a file to compare": (lambda: ob.compare("x.toml"), "compare takes offbeat.Experiment objects"),
@@ -80,7 +80,7 @@ def test_a_mistake_is_answered_with_one_sentence(mistake: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_and_words_say_how_long_to_train() -> None:
+def test_until_may_be_a_number_or_a_text() -> None:
     assert simulate(until=64).summary.samples == 64
     assert simulate(until="1s", evaluate=None).summary.seconds >= 1.0
     assert simulate(until=ob.Seconds(1000.0, samples_max=64)).summary.samples == 64
@@ -96,7 +96,7 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
         simulate(out=tmp_path / "run")
 
 
-def test_experiments_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_experiments_of_one_name_get_different_directories(tmp_path: Path) -> None:
     plan = [
         ob.Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(batch=b), workers=2, until=ob.Samples(64))
         for b in (8, 16)
@@ -106,14 +106,14 @@ def test_experiments_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fmb-2-seed0", "fmb-seed0"]
 
 
-def test_a_failed_run_says_so_and_has_no_model() -> None:
+def test_a_failed_run_shows_its_failure_and_has_no_model() -> None:
     run = simulate(cluster=ob.Cluster(faults=(ob.faults.Corrupt(1, 0.0, 1e9),)), until=ob.Samples(10_000))
     assert "failed: worker 1 reported 5 gradients in a row" in repr(run)
     with pytest.raises(ob.RunFailed, match="worker 1"):
         run.model()
 
 
-def test_batch_norm_without_statistics_is_not_computed_in_one_go() -> None:
+def test_micro_batches_of_batch_norm_without_statistics_are_not_merged() -> None:
     def model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.BatchNorm1d(4, track_running_stats=False), torch.nn.Linear(4, 3))
 

@@ -1,16 +1,18 @@
-"""Test a strategy of your own as ours are tested. Public; used by the test suite of offbeat itself.
+"""Conformance checks for strategies and transports, ours and your own; this package is `ob.testing`.
 
     from offbeat.testing import check_strategy
 
     def test_mine() -> None:
         check_strategy(MyStrategy(), seeds=range(100))
 
-`check_strategy` runs a strategy in simulation on random clusters (speeds, latencies, bandwidths, crashes, pauses,
-partitions, rejoins, broken gradients) and watches the invariants listed in `invariants.py`. Each case is run twice:
-once plainly, and once with nodes swapped through `state()` and `restore()` at random events and with every lease
-taken back, and both must write the same bytes. A failure names its seed and the `offbeat replay` line.
+`check_strategy` simulates a strategy on random clusters (speeds, latencies, bandwidths, crashes, restarts, pauses,
+partitions, corrupt gradients) and checks the invariants listed in `invariants.py`. Each case is run twice, the second
+time with nodes replaced through `state()` and `restore()` at random events and with every lease revoked; both runs must
+write the same bytes. A failure names its seed and the `offbeat replay` command that repeats it.
 
-`check_transport` does the same for a transport: a `TransportCase` says how to set up ranks with it.
+`check_transport` checks a transport against its contract: a `TransportCase` creates ranks with it.
+
+May import everything but the command line and `api`.
 """
 
 from offbeat.testing.fuzz import Case, draw_case

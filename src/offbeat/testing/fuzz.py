@@ -1,6 +1,6 @@
-"""Random cases: a strategy with random settings, on a random cluster where things go wrong.
+"""Random cases: a strategy with random settings on a random cluster with faults.
 
-A case is a pure function of (strategy, seed), so a seed is all that is needed to see it again.
+A case is a pure function of strategy and seed, so that a seed repeats it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,29 @@ from offbeat.simulation.state import Scenario
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One random case. `may_fail` where gradients are broken so often that the run is allowed to give up."""
+    """One random case. `may_fail`: whether its faults are so severe that the run is allowed to fail."""
 
     scenario: Scenario
     may_fail: bool
 
 
 def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None, faults: bool = True) -> Case:
-    """The case of this seed. The settings of the strategy are varied too: see `Strategy.random_settings`."""
+    """The random case of a seed.
+
+    strategy: the strategy, whose settings are varied too, see `Strategy.random_settings`.
+    seed: selects the case.
+    workload: the workload; by default a small one is drawn.
+    faults: whether ranks crash, pause, are partitioned and compute corrupt gradients.
+    """
     random = stream(seed, "fuzz")
     workers = int(random.integers(1, 6))
     samples = int(random.integers(60, 360))
     varied = _vary(strategy, seed, random, workers)
-    chosen = workload or _workload(random)
+    case_workload = workload or _workload(random)
     cluster = _cluster(random, varied, workers, samples, faults)
     scenario = Scenario(
         strategy=varied.with_default_optimizer(SGD(lr=0.02)),
-        workload=chosen,
+        workload=case_workload,
         cluster=cluster,
         workers=workers,
         until=_until(random, samples, cluster.seconds_per_sample / workers),
@@ -55,12 +61,12 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
 
 
 def _may_fail(scenario: Scenario) -> bool:
-    """Where gradients are broken, and where all that there was has died with those who held it, and some for good."""
+    """Whether gradients are corrupt, or all ranks crash, one of them permanently, so that the parameters are lost."""
     faults = scenario.cluster.faults
     crashes = [fault for fault in faults if isinstance(fault, Crash)]
-    struck = {fault.rank for fault in crashes}
+    crashed = {fault.rank for fault in crashes}
     ranks = range(scenario.strategy.processes(scenario.workers))
-    all_gone = struck.issuperset(ranks) and any(fault.back_after_seconds is None for fault in crashes)
+    all_gone = crashed.issuperset(ranks) and any(fault.back_after_seconds is None for fault in crashes)
     return all_gone or any(isinstance(fault, Corrupt) for fault in faults)
 
 
@@ -75,11 +81,11 @@ def _until(random: Generator, samples: int, seconds_per_sample: float) -> Budget
 
 
 def _workload(random: Generator) -> Workload:
-    return _with_buffers() if random.random() < 0.25 else Quadratic(dimension=6, examples=64).build()
+    return _workload_with_buffers() if random.random() < 0.25 else Quadratic(dimension=6, examples=64).build()
 
 
-class _Counting(nn.Module):
-    """A linear model with buffers: statistics that move in training, and a counter."""
+class _ModelWithBuffers(nn.Module):
+    """A linear model with two buffers: a running mean and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,13 +104,13 @@ class _Counting(nn.Module):
         return outputs.squeeze(1)
 
 
-def _with_buffers() -> Workload:
-    """A small model whose buffers have to travel with its parameters."""
+def _workload_with_buffers() -> Workload:
+    """A workload whose buffers have to be sent with its parameters."""
     values = torch.linspace(-1.0, 1.0, 64 * 3).reshape(64, 3)
-    return Workload(_Counting, _squared, (values, values.sum(1)), label="buffers")
+    return Workload(_ModelWithBuffers, _squared_error, (values, values.sum(1)), label="buffers")
 
 
-def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
+def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square()
 
 
@@ -112,7 +118,7 @@ def _cluster(random: Generator, strategy: Strategy, workers: int, samples: int, 
     seconds_per_sample = float(10 ** random.uniform(-3, -2))
     horizon = 1.5 * samples * seconds_per_sample / workers + 0.5
     silence = float(random.uniform(0.5, 2.0))
-    drawn = (
+    faults_drawn = (
         [_fault(random, strategy, workers, horizon, silence) for _ in range(int(random.integers(0, 5)))]
         if faults
         else []
@@ -124,7 +130,7 @@ def _cluster(random: Generator, strategy: Strategy, workers: int, samples: int, 
         straggle=_straggle(random),
         factors=tuple(float(random.uniform(0.5, 4.0)) for _ in range(int(random.integers(0, workers + 1)))),
         link=_link(random),
-        faults=tuple(drawn),
+        faults=tuple(faults_drawn),
         crash_seen_seconds=float(random.uniform(0.0, 0.5)),
         silence_seconds=silence,
     )
@@ -156,8 +162,8 @@ def _fault(random: Generator, strategy: Strategy, workers: int, horizon: float, 
     kind = int(random.integers(5))
     if kind <= 1:
         rank = int(random.choice(computing))
-        for_good = rank != computing[0] and random.random() < 0.3  # somebody is left to finish
-        return Crash(rank, at, None if for_good else seconds)
+        is_permanent = rank != computing[0] and random.random() < 0.3  # one worker is left to finish
+        return Crash(rank, at, None if is_permanent else seconds)
     if kind == 2:
         return Pause(int(random.integers(size)), at, seconds)
     if kind == 3:

@@ -1,39 +1,43 @@
-"""Run a strategy through random cases and verify that every invariant holds."""
+"""Conformance checks for strategies: random simulated cases in which every invariant must hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.core.actions import Action, Record
+from offbeat.core.actions import Action, Finish, Record
 from offbeat.core.events import Event
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import Workload
 from offbeat.errors import OffbeatError, unknown
 from offbeat.lab.simulated_runs import one_thread, record_bytes
-from offbeat.simulation.simulator import Simulation, SimulationResult
+from offbeat.simulation.simulator import Simulation
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation, verify
 
 EVENTS_MAX = 100_000
-"""Many times what any case takes that ends."""
+"""Far more than any case that ends takes."""
 
 SWAP_PROBABILITIES = (0.05, 0.15, 0.4)
-"""Per event; one of them is drawn for a case. Some states last for a single event, others must survive many swaps."""
+"""Per event; one is drawn for each case. Some states last a single event, others must survive many swaps."""
 
 
 def check_strategy(
     strategy: Strategy, *, seeds: Iterable[int] = range(50), workload: Workload | None = None, faults: bool = True
 ) -> int:
-    """Check a strategy on the random case of every seed; returns how many were run.
+    """Check a strategy on one random case per seed; returns how many were run.
 
-    Raises `Violation` at the first that fails. With `faults=False` nothing goes wrong on the cluster but slowness.
+    strategy: the strategy; its settings are varied, see `Strategy.random_settings`.
+    seeds: one case each.
+    workload: the workload of all cases; by default a small one is drawn for each.
+    faults: whether ranks crash, pause, are partitioned and compute corrupt gradients.
+    Raises `Violation` at the first case that fails, with the command that repeats it.
     """
     count = 0
     with one_thread():
@@ -43,21 +47,21 @@ def check_strategy(
                 check_case(case)
             except Exception as error:
                 name = strategy.name or type(strategy).__name__
-                repeat = _repeat_line(strategy, seed, workload is None, faults)
-                raise Violation(f"{name}, seed {seed}: {error}\nrepeat it with: {repeat}") from error
+                command = _repeat_command(strategy, seed, workload is None, faults)
+                raise Violation(f"{name}, seed {seed}: {error}\nrepeat it with: {command}") from error
             count += 1
     return count
 
 
-def _repeat_line(strategy: Strategy, seed: int, usual_workload: bool, faults: bool) -> str:
-    """What to type to see a case again: a command where the strategy can be named in one, else Python."""
+def _repeat_command(strategy: Strategy, seed: int, is_default_workload: bool, faults: bool) -> str:
+    """What to type to repeat a case: a command if the strategy can be named in one, otherwise Python."""
     kind = type(strategy)
-    if usual_workload and kind.__module__.startswith("offbeat.") and _is_default(strategy):
+    if is_default_workload and kind.__module__.startswith("offbeat.") and _is_default(strategy):
         return f"offbeat replay {strategy.name} --seed {seed}{'' if faults else ' --no-faults'}"
-    if usual_workload and _is_default(strategy) and kind.__qualname__ == kind.__name__:
+    if is_default_workload and _is_default(strategy) and kind.__qualname__ == kind.__name__:
         source = f"{inspect.getsourcefile(kind)}:{kind.__name__}"
         return f"offbeat replay {source} --seed {seed}{'' if faults else ' --no-faults'}"
-    workload = "" if usual_workload else ", workload=..."
+    workload = "" if is_default_workload else ", workload=..."
     return f"offbeat.testing.check_case(offbeat.testing.draw_case({strategy}, {seed}{workload}, faults={faults}))"
 
 
@@ -66,41 +70,44 @@ def _is_default(strategy: Strategy) -> bool:
 
 
 def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
-    """Run one case plainly, and again with nodes swapped and leases taken back; both must write the same."""
+    """Run a case twice, the second time with nodes restored from their state and leases revoked.
+
+    Raises `Violation` if an invariant is violated or the two runs write different records.
+    case: the case.
+    trace: receives a line for every event of the first run.
+    """
     strategy = case.scenario.strategy
-    plain = _run(case, Invariants(strategy), strict=False, trace=trace)
-    swapped = _run(case, _Swapping(strategy, case.scenario.seed), strict=True)
-    changed = "a node that went through state() and restore(), or had its leases taken back, behaved differently; "
-    equal = record_bytes(plain.records) == record_bytes(swapped.records)
-    verify(equal, f"{changed}first at {_first_difference(plain.records, swapped.records)}")
-    for rank, finish in plain.outcome.finishes.items():
-        equal = torch.equal(finish.parameters, swapped.outcome.finishes[rank].parameters)
-        verify(equal, f"{changed}rank {rank} ended with other parameters")
+    records, finishes = _run(case, Invariants(strategy), strict=False, trace=trace)
+    swapped_records, swapped_finishes = _run(case, _Swapping(strategy, case.scenario.seed), strict=True)
+    changed = "a node that went through state() and restore(), or had its leases revoked, behaved differently; "
+    equal = record_bytes(records) == record_bytes(swapped_records)
+    verify(equal, f"{changed}first at {_first_difference(records, swapped_records)}")
+    for rank, finish in finishes.items():
+        equal = torch.equal(finish.parameters, swapped_finishes[rank].parameters)
+        verify(equal, f"{changed}rank {rank} ended with different parameters")
 
 
-class _Ran(NamedTuple):
-    records: list[Record]
-    outcome: SimulationResult
-
-
-def _run(case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[str], None] | None = None) -> _Ran:
+def _run(
+    case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[str], None] | None = None
+) -> tuple[list[Record], dict[int, Finish]]:
+    """Run a case and check its invariants; returns its records, and the `Finish` of each rank."""
     observer = invariants if trace is None else _Tracing(invariants, trace)
     simulation = Simulation(case.scenario, invariants, observer=observer, strict=strict, events_max=EVENTS_MAX)
     outcome = simulation.run()
-    invariants.ended(simulation, outcome)
+    invariants.check_end(simulation, outcome)
     verify(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")
-    return _Ran(invariants.records, outcome)
+    return invariants.records, outcome.finishes
 
 
-def _first_difference(plain: list[Record], swapped: list[Record]) -> str:
-    for left, right in zip(plain, swapped, strict=False):
+def _first_difference(reference: list[Record], swapped: list[Record]) -> str:
+    for left, right in zip(reference, swapped, strict=False):
         if record_bytes([left]) != record_bytes([right]):
             return f"{left} against {right}"
-    return f"the end: {len(plain)} against {len(swapped)} records"
+    return f"the end: {len(reference)} against {len(swapped)} records"
 
 
 class _Swapping(Invariants):
-    """Replaces nodes by new ones that were restored from their state, at random events."""
+    """Replaces nodes at random events by new ones restored from their state."""
 
     def __init__(self, strategy: Strategy, seed: int) -> None:
         super().__init__(strategy)
@@ -113,13 +120,13 @@ class _Swapping(Invariants):
             node = simulation.new_node(rank, simulation.processes[rank].life)
             state = plain_copy(simulation.processes[rank].node.state(), f"state of rank {rank}")
             node.restore(plain_copy(state, ""))
-            again = plain_copy(node.state(), "")
-            verify(same(state, again), f"rank {rank} was restored from {state} but says that it is {again}")
+            restored = plain_copy(node.state(), "")
+            verify(is_equal(state, restored), f"rank {rank} was restored from {state} but its state is {restored}")
             simulation.processes[rank].node = node
 
 
 class _Tracing:
-    """Prints what happens, event by event."""
+    """Calls `trace` with a line for every event."""
 
     def __init__(self, invariants: Invariants, trace: Callable[[str], None]) -> None:
         self._invariants = invariants
@@ -129,26 +136,26 @@ class _Tracing:
         self._invariants.before(simulation, rank, event)
 
     def after(self, simulation: Simulation, rank: int, event: Event, actions: list[Action]) -> None:
-        asked = ", ".join(_short(action) for action in actions) or "nothing"
-        self._trace(f"{simulation.now:10.4f}  rank {rank:3d}  {_short(event)} → {asked}")
+        requested = ", ".join(_summary_line(action) for action in actions) or "nothing"
+        self._trace(f"{simulation.now:10.4f}  rank {rank:3d}  {_summary_line(event)} → {requested}")
         self._invariants.after(simulation, rank, event, actions)
 
 
-def _short(thing: Any) -> str:
-    """A line for a trace: names and numbers, no tensors."""
-    message = getattr(thing, "message", None)
+def _summary_line(item: Any) -> str:
+    """An event or action in one line: names and numbers, no tensors."""
+    message = getattr(item, "message", None)
     details = [type(message).__name__] if message is not None else []
     for name in ("source", "to", "peer", "version", "draws", "draw", "samples", "name", "seconds", "incarnation"):
-        value = getattr(message if name in ("version", "draws") and message is not None else thing, name, None)
+        value = getattr(message if name in ("version", "draws") and message is not None else item, name, None)
         if value is not None:
             details.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}")
-    if hasattr(thing, "record"):
-        details.append(type(thing.record).__name__)
-    return f"{type(thing).__name__}({' '.join(details)})"
+    if hasattr(item, "record"):
+        details.append(type(item.record).__name__)
+    return f"{type(item).__name__}({' '.join(details)})"
 
 
 def plain_copy(value: Any, where: str) -> Any:
-    """A deep copy of a state, as if it had been written to disk and read again; refuses what could not be."""
+    """A deep copy of a state, as if written to disk and read again; raises `Violation` for other types."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -160,19 +167,26 @@ def plain_copy(value: Any, where: str) -> Any:
     return value
 
 
-def same(left: Any, right: Any) -> bool:
+def is_equal(left: Any, right: Any) -> bool:
     """Whether two states are equal, bit for bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(is_equal(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(same, left, right))
+        return len(left) == len(right) and all(map(is_equal, left, right))
     return type(left) is type(right) and bool(left == right)
 
 
 def replay(strategy: str, seed: int, trace: bool = False, faults: bool = True) -> None:
-    """Run the fuzz case of a strategy, by its name, and a seed again; raises `Violation` as it did then."""
+    """Repeat a random case of `check_strategy`.
+
+    strategy: the registered name of the strategy.
+    seed: the seed of the case.
+    trace: whether to print every event.
+    faults: as for `check_strategy`.
+    Raises `Violation` if the case fails.
+    """
     if strategy not in Strategy.members:
         raise unknown("strategy", strategy, Strategy.members)
     with one_thread():
