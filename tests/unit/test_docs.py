@@ -325,8 +325,8 @@ def test_the_cluster_page_lists_every_preset_field_straggle_and_fault() -> None:
     page = "docs/cluster.md"
     assert first_cells(page, "name | what it is") == list(PRESETS)
     assert first_cells(page, "field | default | meaning") == [item.path for item in options(Cluster)]
-    assert first_cells(page, "name | as a word | a round") == list(StragglerModel.members)
-    assert first_cells(page, "name | fields, in the order of the word | what happens") == list(Fault.members)
+    assert first_cells(page, "name | shorthand | a round") == list(StragglerModel.members)
+    assert first_cells(page, "name | fields, in the order of the shorthand | what happens") == list(Fault.members)
     for link_field in dataclasses.fields(ob.Link):
         assert f"| `{link_field.name}` |" in read(page)
     rows = {row.split("`")[1]: row for row in read(page).splitlines() if row.startswith("| `")}

@@ -70,11 +70,6 @@ class Pause(_Temporary, name="pause"):
 
 
 @dataclass(frozen=True)
-class Corrupt(_Temporary, name="corrupt"):
-    """Gradients of rounds that end in this time are not finite, as after a memory error or an overflow."""
-
-
-@dataclass(frozen=True)
 class Partition(Fault, name="partition"):
     """A network partition: these ranks can reach each other, but no other rank."""
 
@@ -92,6 +87,11 @@ class Partition(Fault, name="partition"):
     @property
     def affected(self) -> tuple[int, ...]:
         return self.ranks
+
+
+@dataclass(frozen=True)
+class Corrupt(_Temporary, name="corrupt"):
+    """Gradients of rounds that end in this time are not finite, as after a memory error or an overflow."""
 
 
 def failures(

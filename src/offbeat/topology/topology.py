@@ -31,7 +31,7 @@ class Constants:
     """The constants of a graph that acceleration uses. The unit of time is one gradient."""
 
     chi1: float
-    """Time constant of the slowest mode of averaging, 1/λ2(L)."""
+    """Time constant of the slowest mode of consensus, 1/λ2(L)."""
     chi2: float
     """Half of the largest effective resistance of an edge; never more than χ1."""
     eta: float
