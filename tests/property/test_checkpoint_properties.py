@@ -49,7 +49,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(states)
-def test_any_state_comes_back_the_same(state: Any) -> None:
+def test_any_state_survives_a_file(state: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "checkpoint-0.offbeat"
         save(path, state)

@@ -37,7 +37,7 @@ def back(compression: ob.compression.Compression, values: Tensor) -> Tensor:
 
 @given(COMPRESSIONS, VECTORS)
 @settings(max_examples=300, deadline=None)
-def test_coding_what_was_decoded_is_exact(compression: ob.compression.Compression, values: Tensor) -> None:
+def test_encoding_a_decoded_vector_is_exact(compression: ob.compression.Compression, values: Tensor) -> None:
     once = back(compression, values)
     assert torch.equal(back(compression, once), once)
     assert torch.equal(compression.roundtrip(values, Pool()), once)
@@ -45,14 +45,14 @@ def test_coding_what_was_decoded_is_exact(compression: ob.compression.Compressio
 
 @given(COMPRESSIONS, VECTORS)
 @settings(max_examples=200, deadline=None)
-def test_type_and_length_come_back(compression: ob.compression.Compression, values: Tensor) -> None:
+def test_dtype_and_length_are_restored(compression: ob.compression.Compression, values: Tensor) -> None:
     once = back(compression, values)
     assert (once.dtype, once.shape) == (values.dtype, values.shape)
 
 
 @given(VECTORS, st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
-def test_int8_is_off_by_half_a_step_of_its_chunk(values: Tensor, chunk: int) -> None:
+def test_int8_has_an_error_of_at_most_half_a_step_of_its_chunk(values: Tensor, chunk: int) -> None:
     once = back(ob.compression.Int8(chunk=chunk), values)
     for mine, theirs in zip(values.split(chunk), once.split(chunk), strict=True):
         assert (mine - theirs).abs().max() <= 0.5001 * mine.abs().max() / 127 + 1e-28
@@ -60,13 +60,13 @@ def test_int8_is_off_by_half_a_step_of_its_chunk(values: Tensor, chunk: int) -> 
 
 @given(VECTORS)
 @settings(max_examples=200, deadline=None)
-def test_bf16_is_off_by_a_256th_of_each_element(values: Tensor) -> None:
+def test_bf16_has_a_relative_error_of_at_most_a_256th(values: Tensor) -> None:
     assert ((back(ob.compression.BFloat16(), values) - values).abs() <= values.abs() / 255 + 1e-40).all()
 
 
 @given(VECTORS, st.floats(0.01, 1.0))
 @settings(max_examples=200, deadline=None)
-def test_nothing_that_top_k_leaves_out_is_larger_than_what_it_sends(values: Tensor, share: float) -> None:
+def test_top_k_omits_no_element_larger_than_those_it_sends(values: Tensor, share: float) -> None:
     once = back(ob.compression.TopK(share), values)
     sent = once != 0
     if not is_encoded(ob.compression.TopK(share).encode(values, Pool())):
@@ -79,7 +79,7 @@ def test_nothing_that_top_k_leaves_out_is_larger_than_what_it_sends(values: Tens
 
 @given(COMPRESSIONS, st.lists(arrays.arrays(np.float64, 40, elements=st.floats(-1e6, 1e6)), min_size=1, max_size=6))
 @settings(max_examples=100, deadline=None)
-def test_with_feedback_everything_arrives_in_the_end(
+def test_with_feedback_the_sum_of_increments_arrives(
     compression: ob.compression.Compression, increments: list[object]
 ) -> None:
     residual, pool = torch.zeros(40, dtype=torch.float64), Pool()

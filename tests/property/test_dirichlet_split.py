@@ -24,7 +24,7 @@ def divided(draw):
 
 
 @given(divided())
-def test_every_example_belongs_to_exactly_one_worker_and_nobody_has_none(case) -> None:
+def test_every_example_has_exactly_one_worker_and_every_worker_has_an_example(case) -> None:
     split, targets, workers, seed = case
     parts = [split.indices(targets, worker, workers, seed) for worker in range(workers)]
     assert all(len(part) > 0 for part in parts)
@@ -54,7 +54,7 @@ def test_a_large_alpha_is_nearly_even(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_small_alpha_leaves_most_of_a_label_to_one(seed: int) -> None:
+def test_a_small_alpha_assigns_most_of_a_label_to_one_worker(seed: int) -> None:
     assert np.median(label_shares(0.01, seed).max(0)) > 0.9
 
 
@@ -64,17 +64,17 @@ def test_the_spread_of_shares_is_that_of_the_distribution() -> None:
     assert shares.var() == pytest.approx(0.1 * 0.9 / (10 * 0.3 + 1), rel=0.1)
 
 
-def test_seeds_have_parts_of_their_own() -> None:
+def test_different_seeds_have_different_parts() -> None:
     assert not np.array_equal(label_shares(0.3, 0), label_shares(0.3, 1))
 
 
-def test_it_is_told_by_one_word() -> None:
+def test_the_split_has_a_shorthand() -> None:
     assert from_plain(Split, "dirichlet:0.7", "split") == Dirichlet(0.7)
     assert from_plain(Split, {"name": "dirichlet", "alpha": 2}, "split") == Dirichlet(2.0)
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.inf, math.nan])
-def test_an_alpha_that_cannot_be_is_refused(alpha: float) -> None:
+def test_an_invalid_alpha_is_refused(alpha: float) -> None:
     with pytest.raises(ConfigurationError, match=r"Dirichlet.alpha must be"):
         Dirichlet(alpha)
 

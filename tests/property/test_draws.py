@@ -41,9 +41,7 @@ def test_draws_behave_like_a_set_that_refuses_duplicates(pairs: list[tuple[int, 
 
 
 @given(ranges, ranges)
-def test_draws_that_are_taken_back_are_missing_again(
-    pairs: list[tuple[int, int]], removed: list[tuple[int, int]]
-) -> None:
+def test_removed_draws_are_missing_again(pairs: list[tuple[int, int]], removed: list[tuple[int, int]]) -> None:
     draws, model = SampleLedger(), set()
     for first, stop in pairs:
         if not model & set(range(first, stop)):
@@ -70,7 +68,7 @@ def test_ranges_are_disjoint_sorted_and_joined(pairs: list[tuple[int, int]]) -> 
         assert stop < first
 
 
-def test_an_empty_range_is_nothing() -> None:
+def test_an_empty_range_has_no_effect() -> None:
     draws = SampleLedger()
     draws.add(5, 5)
     assert draws.ranges == []

@@ -32,7 +32,7 @@ def test_a_draw_is_the_same_whenever_and_however_it_is_taken(size, seed, rank, r
         assert order.take(first, first + count).tolist() == everything[first : first + count]
 
 
-def test_ranks_seeds_and_epochs_have_orders_of_their_own() -> None:
+def test_ranks_seeds_and_epochs_have_different_orders() -> None:
     def taken(seed: int, rank: int, epoch: int) -> list[int]:
         return Order(np.arange(100), seed, rank).take(epoch * 100, epoch * 100 + 100).tolist()
 
@@ -83,7 +83,7 @@ def test_parts_are_of_nearly_one_size(case) -> None:
 
 
 @given(st.integers(1, 100), st.integers(0, 30), st.integers(1, 30))
-def test_shared_data_is_everything_for_everyone(size: int, worker: int, workers: int) -> None:
+def test_shared_data_is_all_examples_for_every_worker(size: int, worker: int, workers: int) -> None:
     indices = Shared().indices(torch.zeros(size), worker, workers, 0)
     assert indices.tolist() == list(range(size))
     assert not indices.flags.writeable

@@ -39,7 +39,7 @@ def test_a_rate_is_a_finite_number_and_never_negative(schedule: Schedule, sample
 
 
 @given(schedules)
-def test_a_schedule_survives_the_way_through_plain_data(schedule: Schedule) -> None:
+def test_a_schedule_survives_plain_data(schedule: Schedule) -> None:
     assert from_plain(Schedule, to_plain(schedule), "lr") == schedule
 
 
@@ -99,7 +99,7 @@ def test_a_large_batch_scales_the_rate_by_its_share_of_256() -> None:
     assert [warm(n) for n in (0, 100, 1000)] == pytest.approx([0.1, 0.8, 0.08])
 
 
-def test_a_warm_up_may_begin_at_nothing() -> None:
+def test_a_warm_up_may_start_at_zero() -> None:
     warm = WarmUp(0.1, samples=100, start_scale=0.0)
     assert [warm(n) for n in (0, 50, 100, 10**6)] == pytest.approx([0.0, 0.05, 0.1, 0.1])
 

@@ -21,7 +21,7 @@ def curve(accuracies: list[float]) -> list[Evaluation]:
 
 
 @given(st.lists(heights, min_size=4, max_size=30, unique=True).map(sorted), st.floats(0.01, 0.99))
-def test_a_rising_curve_is_timed_where_it_stands(values: list[float], share: float) -> None:
+def test_a_rising_curve_is_not_shifted_by_smoothing(values: list[float], share: float) -> None:
     """The oracle is the inverse of the curve itself; its last step is left to the rule for ends."""
     goal = values[0] + share * (values[-2] - values[0])
     index = next(index for index, value in enumerate(values) if value >= goal)

@@ -97,7 +97,7 @@ def test_eta_follows_the_rate_and_alpha_tilde_does_not(topology: Topology, rate:
 
 
 @given(topologies(), st.data())
-def test_those_who_are_left_keep_the_edges_among_them(topology: Topology, data: st.DataObject) -> None:
+def test_remaining_members_keep_the_edges_among_them(topology: Topology, data: st.DataObject) -> None:
     members = data.draw(st.sets(st.sampled_from(topology.members), min_size=1))
     left = Topology(topology.graph, topology.peers, members)
     kept = [edge[:2] for edge in topology.edges if members.issuperset(edge[:2])]
@@ -178,7 +178,7 @@ def graph_with_odd_cycles(seed: int) -> tuple[int, set[tuple[int, int]]]:
     return peers, edges
 
 
-def test_the_search_takes_blossoms_apart() -> None:
+def test_the_search_handles_odd_cycles() -> None:
     """Odd cycles are what a simpler search stumbles over: of these graphs, it gets several wrong."""
     for seed in range(300):
         peers, edges = graph_with_odd_cycles(seed)

@@ -73,7 +73,7 @@ def frames(message: Message, checksum: bool) -> tuple[Tensor, bytes, Tensor]:
 
 @given(MESSAGES, st.booleans())
 @settings(deadline=None)
-def test_any_message_comes_out_as_it_went_in(message: Message, checksum: bool) -> None:
+def test_any_message_survives_encoding(message: Message, checksum: bool) -> None:
     raw, meta, payload = frames(message, checksum)
     read = wire.decode(wire.read_head(raw, 1 << 34), meta, payload)
     assert type(read) is type(message)

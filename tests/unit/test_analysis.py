@@ -62,7 +62,7 @@ KEYS = [
 ]
 
 
-def test_a_small_run_is_summed_up_as_it_would_be_in_the_head() -> None:
+def test_a_small_run_is_summarized_as_by_hand() -> None:
     summary = summarize(a_small_run(directory=Path("runs/one")))
     assert (summary.strategy, summary.workload, summary.workers, summary.seed) == ("fmb", "digits", 2, 1)
     assert (summary.seconds, summary.updates, summary.samples) == (8.0, 2, 40)
@@ -87,7 +87,7 @@ def test_what_does_not_apply_to_a_run_is_none() -> None:
     assert summary.failure == "the hub was lost"
 
 
-def test_a_run_whose_records_stop_early_says_so() -> None:
+def test_a_run_whose_records_stop_early_has_failed() -> None:
     summary = summarize(run(accuracies([0.1, 0.2])))
     assert summary.seconds == 1.0
     assert (summary.bytes_sent, summary.bytes_per_second) == (None, None)
@@ -120,7 +120,7 @@ def among_equals(*ends: Ended) -> list[AnyRecord]:
     return [*(msgspec.structs.replace(update, rank=rank) for rank in (0, 1)), *ends]
 
 
-def test_among_equals_a_run_ends_as_the_lowest_did_that_ended_well() -> None:
+def test_a_decentralized_run_ends_as_the_lowest_rank_without_failure() -> None:
     without_rank_0 = summarize(run(among_equals(an_end(8.0, 2, 1), an_end(9.0, 1, 10)), engine="live"))
     assert (without_rank_0.failure, without_rank_0.seconds, without_rank_0.bytes_sent) == (None, 9.0, 11)
     failed = an_end(3.0, 0, 1, "it was interrupted")
@@ -129,7 +129,7 @@ def test_among_equals_a_run_ends_as_the_lowest_did_that_ended_well() -> None:
     assert "stop before" in (summarize(run(among_equals(), engine="live")).failure or "")
 
 
-def test_among_equals_samples_are_added_up_unless_a_rank_knows_of_more() -> None:
+def test_samples_of_a_decentralized_run_are_added_unless_a_rank_knows_of_more() -> None:
     assert summarize(run(among_equals())).samples == 40
     known = [msgspec.structs.replace(record, samples_total=50) for record in among_equals()]
     assert summarize(run(known)).samples == 50
@@ -141,7 +141,7 @@ def test_a_loss_that_several_peers_see_is_one_loss() -> None:
     assert summarize(run(seen)).lost_peers == 1
 
 
-def test_who_comes_back_meets_everybody_and_is_the_only_one_that_has_come_back() -> None:
+def test_a_restarted_rank_sees_all_others_join_and_is_the_only_one_that_rejoined() -> None:
     def met(rank: int, peer: int, incarnation: int, joined: bool = True) -> Membership:
         return Membership(at=1.0, rank=rank, peer=peer, incarnation=incarnation, joined=joined)
 
@@ -153,7 +153,7 @@ def test_who_comes_back_meets_everybody_and_is_the_only_one_that_has_come_back()
     assert (summary.lost_peers, summary.rejoined_peers) == (1, 1)
 
 
-def test_who_was_cut_off_has_lost_all_the_others_and_they_only_one() -> None:
+def test_a_partitioned_rank_loses_all_others_and_each_of_them_loses_one() -> None:
     pairs = [(2, peer) for peer in (0, 1, 3)] + [(rank, 2) for rank in (0, 1, 3)]
     met = [Membership(at=1.0, rank=a, peer=b, incarnation=0, joined=True) for a in range(4) for b in range(4) if a != b]
     lost = [Membership(at=2.0, rank=a, peer=b, incarnation=0, joined=False) for a, b in pairs]
@@ -184,7 +184,7 @@ def test_a_curve_that_was_rising_may_reach_the_target_with_its_last_evaluation()
     assert seconds_to_target(accuracies([0.0, 0.5, 1.0]), "accuracy", 0.75) == pytest.approx(1.5)
 
 
-def test_a_target_that_is_met_from_the_start_takes_no_time() -> None:
+def test_a_target_that_is_met_at_the_start_takes_no_time() -> None:
     assert seconds_to_target(accuracies([0.95, 0.96, 0.97]), "accuracy", 0.9) == 0.0
 
 
@@ -279,7 +279,7 @@ def test_a_band_covers_the_time_that_all_seeds_cover() -> None:
     assert band([]) is None
 
 
-def test_a_timeline_knows_what_each_rank_did_when() -> None:
+def test_a_timeline_has_the_rounds_of_each_rank() -> None:
     rows = segments(run([a_round(2, 3.0, 2.0, idle=1.0, induced=0.5), a_round(1, 0.0, 1.0), a_round(1, 9.0, 1.0)]), 5.0)
     assert list(rows) == [1, 2]
     (segment,) = rows[2]

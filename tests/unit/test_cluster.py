@@ -80,12 +80,12 @@ def test_factors_follow_their_distribution(straggle: StragglerModel, least: floa
 
 
 @pytest.mark.parametrize("straggle", [NIAGARA, Lognormal(0.3), Pareto(2.0), ShiftedExponential()])
-def test_the_same_generator_draws_the_same_disturbances(straggle: StragglerModel) -> None:
+def test_the_same_seed_draws_the_same_delays(straggle: StragglerModel) -> None:
     first, second = stream(3, "speed", 1), stream(3, "speed", 1)
     assert [straggle.draw(first) for _ in range(20)] == [straggle.draw(second) for _ in range(20)]
 
 
-def test_stragglers_can_be_written_as_one_word() -> None:
+def test_straggler_models_have_a_shorthand() -> None:
     assert StragglerModel.shorthand("niagara") == NIAGARA
     assert StragglerModel.shorthand("cedar") == CEDAR
     assert StragglerModel.shorthand("none") == NoStragglers()
@@ -110,7 +110,7 @@ def test_a_straggler_that_does_not_exist_is_answered_with_a_sentence(word: str, 
     assert str(caught.value) == sentence
 
 
-def test_faults_can_be_written_as_one_word() -> None:
+def test_faults_have_a_shorthand() -> None:
     cluster = from_plain(Cluster, {"faults": "crash:1:30 crash:2:30:5 pause:2:10:5 partition:1+2:30:10"}, "cluster")
     assert cluster.faults == (
         Crash(1, 30.0),
@@ -195,7 +195,7 @@ def test_a_worker_may_have_a_link_of_its_own() -> None:
         (Cluster(faults=(Partition((0, 7), 1.0, 1.0),)), "'partition' names rank 7"),
     ],
 )
-def test_a_cluster_that_speaks_of_what_does_not_exist_is_refused(cluster: Cluster, sentence: str) -> None:
+def test_a_cluster_that_names_workers_or_ranks_that_do_not_exist_is_refused(cluster: Cluster, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         cluster.check(processes=3, workers=2)
 

@@ -46,7 +46,7 @@ def test_a_configuration_survives_plain_data() -> None:
     assert from_plain(Drawing, plain, "drawing") == drawing
 
 
-def test_words_stand_for_members() -> None:
+def test_members_can_be_written_as_shorthands() -> None:
     table: dict[str, Any] = {"shape": "circle:2.5:1+2", "shapes": ["square:3"], "scale": "none", "filled": "yes"}
     assert build(Drawing, table, "drawing") == Drawing(Circle(2.5, (1, 2)), (Square(3.0),), 1, None, True)
 

@@ -63,7 +63,7 @@ def test_gradients_accumulate_in_place() -> None:
     torch.testing.assert_close(flat.gradients, 2 * once)
 
 
-def test_zero_gradients_takes_back_gradients_that_others_have_dropped() -> None:
+def test_zero_gradients_binds_gradients_that_were_set_to_none() -> None:
     flat = FlatModule(small_network())
     flat.module(batch()).sum().backward()
     expected = flat.gradients.clone()
@@ -144,7 +144,7 @@ def test_zero_dimensional_and_boolean_buffers_keep_their_shape() -> None:
     assert [view.shape for view in flat.layout.shaped_buffers(flat.buffers)] == [()]
 
 
-def test_a_buffer_that_the_module_replaces_is_taken_back_in() -> None:
+def test_a_buffer_that_the_module_replaces_is_bound_again() -> None:
     class Counter(nn.Linear):
         def __init__(self) -> None:
             super().__init__(1, 1)
@@ -268,7 +268,7 @@ def test_merging_equal_buffers_changes_no_bit() -> None:
     assert merged.data_ptr() != part[0].data_ptr()
 
 
-def test_a_part_without_samples_has_no_say_in_the_merge() -> None:
+def test_a_part_without_samples_does_not_count_in_the_merge() -> None:
     broken = (torch.tensor([float("nan")]),)
     (merged,) = merge_buffers([(broken, 0), ((torch.tensor([2.0]),), 5)])
     assert merged.tolist() == [2.0]

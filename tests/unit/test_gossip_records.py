@@ -51,7 +51,7 @@ def consensus(*points: tuple[float, float]) -> list[AnyRecord]:
     return [Consensus(at=at, peers=3, distance=distance) for at, distance in points]
 
 
-def test_exchanges_are_counted_as_they_would_be_in_the_head() -> None:
+def test_exchanges_are_counted_as_by_hand() -> None:
     summary = summarize(peers(three_peers()))
     assert (summary.exchanges, summary.exchanges_lost) == (3, 1)
     assert summary.exchanges_per_gradient == pytest.approx(2 * 3 / 3)
@@ -99,7 +99,7 @@ def test_the_estimate_is_right_where_pairs_are_drawn_at_random() -> None:
     assert summarize(peers(apart, workers=6)).consensus_distance == pytest.approx(exact)
 
 
-def test_a_measured_series_is_kept_as_it_is_and_an_estimated_one_says_so() -> None:
+def test_a_measured_series_is_unchanged_and_an_estimated_one_is_marked() -> None:
     measured = consensus_series(peers([*three_peers(), *consensus((1.0, 4.0), (2.0, 0.0))]))
     assert (measured.points, measured.estimated) == (((1.0, 4.0), (2.0, 0.0)), False)
     assert consensus_curve(peers(consensus((1.0, 4.0), (2.0, 0.0)))).values.tolist() == [4.0]
@@ -112,7 +112,7 @@ def test_a_measured_series_is_kept_as_it_is_and_an_estimated_one_says_so() -> No
     assert consensus_series(a_small_run()).points == ()
 
 
-def test_an_estimated_series_takes_means_over_equal_stretches_of_time() -> None:
+def test_an_estimated_series_has_means_over_equal_intervals_of_time() -> None:
     early = [an_exchange(0.0 + index / 100, 0, 1, 6.0) for index in range(PER_BIN)]
     late = [an_exchange(9.0 - index / 100, 1, 2, 3.0) for index in range(PER_BIN)]
     series = consensus_series(peers([*late, *early, an_exchange(5.0, 0, 2, None)]))
@@ -159,14 +159,14 @@ def test_the_table_marks_what_is_estimated() -> None:
     assert "≈" not in printed(Comparison.of([a_gossip()]))
 
 
-def test_a_summary_says_what_was_exchanged() -> None:
+def test_a_summary_has_the_number_of_exchanges() -> None:
     assert str(summarize(peers(three_peers()))).splitlines()[-1] == (
         "  3 exchanges, 2 for each gradient of a peer, 1 lost, a round trip of 0.3 s, "
         "consensus distance 1, estimated from exchanges"
     )
 
 
-def test_the_json_of_gossip_holds_no_surprise() -> None:
+def test_the_json_of_gossip_has_the_expected_keys() -> None:
     answer = Comparison.of([a_small_run(), a_gossip(live=True)]).to_json()
     json.dumps(answer, allow_nan=False)
     hub, gossip = answer["runs"]
@@ -201,7 +201,7 @@ def test_the_page_has_the_columns_for_which_a_terminal_has_no_room(mixed: list[R
         assert f'<th scope="col">{head}</th>' in page
 
 
-def test_an_estimated_curve_says_so_in_its_label_and_its_caption() -> None:
+def test_an_estimated_curve_is_marked_in_its_label_and_caption() -> None:
     live = [a_gossip("live", 1, live=True), a_gossip("gossip", 1)]
     drawn = svg_text(plot(live, "consensus over time"))
     assert ">live, estimated from exchanges<" in drawn
@@ -222,7 +222,7 @@ def test_neighbours_can_be_told_apart_without_colour() -> None:
     assert len(set(drawn)) == 4
 
 
-def test_cells_hold_their_counts_where_there_is_room_and_a_scale_stands_beside_them_where_not() -> None:
+def test_cells_show_their_counts_if_there_is_room_and_otherwise_have_a_colour_scale() -> None:
     small, large = a_gossip(peers=4), a_gossip(peers=NUMBERS_RANKS_MAX + 1)
     numbers = exchange_maps([small]).axes[0].texts
     counts = [count for row in exchange_counts(small) for count in row if count]
@@ -235,7 +235,7 @@ def test_cells_hold_their_counts_where_there_is_room_and_a_scale_stands_beside_t
 @pytest.mark.parametrize(
     "draw", [partial(plot, name="consensus over time"), exchange_maps], ids=["consensus", "exchanges"]
 )
-def test_the_figures_can_be_drawn_of_much_of_little_and_of_nothing(draw, mixed: list[RunRecords]) -> None:  # type: ignore[no-untyped-def]
+def test_the_figures_can_be_drawn_with_many_few_and_no_exchanges(draw, mixed: list[RunRecords]) -> None:  # type: ignore[no-untyped-def]
     one = peers([an_exchange(1.0, 0, 1)])
     for runs in (mixed, [one], [peers(consensus((1.0, 0.0)))], [a_small_run()], [run([])]):
         text = svg_text(draw(runs))

@@ -1,4 +1,4 @@
-"""Memory comes back by itself, is used again, and never while somebody looks at it."""
+"""Memory returns to the pool by itself, is reused, and never while a tensor refers to it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from offbeat.core.memory_pool import SIZES_MAX, Pool
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 4096, 65536, 65537, 1_000_001])
-def test_exactly_what_was_asked_for_is_lent(nbytes: int) -> None:
+def test_a_tensor_of_the_requested_size_is_returned(nbytes: int) -> None:
     taken = Pool().take(nbytes)
     assert (taken.dtype, taken.shape) == (torch.uint8, (nbytes,))
     taken.fill_(3)
 
 
-def test_nothing_is_lent_for_nothing() -> None:
+def test_zero_bytes_need_no_slab() -> None:
     pool = Pool()
     assert pool.take(0).numel() == 0
     assert (pool.allocated, pool.lent) == (0, 0)
 
 
-def test_memory_is_used_again_once_it_is_gone() -> None:
+def test_memory_is_reused_when_no_tensor_refers_to_it() -> None:
     pool = Pool()
     first = pool.take(100_000)
     address = first.data_ptr()
@@ -47,7 +47,7 @@ def test_memory_is_used_again_once_it_is_gone() -> None:
         lambda tensor: (tensor[:8], [tensor[8:16].view(2, 4)]),
     ],
 )
-def test_any_view_keeps_it(hold: object) -> None:
+def test_any_view_keeps_the_memory(hold: object) -> None:
     pool = Pool()
     tensor = pool.take(1000)
     held = hold(tensor)  # type: ignore[operator]
@@ -59,7 +59,7 @@ def test_any_view_keeps_it(hold: object) -> None:
     assert pool.lent == 0
 
 
-def test_a_tensor_in_a_cycle_comes_back_when_the_collector_runs() -> None:
+def test_memory_of_a_tensor_in_a_cycle_returns_when_the_collector_runs() -> None:
     pool = Pool()
     cycle: list[object] = [pool.take(1000)]
     cycle.append(cycle)
@@ -68,7 +68,7 @@ def test_a_tensor_in_a_cycle_comes_back_when_the_collector_runs() -> None:
     assert pool.lent == 0
 
 
-def test_only_a_few_free_ones_are_kept() -> None:
+def test_only_a_few_free_slabs_are_kept() -> None:
     pool = Pool(keep=2)
     taken = [pool.take(1000) for _ in range(5)]
     del taken
@@ -77,7 +77,7 @@ def test_only_a_few_free_ones_are_kept() -> None:
     del again
 
 
-def test_sizes_that_are_not_asked_for_any_more_are_forgotten() -> None:
+def test_slabs_of_sizes_that_are_no_longer_requested_are_dropped() -> None:
     pool = Pool()
     pool.take(1000)
     for pages in range(20, 20 + SIZES_MAX):
@@ -87,7 +87,7 @@ def test_sizes_that_are_not_asked_for_any_more_are_forgotten() -> None:
     assert pool.allocated == made + 1
 
 
-def test_what_is_out_outlives_the_pool() -> None:
+def test_memory_in_use_outlives_the_pool() -> None:
     pool = Pool()
     tensor = pool.take(1000).fill_(5)
     del pool

@@ -130,7 +130,7 @@ def test_amsgrad_is_the_form_of_apam_even_for_tiny_gradients(decay: float) -> No
 
 @pytest.mark.parametrize("optimizer", ALL, ids=describe)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_restored_stepper_goes_on_bit_for_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
+def test_a_restored_stepper_continues_bit_for_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
     flat, layout = flat_start(dtype)
     stepper = optimizer.build(flat, layout)
     for step in range(3):
@@ -198,7 +198,7 @@ def test_without_a_rate_a_torch_optimizer_keeps_its_own() -> None:
     assert stepper.step(torch.zeros(layout.numel), samples=0) == 0.5
 
 
-def test_clipping_shortens_a_long_gradient_and_leaves_the_callers_tensor_alone() -> None:
+def test_clipping_shortens_a_long_gradient_and_does_not_change_the_callers_tensor() -> None:
     flat, layout = flat_start()
     start = flat.clone()
     stepper = SGD(1.0, clip_norm=2.0).build(flat, layout)
@@ -209,7 +209,7 @@ def test_clipping_shortens_a_long_gradient_and_leaves_the_callers_tensor_alone()
     torch.testing.assert_close(start - flat, 2.0 * gradient / gradient.norm(), rtol=1e-4, atol=1e-6)
 
 
-def test_clipping_lets_a_short_gradient_through_unchanged() -> None:
+def test_clipping_does_not_change_a_short_gradient() -> None:
     flat, layout = flat_start()
     twin = flat.clone()
     gradient = random_vector(layout.numel, 1)
@@ -227,7 +227,7 @@ def test_clipping_lets_a_short_gradient_through_unchanged() -> None:
     ],
     ids=describe,
 )
-def test_weight_decay_can_spare_parameters_of_one_dimension(optimizer: Optimizer) -> None:
+def test_weight_decay_can_exclude_parameters_of_one_dimension(optimizer: Optimizer) -> None:
     flat, layout = flat_start()
     start = flat.clone()
     optimizer.build(flat, layout).step(torch.zeros(layout.numel), samples=0)
@@ -235,7 +235,7 @@ def test_weight_decay_can_spare_parameters_of_one_dimension(optimizer: Optimizer
         torch.testing.assert_close(after, before if len(slot.shape) < 2 else 0.95 * before)
 
 
-def test_decay_can_be_spared_where_all_parameters_have_one_dimension() -> None:
+def test_weight_decay_can_exclude_all_parameters() -> None:
     layout = layout_of(nn.BatchNorm1d(3))
     flat = torch.ones(6)
     SGD(0.1, weight_decay=0.5, decay_1d=False).build(flat, layout).step(torch.zeros(6), samples=0)
@@ -255,11 +255,11 @@ def test_overwriting_a_gradient_after_its_step_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ALL[:-1], ids=describe)
-def test_a_named_optimizer_survives_the_way_through_plain_data(optimizer: Optimizer) -> None:
+def test_a_named_optimizer_survives_plain_data(optimizer: Optimizer) -> None:
     assert from_plain(Optimizer, to_plain(optimizer), "optimizer") == optimizer
 
 
-def test_a_schedule_inside_an_optimizer_survives_the_way_through_plain_data() -> None:
+def test_a_schedule_inside_an_optimizer_survives_plain_data() -> None:
     optimizer = SGD(WarmUp(Linear(0.1, 0.0, 1000), samples=100, scale=4.0), clip_norm=1.0)
     assert from_plain(Optimizer, to_plain(optimizer), "optimizer") == optimizer
 

@@ -72,7 +72,7 @@ def test_the_files_of_all_ranks_are_read_in_the_order_of_time_and_then_of_ranks(
     assert find_runs([tmp_path]) == [tmp_path]
 
 
-def test_a_live_run_that_has_only_just_begun_has_no_records(tmp_path: Path) -> None:
+def test_a_live_run_without_files_of_records_has_no_records(tmp_path: Path) -> None:
     assert read_run(live(tmp_path)).records == ()
 
 
@@ -82,7 +82,7 @@ def test_a_simulated_run_without_its_records_is_not_a_run(tmp_path: Path) -> Non
         read_run(tmp_path)
 
 
-def test_a_last_line_that_was_cut_off_is_passed_over_in_every_file(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_in_every_file(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(live(tmp_path), rank, note(1.0, rank), note(2.0, rank))
         path = rank_file(tmp_path, rank)
@@ -97,7 +97,7 @@ def test_a_line_that_cannot_be_read_is_named_with_its_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("signs", [0, 1, BLOCK_BYTES, 3 * BLOCK_BYTES])
-def test_who_takes_over_a_rank_goes_on_after_the_last_whole_line(tmp_path: Path, signs: int) -> None:
+def test_a_restarted_rank_continues_after_the_last_complete_line(tmp_path: Path, signs: int) -> None:
     whole = note(1.0, 0, "x" * signs)
     write(live(tmp_path), 0, whole, note(2.0, 0, "y" * signs))
     path = rank_file(tmp_path, 0)
@@ -106,7 +106,7 @@ def test_who_takes_over_a_rank_goes_on_after_the_last_whole_line(tmp_path: Path,
     assert read_run(tmp_path).records == (whole, note(3.0))
 
 
-def test_a_file_that_is_nothing_but_a_cut_off_line_is_emptied(tmp_path: Path) -> None:
+def test_a_file_with_only_an_incomplete_line_is_emptied(tmp_path: Path) -> None:
     rank_file(live(tmp_path), 0).write_bytes(b'{"record":"notice"' + b" " * (2 * BLOCK_BYTES))
     with RankWriter(tmp_path, 0) as writer:
         assert writer.position() == 0
@@ -114,7 +114,7 @@ def test_a_file_that_is_nothing_but_a_cut_off_line_is_emptied(tmp_path: Path) ->
     assert read_run(tmp_path).records == (note(1.0),)
 
 
-def test_a_line_is_there_for_others_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_a_line_is_visible_to_readers_as_soon_as_it_is_written(tmp_path: Path) -> None:
     with RankWriter(live(tmp_path), 0) as writer:
         for count in (1, 2, 3):
             writer.write(note(float(count)))
@@ -123,7 +123,7 @@ def test_a_line_is_there_for_others_as_soon_as_it_is_written(tmp_path: Path) -> 
             assert writer.position() == rank_file(tmp_path, 0).stat().st_size
 
 
-def test_what_came_after_a_checkpoint_is_forgotten_on_resuming(tmp_path: Path) -> None:
+def test_records_after_a_checkpoint_are_removed_on_resuming(tmp_path: Path) -> None:
     with RankWriter(live(tmp_path), 0) as writer:
         writer.write(note(1.0))
         position = writer.position()
@@ -136,7 +136,7 @@ def test_what_came_after_a_checkpoint_is_forgotten_on_resuming(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("position", [-1, 5, 10_000])
-def test_records_that_do_not_go_with_a_checkpoint_are_left_as_they_are(tmp_path: Path, position: int) -> None:
+def test_records_that_do_not_match_a_checkpoint_are_not_changed(tmp_path: Path, position: int) -> None:
     write(live(tmp_path), 0, note(1.0))
     with RankWriter(tmp_path, 0) as writer, pytest.raises(ConfigurationError, match="does not match the checkpoint"):
         writer.truncate(position)
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_sentence_in_a_simulation_as_well(tmp_path: Path, flu
         writer.write(note(1.0))
 
 
-def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for begin in (lambda path: RankWriter(path, 0), lambda path: write_header(path, header())):
         with pytest.raises(ConfigurationError, match=r"cannot write records to .*file.* name another place with --out"):
@@ -208,7 +208,7 @@ def test_a_directory_that_is_itself_a_run_can_be_overwritten(tmp_path: Path) -> 
     assert list(run.iterdir()) == []
 
 
-def test_a_run_that_is_going_on_is_neither_written_by_a_second_process_nor_overwritten(tmp_path: Path) -> None:
+def test_an_active_run_is_neither_written_by_a_second_process_nor_overwritten(tmp_path: Path) -> None:
     run = live(tmp_path / "fmb-seed0")
     going_on = "fmb-seed0 is still going on; wait for its end"
     with RankWriter(run, 0) as writer, RankWriter(run, 1):

@@ -12,7 +12,7 @@ def note(at: float, rank: int = 0) -> Notice:
     return Notice(at=at, rank=rank, text="")
 
 
-def test_each_record_is_seen_once_whenever_its_file_appears(tmp_path: Path) -> None:
+def test_each_record_is_returned_once_whenever_its_file_appears(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "run")
     assert tail.poll() == [], "there is no directory yet"
     with RankWriter(tmp_path / "run", 1) as one:
@@ -29,7 +29,7 @@ def test_each_record_is_seen_once_whenever_its_file_appears(tmp_path: Path) -> N
     assert tail.poll() == []
 
 
-def test_a_line_is_seen_once_it_is_complete(tmp_path: Path) -> None:
+def test_a_line_is_returned_when_it_is_complete(tmp_path: Path) -> None:
     with RankWriter(tmp_path, 0) as writer:
         writer.write(note(1.0))
     path = rank_file(tmp_path, 0)
@@ -48,7 +48,7 @@ def test_a_line_is_seen_once_it_is_complete(tmp_path: Path) -> None:
     assert tail.poll() == [note(2.0)]
 
 
-def test_after_a_file_was_cut_back_what_follows_is_new(tmp_path: Path) -> None:
+def test_records_after_a_truncation_are_new(tmp_path: Path) -> None:
     tail = Tail(tmp_path)
     with RankWriter(tmp_path, 0) as writer:
         writer.write(note(1.0))
@@ -61,7 +61,7 @@ def test_after_a_file_was_cut_back_what_follows_is_new(tmp_path: Path) -> None:
         assert tail.poll() == [note(1.5)]
 
 
-def test_lines_that_cannot_be_read_and_other_files_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_decoded_and_other_files_are_ignored(tmp_path: Path) -> None:
     tail = Tail(tmp_path)
     (tmp_path / "records-x.jsonl").write_text("nonsense\n")
     (tmp_path / "records-4.jsonl").mkdir()

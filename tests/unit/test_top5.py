@@ -30,7 +30,7 @@ class Ranking(nn.Module):
         return -self.scale * (torch.arange(self.classes) - inputs).abs()
 
 
-def test_the_label_is_looked_for_among_the_five_likeliest() -> None:
+def test_top5_accuracy_counts_labels_among_the_five_likeliest() -> None:
     # From 10.1 the five nearest are 10, 11, 9, 12, 8.
     labels = torch.tensor([10, 11, 9, 12, 8, 13, 7, 0])
     workload = Workload(Ranking(20), CROSS_ENTROPY, (torch.full((8, 1), 10.1), labels))
@@ -40,12 +40,12 @@ def test_the_label_is_looked_for_among_the_five_likeliest() -> None:
 
 
 @pytest.mark.parametrize(("classes", "measures"), [(2, False), (5, False), (6, True)])
-def test_five_of_five_classes_would_say_nothing(classes: int, measures: bool) -> None:
+def test_five_classes_have_no_top5_accuracy(classes: int, measures: bool) -> None:
     workload = Workload(Ranking(classes), CROSS_ENTROPY, (torch.zeros(4, 1), torch.zeros(4, dtype=torch.long)))
     assert (workload.evaluate(workload.initial_model(0)).accuracy_top5 is not None) is measures
 
 
-def test_it_is_in_records_and_summary_and_json() -> None:
+def test_top5_accuracy_is_in_records_summary_and_json() -> None:
     run = ob.simulate(ob.workloads.Digits(), ob.FixedMinibatch(), workers=2, until=1024, seed=0)
     evaluations = [record for record in run.records.records if isinstance(record, Evaluation)]
     assert all(record.accuracy < record.accuracy_top5 <= 1 for record in evaluations)
@@ -53,14 +53,14 @@ def test_it_is_in_records_and_summary_and_json() -> None:
     assert msgspec.to_builtins(run.summary)["accuracy_top5"] == run.summary.accuracy_top5
 
 
-def test_records_without_it_have_the_bytes_that_they_always_had_and_can_be_read() -> None:
+def test_records_without_top5_accuracy_omit_it_and_can_be_read() -> None:
     old = b'{"record":"evaluation","at":1.0,"rank":0,"version":3,"samples_total":64,"loss":0.5,"accuracy":0.9}'
     record = RECORD_DECODER.decode(old)
     assert record == Evaluation(at=1.0, rank=0, version=3, samples_total=64, loss=0.5, accuracy=0.9)
     assert msgspec.json.encode(record) == old
 
 
-def test_records_without_any_accuracy_still_say_so() -> None:
+def test_records_without_accuracy_have_none() -> None:
     record = Evaluation(at=1.0, rank=0, version=3, samples_total=64, loss=0.5, accuracy=None)
     assert b'"accuracy":null' in msgspec.json.encode(record)
 
@@ -77,14 +77,14 @@ def test_records_without_any_accuracy_still_say_so() -> None:
         (torch.tensor(1.5), Measured(1.5)),
     ],
 )
-def test_evaluations_of_ones_own_return_as_much_as_they_know(returned, measured: Measured) -> None:
+def test_an_evaluation_of_the_user_may_omit_accuracies(returned, measured: Measured) -> None:
     model = nn.Linear(1, 1)
     flat = FlatModule(nn.Linear(1, 1))
     assert measure_with(model, lambda _: returned)(flat.parameters, ()) == measured
 
 
 @pytest.mark.parametrize("returned", ["much", (1.0, 2.0, 3.0, 4.0), (), None, {"accuracy": 0.5}])
-def test_evaluations_that_return_something_else_are_told_so(returned) -> None:
+def test_an_evaluation_that_returns_something_else_is_refused(returned) -> None:
     flat = FlatModule(nn.Linear(1, 1))
     with pytest.raises(RunFailed, match="evaluate must return a loss"):
         measure_with(nn.Linear(1, 1), lambda _: returned)(flat.parameters, ())

@@ -51,7 +51,7 @@ def test_a_complete_graph_and_a_star_have_the_constants_of_their_formulas() -> N
     assert (star.chi1, star.chi2) == pytest.approx((1.6, 0.8))
 
 
-def test_a_lone_peer_has_nothing_to_mix() -> None:
+def test_a_single_peer_has_an_eta_of_zero() -> None:
     for graph in [*ALL, SQUARE_AND_DIAGONAL]:
         alone = Topology(graph, 1)
         assert (alone.members, alone.neighbours(0), alone.edges, alone.connected) == ((0,), (), [], True)
@@ -63,7 +63,7 @@ def test_a_lone_peer_has_nothing_to_mix() -> None:
 # Neighbours
 
 
-def test_neighbours_come_in_order_and_as_often_as_they_count() -> None:
+def test_neighbours_are_sorted_and_repeated_by_their_weight() -> None:
     assert Complete().neighbours(2, 4) == (0, 1, 3)
     assert Cycle().neighbours(0, 5) == (1, 4)
     assert Cycle().neighbours(1, 2) == (0,)
@@ -76,7 +76,7 @@ def test_neighbours_come_in_order_and_as_often_as_they_count() -> None:
 
 def test_an_edge_that_counts_twice_is_used_twice_as_often() -> None:
     topology = Topology(Edges(((0, 1), (0, 1), (0, 2))), 3)
-    # Rank 0 turns to rank 1 two times in three; ranks 1 and 2 have nobody else than rank 0.
+    # Rank 0 chooses rank 1 two times in three; rank 0 is the only neighbour of ranks 1 and 2.
     assert topology.edges == [(0, 1, pytest.approx((2 / 3 + 1) / 2)), (0, 2, pytest.approx((1 / 3 + 1) / 2))]
 
 
@@ -125,7 +125,7 @@ def test_an_edge_list_is_connected(edges: tuple[tuple[int, int], ...], rank: int
         ((), "needs one edge or more"),
     ],
 )
-def test_edges_that_cannot_be_are_refused(edges: tuple[tuple[int, int], ...], sentence: str) -> None:
+def test_invalid_edges_are_refused(edges: tuple[tuple[int, int], ...], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         Edges(edges)
 
@@ -140,7 +140,7 @@ def test_a_rate_is_a_positive_number(rate: float) -> None:
 # Words, files, plain data
 
 
-def test_a_word_is_a_graph() -> None:
+def test_a_name_is_a_graph() -> None:
     assert [Graph.shorthand(graph.name) for graph in ALL] == ALL
     assert Graph.shorthand("edges:0,1+1,2") == Edges(((0, 1), (1, 2)))
     with pytest.raises(ConfigurationError, match="unknown graph 'cicle'; did you mean 'cycle'"):
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_edge_list_is_answered_with_its_line(
         Graph.shorthand("bad.txt")
 
 
-def test_a_file_that_is_not_there_is_said_to_be_missing() -> None:
+def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"the edge list nowhere\.csv cannot be read: no such file"):
         Graph.shorthand("nowhere.csv")
 
@@ -197,7 +197,7 @@ def test_an_edge_list_is_written_as_pairs() -> None:
     assert to_plain(Edges(((0, 1), (1, 2)))) == {"name": "edges", "edges": [[0, 1], [1, 2]]}
 
 
-# Those who are left
+# Restricted to members
 
 
 def test_a_cycle_that_lost_a_peer_is_a_path() -> None:
@@ -210,7 +210,7 @@ def test_a_cycle_that_lost_a_peer_is_a_path() -> None:
     assert left.constants(1.0).chi1 == pytest.approx(path.constants(1.0).chi1)
 
 
-def test_a_graph_that_falls_apart_is_said_to_have() -> None:
+def test_a_disconnected_graph_is_refused() -> None:
     apart = Topology(Cycle(), 6, members=[0, 1, 3, 4])
     assert not apart.connected
     with pytest.raises(ConfigurationError, match="not connected: rank 3 cannot be reached from rank 0"):
@@ -218,7 +218,7 @@ def test_a_graph_that_falls_apart_is_said_to_have() -> None:
     assert not Topology(Star(), 4, members=[1, 2, 3]).connected
 
 
-def test_a_survivor_alone_goes_on_alone() -> None:
+def test_a_single_remaining_member_has_no_neighbours() -> None:
     alone = Topology(Cycle(), 8, members=[5])
     assert alone.connected
     assert alone.constants(1.0).eta == 0.0
@@ -245,7 +245,7 @@ def test_a_cycle_takes_every_other_edge_and_then_the_others() -> None:
     assert Topology(Cycle(), 2).matchings() == ({0: 1, 1: 0},)
 
 
-def test_in_a_complete_graph_everybody_meets_everybody_once() -> None:
+def test_in_a_complete_graph_every_pair_is_in_one_matching() -> None:
     rounds = Topology(Complete(), 6).matchings()
     assert len(rounds) == 5
     assert all(sorted(pairs[rank] for pairs in rounds) == [r for r in range(6) if r != rank] for rank in range(6))

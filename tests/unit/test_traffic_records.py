@@ -31,7 +31,7 @@ END = Ended(at=20.0, bytes_sent=0, messages_sent=0, failure=None)
 
 
 def weighed(label: str, seed: int, nbytes: int | None, seconds: float = 10.0, **changed: Any) -> RunRecords:
-    """A run that reaches its target after so many seconds, and by then has sent so many bytes, or nobody knows."""
+    """A run that has sent `nbytes` bytes when it reaches its target; None: not counted."""
     known = timed(label, seed, seconds, **changed)
     sent = [] if nbytes is None else [a_traffic(seconds, Gradient=nbytes), a_traffic(2 * seconds, Gradient=9 * nbytes)]
     return RunRecords(None, known.header, (*sent, *known.records))
@@ -59,13 +59,13 @@ def test_without_traffic_or_target_or_success_there_are_no_bytes_to_target() -> 
     assert (missed.bytes_to_target, missed.bytes_received) == (None, 630)
 
 
-def test_a_target_that_is_met_from_the_start_takes_no_bytes_and_compares_nothing() -> None:
+def test_a_target_that_is_met_at_the_start_takes_no_bytes_and_has_no_ratio() -> None:
     met = run([*accuracies([0.95, 0.96, 0.97]), a_traffic(0.0), a_traffic(2.0, Gradient=100), END], label="met")
     assert summarize(met).bytes_to_target == 0
     assert cost_ratio([summarize(weighed("fmb", 1, 100))], [summarize(met)], "bytes_to_target") is None
 
 
-def test_of_several_records_at_one_moment_the_first_counts() -> None:
+def test_the_first_of_several_records_at_the_same_time_counts() -> None:
     """The last evaluation of a simulation and its end come at the same time, and Stop is sent in between."""
     curve = accuracies([0.0, 0.5, 0.9], every=10.0)
     traffic = [a_traffic(20.0, Gradient=400), a_traffic(20.0, Gradient=400, Stop=1000)]
@@ -89,7 +89,7 @@ def test_the_counts_of_all_ranks_of_a_live_run_are_added_up() -> None:
     assert summary.bytes_received == (1200 + 700) * 9 // 10
 
 
-def test_a_rank_that_was_killed_counts_up_to_its_last_record_and_its_successor_from_nothing() -> None:
+def test_a_killed_rank_counts_up_to_its_last_record_and_its_successor_from_zero() -> None:
     records = [
         *accuracies([0.0, 0.9, 1.0], every=10.0),
         a_traffic(3.0, rank=2, since=0.5, Gradient=300),
@@ -100,7 +100,7 @@ def test_a_rank_that_was_killed_counts_up_to_its_last_record_and_its_successor_f
     assert (summary.bytes_to_target, summary.traffic["Gradient"].bytes) == (700, 700)
 
 
-def test_after_resuming_counts_that_overlap_in_time_are_told_apart() -> None:
+def test_series_that_overlap_in_time_after_resuming_are_kept_apart() -> None:
     """A run that was resumed repeats some seconds; a worker's records of the first attempt are still there."""
     first = [a_traffic(at, rank=1, since=0.0, Gradient=int(100 * at)) for at in (4.0, 6.0, 8.0)]
     again = [a_traffic(at, rank=1, since=5.0, Gradient=int(100 * (at - 5))) for at in (7.0, 9.0, 11.0)]
@@ -111,7 +111,7 @@ def test_after_resuming_counts_that_overlap_in_time_are_told_apart() -> None:
     assert sent.by(30.0) == 800 + 600
 
 
-def test_records_on_their_way_to_rank_0_are_traffic_but_not_training() -> None:
+def test_messages_that_carry_records_are_not_training_traffic() -> None:
     assert RecordLines.__name__ == RECORD_LINES_KIND
     records = [*accuracies([0.0, 0.9, 1.0], every=10.0), a_traffic(10.0, rank=1, Gradient=100, RecordLines=900), END]
     summary = summarize(run(records, engine="live"))
@@ -135,7 +135,7 @@ def test_fewer_bytes_are_paired_by_seed_with_a_student_interval() -> None:
     assert (ratio.pairs, ratio.missed) == (3, 0)
 
 
-def test_seeds_whose_bytes_nobody_counted_are_skipped_and_counted() -> None:
+def test_seeds_without_counted_bytes_are_skipped_and_reported() -> None:
     comparison = Comparison.of(
         [weighed("fmb", 1, 1000), weighed("fmb", 2, None), weighed("amb", 1, 250), weighed("amb", 2, 10)]
     )
@@ -170,7 +170,7 @@ def test_the_table_has_bytes_to_target_and_the_factor_where_there_is_room() -> N
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_columns_give_way_in_their_order_until_the_table_fits(width: int) -> None:
+def test_columns_are_removed_in_order_until_the_table_fits(width: int) -> None:
     labels = ("fmb", "amb", "async-fmb", "async-timed", "apam", "sync-amsgrad", "k-of-n")
     comparison = Comparison.of([a_toy(label, seed, 4, 120.0) for label in labels for seed in (1, 2)])
     text = printed(comparison, width)
@@ -184,7 +184,7 @@ def test_columns_give_way_in_their_order_until_the_table_fits(width: int) -> Non
     assert "updates" in printed(comparison, 160)
 
 
-def test_a_loss_gives_way_to_an_accuracy_only() -> None:
+def test_the_loss_column_is_removed_only_if_there_is_an_accuracy() -> None:
     without = [msgspec.structs.replace(one, accuracy=None) for one in accuracies([0.1, 0.5])]
     narrow = comparison_table(Comparison.of([run([*without, END])]), 10)
     assert [column.header for column in narrow.columns][-1] == "loss"
@@ -195,7 +195,7 @@ def test_a_loss_gives_way_to_an_accuracy_only() -> None:
 # The page
 
 
-def test_the_page_tells_what_was_sent_in_which_kind_of_message_with_and_without_compression() -> None:
+def test_the_page_lists_traffic_by_kind_of_message_with_and_without_compression() -> None:
     page = report_page([weighed("fmb", 1, 1000), weighed("fmb", 2, 2000), weighed("amb", 1, None)])
     section = page[page.index('<h2 id="traffic">') :]
     assert '<th scope="rowgroup" rowspan="1">fmb</th><td class="kind">Gradient</td>' in section
@@ -205,13 +205,13 @@ def test_the_page_tells_what_was_sent_in_which_kind_of_message_with_and_without_
     assert "fewer bytes" in page
 
 
-def test_the_page_of_runs_without_traffic_says_nothing_of_it() -> None:
+def test_the_page_of_runs_without_traffic_does_not_mention_it() -> None:
     page = report_page([a_small_run()])
     assert "traffic" not in page
     assert "over bytes" not in page
 
 
-def test_quality_is_drawn_over_what_had_been_sent_by_then() -> None:
+def test_quality_is_drawn_over_bytes_sent() -> None:
     curve = quality_over_bytes(weighed("fmb", 1, 1000), "accuracy")
     assert curve.over.tolist() == [0.0, 1000.0, 9000.0]
     assert curve.values.tolist() == [0.0, 0.9, 1.0]
@@ -249,7 +249,7 @@ def test_sizes_have_three_digits_and_a_unit_of_a_thousand(nbytes: float | None, 
 # Counting
 
 
-def test_a_count_is_cumulative_by_kind_and_says_nothing_twice() -> None:
+def test_counts_are_cumulative_by_kind_and_not_recorded_twice() -> None:
     count = TrafficCounter(rank=3)
     count.begin(1.5)
     count.sent(MessageSize("Gradient", 100, 400))
@@ -269,7 +269,7 @@ def test_a_count_is_cumulative_by_kind_and_says_nothing_twice() -> None:
     assert (count.bytes_sent, count.messages_sent) == (160, 3)
 
 
-def test_when_a_count_began_follows_the_clock_until_it_has_been_said() -> None:
+def test_the_start_of_a_count_follows_the_clock_until_the_first_record() -> None:
     count = TrafficCounter()
     count.begin(1.0)
     count.shift(100.0)
@@ -281,13 +281,13 @@ def test_when_a_count_began_follows_the_clock_until_it_has_been_said() -> None:
     assert (first.since, second.since) == (101.0, 101.0)
 
 
-def test_a_message_weighs_what_the_wire_says_or_what_it_is_taken_to_weigh() -> None:
+def test_the_size_of_a_message_is_that_on_the_wire_or_an_estimate() -> None:
     message = Stop(torch.zeros(10), (), 1)
     assert message_size(message) == MessageSize("Stop", HEADER_BYTES + 40, HEADER_BYTES + 40)
     assert message_size(message, 1064) == MessageSize("Stop", 1064, 1064)
 
 
-def test_what_is_coded_counts_with_and_without() -> None:
+def test_a_compressed_message_counts_with_and_without_compression() -> None:
     vector = torch.arange(1000, dtype=torch.float32)
     blob = ob.compression.Int8().encode(vector, Pool())
     whole, coded = (Gradient(tensor, (), 1, 0.0, 0, (0, 1), 1.0, True) for tensor in (vector, blob))
