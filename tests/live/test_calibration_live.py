@@ -1,4 +1,4 @@
-"""`offbeat calibrate` on real processes: what it writes can be simulated and trained on."""
+"""`offbeat calibrate` on real processes: the cluster that it writes serves `simulate` and `train`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from offbeat.cluster.presets import load_cluster
 QUICK = ["--workers", "2", "--seconds", "12", "--quiet"]
 
 
-def test_what_is_measured_is_a_cluster_to_simulate_and_to_train_on(
+def test_a_measured_cluster_can_be_simulated_and_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["calibrate", "digits", *QUICK, "--out", "here.toml", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     cluster = load_cluster("here.toml")
-    assert said["file"] == "here.toml"
-    assert [worker["worker"] for worker in said["workers"]] == [0, 1]
-    assert all(worker["spread"]["max"] >= worker["spread"]["p50"] > 0 for worker in said["workers"])
+    assert printed["file"] == "here.toml"
+    assert [worker["worker"] for worker in printed["workers"]] == [0, 1]
+    assert all(worker["spread"]["max"] >= worker["spread"]["p50"] > 0 for worker in printed["workers"])
     assert cluster.measured
     assert cluster.speed_trace is not None
     assert cluster.seconds_per_sample + cluster.seconds_per_call > 0
     assert cluster.seconds_per_update > 0
     assert cluster.link.bytes_per_second is not None
-    assert said["cluster"]["seconds_per_call"] == tomllib.loads(Path("here.toml").read_text())["seconds_per_call"]
-    told = ["digits", "fmb", "--cluster", "here.toml", "--workers", "2", "--until", "2000", "--quiet", "--no-report"]
-    assert main(["simulate", *told, "--straggle", "cedar", "--out", "simulated"]) == 0
-    assert main(["train", *told, "--out", "live"]) == 0
+    assert printed["cluster"]["seconds_per_call"] == tomllib.loads(Path("here.toml").read_text())["seconds_per_call"]
+    words = ["digits", "fmb", "--cluster", "here.toml", "--workers", "2", "--until", "2000", "--quiet", "--no-report"]
+    assert main(["simulate", *words, "--straggle", "cedar", "--out", "simulated"]) == 0
+    assert main(["train", *words, "--out", "live"]) == 0

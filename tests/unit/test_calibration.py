@@ -1,4 +1,4 @@
-"""From the records of probes to a cluster, and what the simulator and live runs make of such a cluster."""
+"""From the records of probes to a cluster, and how the simulator and live runs use such a cluster."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from offbeat.live.injected_delay import InjectedDelay
 from offbeat.records.schema import Round, RunRecords
 from offbeat.simulation.round_timing import RoundTiming
 
-PIECES = RoundCost(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
-CUTS = (RoundShape(16, 1), RoundShape(16, 16), RoundShape(64, 4))
+COST = RoundCost(per_round=2e-3, per_call=1e-3, per_sample=5e-5)
+SHAPES = (RoundShape(16, 1), RoundShape(16, 16), RoundShape(64, 4))
 LINK = Link(latency_seconds=5e-4, bytes_per_second=1e9)
 CALM = RoundDelay(0.0, 1.0)
 
 
-def seconds_of(cut: RoundShape) -> float:
-    return PIECES.per_round + cut.calls * PIECES.per_call + cut.samples * PIECES.per_sample
+def seconds_of(shape: RoundShape) -> float:
+    return COST.per_round + shape.calls * COST.per_call + shape.samples * COST.per_sample
 
 
 def rounds(rank: int, durations: Sequence[float], *, idle: float = 0.0, send: float = 0.0) -> list[Round]:
@@ -66,9 +66,9 @@ def probe(seconds: float = 0.02, idle: float = 0.001, slower: float = 1.0, **cha
 
 
 def calibrated(slower: float = 1.0) -> list[MeasuredWorker]:
-    """What probes say whose rounds take exactly what `PIECES` say."""
-    periods = {cut: [{0: [seconds_of(cut)] * 40, 1: [slower * seconds_of(cut)] * 40}] * 3 for cut in CUTS}
-    return list(measured_workers(periods, CUTS[1], {0: LINK, 1: LINK}))
+    """The workers measured from rounds that cost exactly `COST`."""
+    periods = {shape: [{0: [seconds_of(shape)] * 40, 1: [slower * seconds_of(shape)] * 40}] * 3 for shape in SHAPES}
+    return list(measured_workers(periods, SHAPES[1], {0: LINK, 1: LINK}))
 
 
 # From records to seconds
@@ -80,34 +80,34 @@ def test_a_period_is_a_round_without_its_sleep_and_the_wait_until_the_next() -> 
     assert periods == {0: [pytest.approx(0.3)] * 3}  # the first is not warm, and the last has no next
 
 
-def test_what_a_round_is_made_of_is_found_exactly_where_nothing_disturbs() -> None:
-    found = fit_round_cost({cut: seconds_of(cut) for cut in CUTS})
-    assert found.per_round == pytest.approx(PIECES.per_round)
-    assert found.per_call == pytest.approx(PIECES.per_call)
-    assert found.per_sample == pytest.approx(PIECES.per_sample)
+def test_the_cost_of_a_round_is_exact_without_noise() -> None:
+    found = fit_round_cost({shape: seconds_of(shape) for shape in SHAPES})
+    assert found.per_round == pytest.approx(COST.per_round)
+    assert found.per_call == pytest.approx(COST.per_call)
+    assert found.per_sample == pytest.approx(COST.per_sample)
 
 
-def test_no_piece_is_below_zero() -> None:
-    found = fit_round_cost({CUTS[0]: 0.001, CUTS[1]: 0.02, CUTS[2]: 0.03})
+def test_no_cost_is_below_zero() -> None:
+    found = fit_round_cost({SHAPES[0]: 0.001, SHAPES[1]: 0.02, SHAPES[2]: 0.03})
     assert min(found.per_round, found.per_call, found.per_sample) >= 0
 
 
-def test_a_worker_that_did_next_to_nothing_in_all_probes_is_told_of_with_what_to_do() -> None:
+def test_a_worker_without_rounds_is_an_error_that_says_what_to_type() -> None:
     nothing = round_periods(run(rounds(1, [0.02] * 80)))
     assert nothing[1] == []
     with pytest.raises(RunFailed, match=r"worker 1 computed too little .* --seconds 120"):
-        list(measured_workers({cut: [nothing] * 3 for cut in CUTS}, CUTS[1], {0: LINK, 1: LINK}))
+        list(measured_workers({shape: [nothing] * 3 for shape in SHAPES}, SHAPES[1], {0: LINK, 1: LINK}))
 
 
-def test_a_probe_in_which_a_worker_did_nothing_is_made_up_for_by_the_others() -> None:
-    periods = {cut: [{0: [seconds_of(cut)], 1: [seconds_of(cut)]}] * 2 for cut in CUTS}
-    periods[CUTS[1]] = [*periods[CUTS[1]], {0: [seconds_of(CUTS[1])], 1: []}]
-    one, other = measured_workers(periods, CUTS[1], {0: LINK, 1: LINK})
+def test_a_probe_in_which_a_worker_has_no_round_is_left_out() -> None:
+    periods = {shape: [{0: [seconds_of(shape)], 1: [seconds_of(shape)]}] * 2 for shape in SHAPES}
+    periods[SHAPES[1]] = [*periods[SHAPES[1]], {0: [seconds_of(SHAPES[1])], 1: []}]
+    one, other = measured_workers(periods, SHAPES[1], {0: LINK, 1: LINK})
     assert one.cost == other.cost
-    assert one.cost.per_call == pytest.approx(PIECES.per_call)
+    assert one.cost.per_call == pytest.approx(COST.per_call)
 
 
-def test_links_are_what_is_left_of_a_round_trip_and_of_a_large_gradient() -> None:
+def test_links_follow_from_round_trips_and_from_the_time_to_send_large_gradients() -> None:
     small = run([*rounds(1, [0.02] * 80, idle=0.0012), *rounds(2, [0.02] * 80, idle=0.0022)])
     large = run([*rounds(1, [0.02] * 80, send=0.002), *rounds(2, [0.02] * 80, send=0.004)], parameters=1_000_000)
     links = links_of(small, large, step=0.0002)
@@ -115,7 +115,7 @@ def test_links_are_what_is_left_of_a_round_trip_and_of_a_large_gradient() -> Non
     assert [link.bytes_per_second for link in links.values()] == pytest.approx([2e9, 1e9])
 
 
-def test_an_update_is_what_the_last_to_report_waits_without_links_and_the_end_of_its_round() -> None:
+def test_an_update_takes_the_wait_of_the_last_worker_less_links_and_usual_waits() -> None:
     patient, last = rounds(1, [0.02] * 80, idle=0.03), rounds(2, [0.045] * 80, idle=0.005)
     update = seconds_per_update([run([*patient, *last], parameters=250_000)], [probe(idle=0.001)], LINK)
     assert update == pytest.approx(0.005 - 0.001 - 2 * (0.0005 + 0.001))
@@ -125,7 +125,7 @@ def test_a_step_takes_time() -> None:
     assert seconds_per_step(ob.workloads.Quadratic(dimension=5), ob.FixedMinibatch()) > 0
 
 
-def test_sleeps_that_took_longer_than_was_drawn_count() -> None:
+def test_delays_that_were_longer_than_drawn_are_added() -> None:
     drawn = itertools.islice(CEDAR.draws(stream(1, "speed", 1)), 30)
     late = [
         msgspec.structs.replace(one, seconds=0.3, induced_seconds=each.delay_seconds + 0.002)
@@ -138,40 +138,42 @@ def test_sleeps_that_took_longer_than_was_drawn_count() -> None:
 # From seconds to a cluster
 
 
-def test_where_rounds_are_disturbed_on_purpose_all_pieces_are_scaled_to_those() -> None:
-    periods = {cut: [{0: [seconds_of(cut)] * 40}] * 3 for cut in CUTS}
-    slower = [{0: [1.4 * seconds_of(CUTS[1]), 1.6 * seconds_of(CUTS[1])]}] * 3
-    (mine,) = measured_workers(periods, CUTS[1], {0: LINK}, slower)
-    assert mine.cost.per_call == pytest.approx(1.5 * PIECES.per_call)
-    assert mine.cost.per_round == pytest.approx(1.5 * PIECES.per_round)
+def test_with_injected_delay_all_costs_are_scaled_to_the_delayed_rounds() -> None:
+    periods = {shape: [{0: [seconds_of(shape)] * 40}] * 3 for shape in SHAPES}
+    slower = [{0: [1.4 * seconds_of(SHAPES[1]), 1.6 * seconds_of(SHAPES[1])]}] * 3
+    (mine,) = measured_workers(periods, SHAPES[1], {0: LINK}, slower)
+    assert mine.cost.per_call == pytest.approx(1.5 * COST.per_call)
+    assert mine.cost.per_round == pytest.approx(1.5 * COST.per_round)
     assert mine.speed_factors[:2] == pytest.approx((1.4 / 1.5, 1.6 / 1.5))
 
 
-def test_workers_that_differ_by_chance_share_a_speed() -> None:
-    jittery = {cut: [{0: [seconds_of(cut) * f], 1: [seconds_of(cut)]} for f in (0.7, 1.4, 1.0)] for cut in CUTS}
-    one, other = measured_workers(jittery, CUTS[1], {0: LINK, 1: LINK})
+def test_workers_without_a_significant_difference_share_a_speed() -> None:
+    jittery = {
+        shape: [{0: [seconds_of(shape) * f], 1: [seconds_of(shape)]} for f in (0.7, 1.4, 1.0)] for shape in SHAPES
+    }
+    one, other = measured_workers(jittery, SHAPES[1], {0: LINK, 1: LINK})
     assert one.cost == other.cost
 
 
-def test_a_worker_that_is_slower_gets_a_speed_of_its_own() -> None:
+def test_a_slower_worker_gets_its_own_speed() -> None:
     cluster = cluster_of(calibrated(slower=3.0), 0.001, LINK, 256)
     assert cluster.measured
     speeds = [cluster.speed(worker) for worker in (0, 1)]
-    assert speeds[0].seconds_per_call == pytest.approx(PIECES.per_call, rel=1e-3)
-    assert speeds[1].seconds_per_call == pytest.approx(3 * PIECES.per_call, rel=1e-3)
-    assert speeds[1].seconds_per_round == pytest.approx(3 * PIECES.per_round, rel=1e-3)
+    assert speeds[0].seconds_per_call == pytest.approx(COST.per_call, rel=1e-3)
+    assert speeds[1].seconds_per_call == pytest.approx(3 * COST.per_call, rel=1e-3)
+    assert speeds[1].seconds_per_round == pytest.approx(3 * COST.per_round, rel=1e-3)
 
 
-def test_a_link_that_is_far_from_the_others_is_described_by_itself() -> None:
+def test_a_link_that_differs_from_the_others_gets_an_override() -> None:
     near, far = Link(1e-4, 1e9), Link(2e-2, 1e9)
-    workers = [MeasuredWorker(n, PIECES, link, (1.0,)) for n, link in enumerate((near, near, far))]
+    workers = [MeasuredWorker(n, COST, link, (1.0,)) for n, link in enumerate((near, near, far))]
     cluster = cluster_of(workers, 0.0, near, 256)
     assert [override.workers for override in cluster.workers] == [(2,)]
     assert (cluster.link_of(0), cluster.link_of(2)) == (near, far)
 
 
 def test_the_speed_trace_is_one_on_average_and_bounded_and_in_order() -> None:
-    worker = MeasuredWorker(0, PIECES, LINK, tuple(1.0 + (n % 7) / 10 for n in range(1000)))
+    worker = MeasuredWorker(0, COST, LINK, tuple(1.0 + (n % 7) / 10 for n in range(1000)))
     trace = cluster_of([worker], 0.0, LINK, 256).speed_trace
     assert trace is not None
     assert (len(trace.factors), trace.samples) == (200, 256)
@@ -191,10 +193,10 @@ def test_the_file_is_the_cluster_and_says_what_to_type(tmp_path: Path) -> None:
     assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
-# What the simulator makes of it
+# In the simulator
 
 
-def test_a_trace_is_replayed_in_order_from_a_place_of_its_own() -> None:
+def test_a_trace_is_replayed_in_order_from_a_random_start() -> None:
     trace = Trace((1.0, 2.0, 3.0))
     starts = set()
     for seed in range(20):
@@ -240,7 +242,7 @@ def test_on_average_a_time_limit_is_as_fast_as_rounds_of_fixed_size() -> None:
     assert samples * 0.001 == pytest.approx(500 * limit, rel=0.03)
 
 
-def test_a_round_costs_what_it_costs_on_top() -> None:
+def test_the_cost_per_round_is_added_to_each_round() -> None:
     pace = RoundTiming(Speed(seconds_per_sample=0.01, seconds_per_round=0.5), RoundDelay(1.0, 2.0), 10)
     assert pace.seconds(10) == pytest.approx(1.0 + 2.0 * (0.1 + 0.5))
     assert pace.samples(ob.Seconds(1.2)) == 10
@@ -264,10 +266,10 @@ def test_a_simulation_on_a_measured_cluster_repeats_itself_and_pairs_induced_sle
     assert first.summary.seconds > other.summary.seconds
 
 
-# What live runs make of it
+# In live runs
 
 
-def test_what_was_measured_is_not_induced_and_what_was_asked_for_is() -> None:
+def test_measured_speeds_are_not_injected_and_requested_delay_is() -> None:
     override = WorkerOverride((0,), seconds_per_sample=0.5, link=Link(latency_seconds=1.0))
     link = Link(latency_seconds=0.5)
     measured = Cluster(0.1, workers=(override,), link=link, speed_trace=Trace((2.0,)), factors=(3.0,), measured=True)
@@ -323,4 +325,4 @@ def test_measured_links_cannot_be_changed_in_a_live_run(
     monkeypatch.chdir(tmp_path)
     Path("here.toml").write_text("measured = true\n", encoding="utf-8")
     assert main(["train", "digits", "fmb", "--cluster", "here.toml", "--link.latency-seconds", "1"]) == 2
-    assert "--link.latency-seconds does not go with a cluster that was measured" in capsys.readouterr().err
+    assert "--link.latency-seconds does not go with a measured cluster" in capsys.readouterr().err

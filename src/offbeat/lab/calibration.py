@@ -1,20 +1,20 @@
-"""`calibrate`: how fast these machines are at a workload, as a cluster that `simulate` takes.
+"""`calibrate`: measure how fast these machines are at a workload, as a cluster for `simulate`.
 
-Every probe is an ordinary live run of a second or two, so that hub, workers and links share the machines as they will
-when it counts, and workers on other machines take part as in any run. Everything is read from records:
+Each probe is an ordinary live run of a second or two, so that hub, workers and links share the machines as in training,
+and workers on other machines take part as in any run. All results are computed from records:
 
-    compute   async-fmb with three cuts of a round, in turn: one micro-batch, several, several larger ones. What a round
-              takes until the next begins is  round + calls · call + samples · sample
-    update    fmb: what the worker that reported last waits, less what the links and the end of its round take; but no
-              less than a step of the optimizer and a copy of the parameters take here, where the hub is
-    links     apam on a model that costs nothing: half of what a worker waits, less such a step, is the latency; how
-              long a large gradient takes to leave gives the bandwidth
+    compute   async-fmb with three round shapes in turn: one micro-batch, several, and several larger ones. The time
+              from the start of a round to that of the next is  per_round + calls · per_call + samples · per_sample
+    update    fmb: the wait of the worker that reported last, less the time of the links and of the end of its round;
+              at least the time of an optimizer step and a copy of the parameters in this process, where the hub runs
+    links     apam on a model without computation: half of the wait of a worker, less such a step, is the latency; the
+              time to send a large gradient gives the bandwidth
 
-Where rounds will be disturbed on purpose, workers that sleep leave processors to the others, and are slow to wake up.
-Then rounds are also measured with that disturbance, all pieces are scaled to them, and what sleeps took longer than was
-drawn is added to what a round costs.
+Where delay will be injected, sleeping workers leave processors to the others and wake up late. So rounds are also
+measured with that delay, all costs are scaled to them, and the time by which sleeps exceeded the drawn delay is added
+to the cost of a round.
 
-Slow spells count: speeds are means, and what varies around them is kept as a trace, in its order.
+Slow periods count: speeds are means, and the variation around them is kept as a trace, in order of time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import itertools
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,37 +52,37 @@ from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, Fix
 
 SECONDS = 24.0
 SECONDS_MIN = 12.0
-"""Below this, probes would be over before processes have warmed up."""
+"""Below this, probes would end before processes have warmed up."""
 MICROBATCH = 16
 CALLS_PER_ROUND = 16
-"""Micro-batches in the rounds that tell how the speed varies: as many as in a round of fmb by default."""
+"""Micro-batches in the rounds that show how the speed varies: as many as in a round of fmb by default."""
 LARGE_MICROBATCH_FACTOR = 4
-"""How many times larger the micro-batches are that tell samples from calls."""
+"""The size of large micro-batches as a multiple, to separate the cost of samples from that of calls."""
 REPETITIONS = 3
-DISTURBED_SHARES = 3
-"""How many times longer rounds are measured that sleep most of the time."""
+DELAYED_SHARES = 3
+"""How many times longer rounds with injected delay are measured: they sleep most of the time."""
 WARM_UP_SECONDS = 0.4
-"""Memory is touched for the first time, and torch loads parts of itself: not what a run is like."""
+"""Left out: memory is touched for the first time, and torch loads parts of itself."""
 ROUNDS_MIN = 3
 ATTEMPTS_MAX = 6
-"""A probe in which a worker had fewer rounds than that is made again, for twice as long, so many times in all."""
+"""A probe in which a worker had fewer than `ROUNDS_MIN` rounds is repeated for twice as long, up to this often."""
 OPTIMIZER_STEPS = 30
 FACTORS_MAX = 200
 SPEED_DIFFERENCE_MIN = 0.05
-"""By how much a worker must differ from the others to get a speed of its own, if that is more than chance."""
+"""The least relative difference for which a worker gets its own speed, provided that it is significant."""
 LINK_RATIO_MIN = 2.0
-"""How many times another latency or bandwidth a worker's link must have to be described by itself."""
+"""The least ratio of latencies or bandwidths for which a worker gets its own link."""
 SMALL_MODEL, LARGE_MODEL = Quadratic(dimension=16, examples=2), Quadratic(dimension=1_000_000, examples=2)
 MESSAGE_SPACING = Mixture(((0.01, 0.005, 1.0),))
-"""Sleeps between messages of the link probes, so that they do not wait for each other."""
+"""Delay between messages of the link probes, so that they do not queue."""
 
 OnProbe = Callable[[int, int, str], None]
-"""Is told which probe of how many begins, and what it measures."""
+"""Called when a probe begins, with its number, the number of probes, and what it measures."""
 
 
 @dataclass(frozen=True)
 class RoundShape:
-    """How a round is cut: so many calls of so many samples."""
+    """The division of a round: calls, and samples per call."""
 
     microbatch: int
     calls: int
@@ -89,10 +91,15 @@ class RoundShape:
     def samples(self) -> int:
         return self.microbatch * self.calls
 
+    @property
+    def strategy(self) -> AsyncFixed:
+        """The strategy whose rounds have this shape."""
+        return AsyncFixed(batch=self.samples, microbatch=self.microbatch)
+
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a round is made of, in seconds."""
+    """The cost of a round in seconds: constant, per forward and backward call, and per sample."""
 
     per_round: float
     per_call: float
@@ -104,7 +111,7 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class MeasuredWorker:
-    """One worker, counted from 0. `speed_factors` are its factors, 1 on average, in the order of time."""
+    """One worker, counted from 0. `speed_factors` are its relative round times, 1 on average, in order of time."""
 
     worker: int
     cost: RoundCost
@@ -112,14 +119,14 @@ class MeasuredWorker:
     speed_factors: tuple[float, ...] = field(repr=False)
 
     def with_oversleep(self, seconds: float) -> MeasuredWorker:
-        """The same, whose rounds cost so much more."""
+        """The same worker, whose rounds cost this much more."""
         cost = dataclasses.replace(self.cost, per_round=self.cost.per_round + seconds)
         return dataclasses.replace(self, cost=cost)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, and the cluster it makes."""
+    """The measured workers, and the cluster that follows from them."""
 
     workload: str
     workers: tuple[MeasuredWorker, ...]
@@ -138,55 +145,75 @@ def calibrate(
     watcher: RunObserver | None = None,
     on_probe: OnProbe | None = None,
 ) -> Calibration:
-    """Measure a workload on `workers` workers for about `seconds`.
+    """Measure how fast this machine, and others that join, are at a workload.
 
-    `microbatch` is the one that you train with, and `straggle` what you will induce, which is not part of the result.
+    Args:
+        workload: what is trained.
+        workers: how many workers compute.
+        seconds: how long to measure, start-up not counted.
+        microbatch: samples per forward and backward call of the later training.
+        straggle: the delay that the later training injects; it is measured with, and not part of the result.
+        live: how processes are started and connected.
+        watcher: observes the processes.
+        on_probe: called when a probe begins.
+
+    Raises `ConfigurationError` for wrong arguments, and `RunFailed` where a worker computes too little.
     """
     require(
         seconds >= SECONDS_MIN,
         f"calibration takes {SECONDS_MIN:g} seconds at least, but {seconds:g} were given; give more",
     )
     require(microbatch >= 1, f"microbatch must be 1 or more, but is {microbatch}")
-    disturbed = straggle != NoStragglers()
-    probing = _ProbeRunner(workers, seconds, disturbed, live, watcher, on_probe)
-    cuts = (
-        RoundShape(microbatch, 1),
-        RoundShape(microbatch, CALLS_PER_ROUND),
-        RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, max(1, CALLS_PER_ROUND // LARGE_MICROBATCH_FACTOR)),
-    )
-    computed: dict[RoundShape, list[RunRecords]] = {cut: [] for cut in cuts}
-    together, slept = [], []
+    delayed = straggle != NoStragglers()
+    probes = _ProbeRunner(workers, seconds, delayed, live, watcher, on_probe)
+    usual = RoundShape(microbatch, CALLS_PER_ROUND)
+    large_calls = max(1, CALLS_PER_ROUND // LARGE_MICROBATCH_FACTOR)
+    shapes = (RoundShape(microbatch, 1), usual, RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, large_calls))
+    computed: dict[RoundShape, list[RunRecords]] = {shape: [] for shape in shapes}
+    synchronous, slept = [], []
     for _ in range(REPETITIONS):
-        for cut in cuts:
-            strategy = AsyncFixed(batch=cut.samples, microbatch=cut.microbatch)
-            computed[cut].append(probing.run(workload, strategy, f"rounds of {cut.calls} × {cut.microbatch} samples"))
-        together.append(probing.run(workload, FixedMinibatch(batch=cuts[1].samples, microbatch=microbatch), "updates"))
-        if disturbed:
-            strategy = AsyncFixed(batch=cuts[1].samples, microbatch=microbatch)
-            slept.append(
-                probing.run(workload, strategy, "disturbed rounds", Cluster(straggle=straggle), DISTURBED_SHARES)
-            )
-    impatient = AsyncAdaptive(batch=1, microbatch=1)
-    small = probing.run(SMALL_MODEL, impatient, "latency", Cluster(straggle=MESSAGE_SPACING))
-    large = probing.run(LARGE_MODEL, impatient, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
-    links = links_of(small, large, seconds_per_step(SMALL_MODEL, impatient))
-    periods = {cut: [round_periods(run) for run in runs] for cut, runs in computed.items()}
-    measured = tuple(measured_workers(periods, cuts[1], links, [round_periods(run) for run in slept]))
-    measured = tuple(mine.with_oversleep(oversleep_seconds(slept, straggle)) for mine in measured)
+        for shape in shapes:
+            text = f"rounds of {shape.calls} × {shape.microbatch} samples"
+            computed[shape].append(probes.run(workload, shape.strategy, text))
+        synchronous.append(probes.run(workload, FixedMinibatch(batch=usual.samples, microbatch=microbatch), "updates"))
+        if delayed:
+            cluster = Cluster(straggle=straggle)
+            slept.append(probes.run(workload, usual.strategy, "disturbed rounds", cluster, DELAYED_SHARES))
+    single = AsyncAdaptive(batch=1, microbatch=1)
+    small = probes.run(SMALL_MODEL, single, "latency", Cluster(straggle=MESSAGE_SPACING))
+    large = probes.run(LARGE_MODEL, single, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
+    links = links_of(small, large, seconds_per_step(SMALL_MODEL, single))
+    return _evaluate(workload, straggle, usual, computed, synchronous, slept, links)
+
+
+def _evaluate(
+    workload: NamedWorkload | Workload,
+    straggle: StragglerModel,
+    usual: RoundShape,
+    computed: Mapping[RoundShape, Sequence[RunRecords]],
+    synchronous: Sequence[RunRecords],
+    slept: Sequence[RunRecords],
+    links: Mapping[int, Link],
+) -> Calibration:
+    """The calibration from the records of all probes."""
+    periods = {shape: [round_periods(run) for run in runs] for shape, runs in computed.items()}
+    oversleep = oversleep_seconds(slept, straggle)
+    workers = measured_workers(periods, usual, links, [round_periods(run) for run in slept])
+    measured = tuple(worker.with_oversleep(oversleep) for worker in workers)
     link = _median_link(links.values())
     step = seconds_per_step(workload, FixedMinibatch())
-    update = max(step, seconds_per_update(together, computed[cuts[1]], link))
-    label = together[0].header.workload
-    return Calibration(label, measured, update, cluster_of(measured, update, link, cuts[1].samples))
+    update = max(step, seconds_per_update(synchronous, computed[usual], link))
+    label = synchronous[0].header.workload
+    return Calibration(label, measured, update, cluster_of(measured, update, link, usual.samples))
 
 
 @dataclass
 class _ProbeRunner:
-    """Runs one probe after the other."""
+    """Runs probes, which divide `seconds` among them."""
 
     workers: int
     seconds: float
-    disturbed: bool
+    delayed: bool
     live: LiveOptions
     watcher: RunObserver | None
     on_probe: OnProbe | None
@@ -200,14 +227,14 @@ class _ProbeRunner:
         cluster: Cluster | None = None,
         shares: int = 1,
     ) -> RunRecords:
-        """The records of one probe, which has so many equal shares of all the time, or more if it must."""
+        """Run a probe for `shares` equal shares of the time, longer where workers have too few rounds."""
         self.begun += 1
         if self.on_probe is not None:
-            self.on_probe(self.begun, (5 if self.disturbed else 4) * REPETITIONS + 2, what)
-        seconds = self.seconds * shares / ((4 + DISTURBED_SHARES if self.disturbed else 4) * REPETITIONS + 2)
+            self.on_probe(self.begun, (5 if self.delayed else 4) * REPETITIONS + 2, what)
+        seconds = self.seconds * shares / ((4 + DELAYED_SHARES if self.delayed else 4) * REPETITIONS + 2)
         live = dataclasses.replace(self.live, checkpoint_seconds=None)
-        for longer in range(ATTEMPTS_MAX):
-            until = Seconds(seconds * 2**longer)
+        for attempt in range(ATTEMPTS_MAX):
+            until = Seconds(seconds * 2**attempt)
             experiment = Experiment(workload, strategy, cluster or Cluster(), self.workers, until, 0, EVALUATE_LIVE)
             records = train_experiment(experiment, None, live, self.watcher).records
             if all(len(rounds) >= ROUNDS_MIN for rounds in warm_rounds(records).values()):
@@ -219,32 +246,31 @@ class _ProbeRunner:
 
 
 def warm_rounds(run: RunRecords) -> dict[int, list[Round]]:
-    """The rounds of each worker, counted from 0, that began when it had warmed up; there may be none."""
-    found: dict[int, list[Round]] = {worker: [] for worker in range(run.header.workers)}
-    rounds = sorted((record for record in run.records if isinstance(record, Round)), key=lambda record: record.start)
-    for rank, mine in itertools.groupby(sorted(rounds, key=lambda record: record.rank), key=lambda record: record.rank):
-        if rank - 1 not in found:  # one more than were asked for has joined
-            continue
-        listed = list(mine)
-        began = listed[0].start
-        found[rank - 1] = [record for record in listed if record.start >= began + WARM_UP_SECONDS]
-    return found
+    """The rounds of each worker, counted from 0, that began after its warm-up, in order; possibly none."""
+    by_rank: dict[int, list[Round]] = defaultdict(list)
+    for record in sorted((record for record in run.records if isinstance(record, Round)), key=lambda one: one.start):
+        by_rank[record.rank].append(record)
+    # Ranks beyond `workers` joined in addition and are not measured.
+    return {
+        rank - 1: [one for one in by_rank[rank] if one.start >= by_rank[rank][0].start + WARM_UP_SECONDS]
+        for rank in range(1, run.header.workers + 1)
+    }
 
 
-def _require_values(found: Iterable[float], worker: int) -> list[float]:
-    """What was measured of a worker, or a sentence where that is nothing."""
-    values = list(found)
+def _require_values(values: Iterable[float], worker: int) -> list[float]:
+    """The measured values of a worker; raises `RunFailed` where there are none."""
+    values = list(values)
     if not values:
         raise RunFailed(f"worker {worker} computed too little to be measured; calibrate for longer, say --seconds 120")
     return values
 
 
 Periods = Mapping[int, Sequence[float]]
-"""worker, counted from 0 → how long its rounds took"""
+"""The seconds of each round, by worker, counted from 0."""
 
 
 def round_periods(run: RunRecords) -> dict[int, list[float]]:
-    """For each worker, how long its rounds took, from their beginning to the beginning of the next, without sleeps."""
+    """For each worker, the times from the start of a round to the start of the next, without injected delay."""
     return {
         worker: [one.seconds - one.induced_seconds + other.idle_seconds for one, other in itertools.pairwise(rounds)]
         for worker, rounds in warm_rounds(run).items()
@@ -252,28 +278,28 @@ def round_periods(run: RunRecords) -> dict[int, list[float]]:
 
 
 def oversleep_seconds(runs: Iterable[RunRecords], straggle: StragglerModel) -> float:
-    """By how much the induced sleeps of a round were longer than what was drawn for it, on average."""
-    longer: list[float] = []
+    """The mean time by which the injected delay of a round was longer than what was drawn for it."""
+    excess: list[float] = []
     for run in runs:
         for worker, warm in warm_rounds(run).items():
-            mine = sum(isinstance(record, Round) and record.rank == worker + 1 for record in run.records)
-            drawn = itertools.islice(straggle.draws(stream(run.header.seed, "speed", worker + 1)), mine)
-            meant = list(drawn)[mine - len(warm) :]
-            longer += [one.induced_seconds - each.delay_seconds for one, each in zip(warm, meant, strict=True)]
-    return max(0.0, statistics.fmean(longer)) if longer else 0.0
+            count = sum(isinstance(record, Round) and record.rank == worker + 1 for record in run.records)
+            draws = straggle.draws(stream(run.header.seed, "speed", worker + 1))
+            drawn = itertools.islice(draws, count - len(warm), count)
+            excess += [one.induced_seconds - delay.delay_seconds for one, delay in zip(warm, drawn, strict=True)]
+    return max(0.0, statistics.fmean(excess)) if excess else 0.0
 
 
 def fit_round_cost(seconds: Mapping[RoundShape, float]) -> RoundCost:
-    """The pieces, none below 0, that explain best how long rounds took; every cut counts in proportion."""
-    rows = np.array([[1.0 / mean, cut.calls / mean, cut.samples / mean] for cut, mean in seconds.items()])
+    """The non-negative costs that fit the mean seconds of each round shape best, by relative squared error."""
+    rows = np.array([[1.0 / mean, shape.calls / mean, shape.samples / mean] for shape, mean in seconds.items()])
     best, least = np.zeros(3), math.inf
     for kept in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
-        found = np.zeros(3)
-        found[list(kept)] = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)))[0]
-        error = float(np.square(rows @ found - 1.0).sum())
-        computes = found[1] + found[2] > 0  # a machine that takes as long for nothing as for something is not one
-        if found.min() >= 0 and computes and error < least:
-            best, least = found, error
+        cost = np.zeros(3)
+        cost[list(kept)] = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)))[0]
+        error = float(np.square(rows @ cost - 1.0).sum())
+        depends_on_work = cost[1] + cost[2] > 0
+        if cost.min() >= 0 and depends_on_work and error < least:
+            best, least = cost, error
     return RoundCost(*map(float, best))
 
 
@@ -283,22 +309,26 @@ def measured_workers(
     links: Mapping[int, Link],
     slept: Sequence[Periods] = (),
 ) -> Iterable[MeasuredWorker]:
-    """Every worker; those that differ by no more than chance share the pieces that fit all of them.
+    """The workers; those whose speeds do not differ significantly share one cost.
 
-    `slept` are periods of the usual cut with the disturbance that will be induced, where there is one.
+    Args:
+        periods: round times of each round shape and probe.
+        usual: the shape whose variation is kept.
+        links: the link of each worker.
+        slept: round times of the usual shape with injected delay, less the delay; none where none is injected.
     """
     ratios = _ratios([*itertools.chain.from_iterable(periods.values()), *slept])
     pooled = {
-        cut: statistics.fmean(mean / ratios[worker] for worker, mean in _means(runs).items())
-        for cut, runs in periods.items()
+        shape: statistics.fmean(mean / ratios[worker] for worker, mean in _means(runs).items())
+        for shape, runs in periods.items()
     }
-    told = slept or periods[usual]
-    longer = statistics.fmean(_means(told).values()) / statistics.fmean(_means(periods[usual]).values())
-    cost = fit_round_cost(pooled).scaled(longer)
+    final = slept or periods[usual]
+    slowdown = statistics.fmean(_means(final).values()) / statistics.fmean(_means(periods[usual]).values())
+    cost = fit_round_cost(pooled).scaled(slowdown)
     for worker, ratio in ratios.items():
-        mine = [period for run in told for period in run[worker]]
-        mean = statistics.fmean(mine)
-        yield MeasuredWorker(worker, cost.scaled(ratio), links[worker], tuple(period / mean for period in mine))
+        own = [period for run in final for period in run[worker]]
+        mean = statistics.fmean(own)
+        yield MeasuredWorker(worker, cost.scaled(ratio), links[worker], tuple(period / mean for period in own))
 
 
 def _means(runs: Sequence[Periods]) -> dict[int, float]:
@@ -310,27 +340,25 @@ def _means(runs: Sequence[Periods]) -> dict[int, float]:
 
 
 def _ratios(runs: Sequence[Periods]) -> dict[int, float]:
-    """How many times slower than the mean of all each worker is; 1 where that may be chance."""
-    found = {}
+    """The round time of each worker relative to the mean of all; 1 where the difference is not significant."""
+    complete = [{worker: statistics.fmean(own) for worker, own in run.items()} for run in runs if all(run.values())]
+    ratios = {}
     for worker in sorted(runs[0]):
-        seen = []
-        for run in filter(lambda run: all(run.values()), runs):
-            everybody = statistics.fmean(statistics.fmean(mine) for mine in run.values())
-            seen.append(statistics.fmean(run[worker]) / everybody)
-        mean = statistics.fmean(seen) if seen else 1.0
-        chance = 3 * statistics.stdev(seen) / math.sqrt(len(seen)) if len(seen) > 1 else math.inf
-        found[worker] = mean if abs(mean - 1) > max(SPEED_DIFFERENCE_MIN, chance) else 1.0
-    return found
+        samples = [means[worker] / statistics.fmean(means.values()) for means in complete]
+        mean = statistics.fmean(samples) if samples else 1.0
+        margin = 3 * statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
+        ratios[worker] = mean if abs(mean - 1) > max(SPEED_DIFFERENCE_MIN, margin) else 1.0
+    return ratios
 
 
 def seconds_per_step(workload: NamedWorkload | Workload, strategy: HubStrategy) -> float:
-    """How long a step of the optimizer and a copy of the parameters take in this process."""
-    resolved, build_workload = Experiment(workload, strategy).resolved()
+    """The median time of an optimizer step and a copy of the parameters in this process."""
+    resolved, built = Experiment(workload, strategy).resolved()
     assert isinstance(resolved.strategy, HubStrategy)
     assert resolved.strategy.optimizer is not None
-    taken = []
+    durations = []
     with one_thread():
-        flat = FlatModule(build_workload.initial_model(0))
+        flat = FlatModule(built.initial_model(0))
         parameters, copied = flat.parameters.clone(), flat.parameters.clone()
         gradient = torch.zeros_like(parameters)
         stepper = resolved.strategy.optimizer.build(parameters, flat.layout)
@@ -338,91 +366,86 @@ def seconds_per_step(workload: NamedWorkload | Workload, strategy: HubStrategy) 
             before = time.monotonic()
             stepper.step(gradient, 0)
             copied.copy_(parameters)
-            taken.append(time.monotonic() - before)
-    return statistics.median(taken)
+            durations.append(time.monotonic() - before)
+    return statistics.median(durations)
 
 
 def links_of(small: RunRecords, large: RunRecords, step: float) -> dict[int, Link]:
-    """Each worker's link: latency from round trips of next to nothing, bandwidth from large gradients that left.
+    """The link of each worker: latency from round trips of a small model, bandwidth from gradients of a large one.
 
-    `step` is what an update of next to nothing takes.
+    `step` is the time of an update of the small model.
     """
-    nbytes = 4 * large.header.parameters
-    leaving = {
-        worker: statistics.median(_require_values((one.send_seconds for one in rounds if one.send_seconds > 0), worker))
-        for worker, rounds in warm_rounds(large).items()
-    }
-    return {
-        worker: Link(
-            latency_seconds=max(
-                0.0, statistics.median(_require_values((one.idle_seconds for one in rounds), worker)) - step
-            )
-            / 2,
-            bytes_per_second=nbytes / leaving[worker],
+    large_bytes = 4 * large.header.parameters
+    large_rounds = warm_rounds(large)
+    links = {}
+    for worker, rounds in warm_rounds(small).items():
+        waits = _require_values((one.idle_seconds for one in rounds), worker)
+        sends = (one.send_seconds for one in large_rounds[worker] if one.send_seconds > 0)
+        links[worker] = Link(
+            latency_seconds=max(0.0, statistics.median(waits) - step) / 2,
+            bytes_per_second=large_bytes / statistics.median(_require_values(sends, worker)),
         )
-        for worker, rounds in warm_rounds(small).items()
-    }
+    return links
 
 
-def seconds_per_update(together: Iterable[RunRecords], apart: Iterable[RunRecords], link: Link) -> float:
-    """What the last to report waits where all wait, less what it would between rounds anyway, and less the links."""
+def seconds_per_update(synchronous: Sequence[RunRecords], asynchronous: Iterable[RunRecords], link: Link) -> float:
+    """The time of an update: the wait of the worker that reports last in a synchronous round, less other waits.
+
+    Args:
+        synchronous: runs in which all workers wait for each update.
+        asynchronous: runs whose waits are those between any two rounds; they are subtracted.
+        link: the link whose round trip is subtracted.
+    """
     waits: list[float] = []
-    nbytes = 0
-    for run in together:
-        by_version: dict[int, float] = {}
+    for run in synchronous:
+        shortest: dict[int, float] = {}
         for record in itertools.chain.from_iterable(warm_rounds(run).values()):
-            shortest = by_version.get(record.version, math.inf)
-            by_version[record.version] = min(shortest, record.idle_seconds)
-        waits += by_version.values()
-        nbytes = 4 * run.header.parameters
-    anyway = [record.idle_seconds for run in apart for rounds in warm_rounds(run).values() for record in rounds]
-    there_and_back = 2 * (link.latency_seconds + link.transmit_seconds(nbytes))
-    return statistics.fmean(_require_values(waits, 0)) - statistics.fmean(_require_values(anyway, 0)) - there_and_back
+            shortest[record.version] = min(shortest.get(record.version, math.inf), record.idle_seconds)
+        waits += shortest.values()
+    usual = [record.idle_seconds for run in asynchronous for rounds in warm_rounds(run).values() for record in rounds]
+    round_trip = 2 * (link.latency_seconds + link.transmit_seconds(4 * synchronous[-1].header.parameters))
+    return statistics.fmean(_require_values(waits, 0)) - statistics.fmean(_require_values(usual, 0)) - round_trip
 
 
 # From seconds to a cluster
 
 
 def cluster_of(workers: Sequence[MeasuredWorker], update: float, link: Link, samples: int) -> Cluster:
-    """The cluster: what most workers have in common, and what is different about some."""
-    usual = _most_common(workers)
+    """The cluster with the most common cost, and overrides for workers that differ.
+
+    Args:
+        workers: the measured workers.
+        update: seconds per update.
+        link: the usual link.
+        samples: samples per factor of the speed trace.
+    """
+    usual = max(workers, key=lambda worker: sum(other.cost == worker.cost for other in workers))
     overrides = []
-    for mine in workers:
-        own_speed, own_link = mine.cost != usual.cost, _differs(mine.link, link)
+    for worker in workers:
+        own_speed, own_link = worker.cost != usual.cost, _differs(worker.link, link)
         if own_speed or own_link:
-            overrides.append(
-                WorkerOverride(
-                    (mine.worker,),
-                    seconds_per_sample=_rounded(mine.cost.per_sample) if own_speed else None,
-                    seconds_per_call=_rounded(mine.cost.per_call) if own_speed else None,
-                    seconds_per_round=_rounded(mine.cost.per_round) if own_speed else None,
-                    speed_trace=_trace([mine], samples) if own_speed else None,
-                    link=_rounded_link(mine.link) if own_link else None,
-                )
-            )
+            speed = _speed_fields([worker], samples) if own_speed else {}
+            own = _rounded_link(worker.link) if own_link else None
+            overrides.append(WorkerOverride((worker.worker,), **speed, link=own))
     return Cluster(
-        seconds_per_sample=_rounded(usual.cost.per_sample),
-        seconds_per_call=_rounded(usual.cost.per_call),
-        seconds_per_round=_rounded(usual.cost.per_round),
+        **_speed_fields([worker for worker in workers if worker.cost == usual.cost], samples),
         seconds_per_update=_rounded(update),
-        speed_trace=_trace([mine for mine in workers if mine.cost == usual.cost], samples),
         workers=tuple(overrides),
         link=_rounded_link(link),
         measured=True,
     )
 
 
-def _most_common(workers: Sequence[MeasuredWorker]) -> MeasuredWorker:
-    """One of those whose speed is the most common."""
-    return max(workers, key=lambda mine: sum(other.cost == mine.cost for other in workers))
+def _speed_fields(workers: Sequence[MeasuredWorker], samples: int) -> dict[str, Any]:
+    """The fields of a cluster or an override for workers of one cost.
 
-
-def _trace(workers: Sequence[MeasuredWorker], samples: int) -> Trace:
-    """The last factors of these workers, one worker after the other, 1 on average."""
-    each = max(1, FACTORS_MAX // len(workers))
-    factors = [factor for mine in workers for factor in mine.speed_factors[-each:]]
+    The trace holds their last speed factors, one worker after the other, 1 on average.
+    """
+    count = max(1, FACTORS_MAX // len(workers))
+    factors = [factor for worker in workers for factor in worker.speed_factors[-count:]]
     mean = statistics.fmean(factors)
-    return Trace(tuple(round(factor / mean, 3) for factor in factors), samples)
+    costs = {f"seconds_{name}": _rounded(value) for name, value in dataclasses.asdict(workers[0].cost).items()}
+    return {**costs, "speed_trace": Trace(tuple(round(factor / mean, 3) for factor in factors), samples)}
 
 
 def _median_link(links: Iterable[Link]) -> Link:
@@ -432,11 +455,9 @@ def _median_link(links: Iterable[Link]) -> Link:
 
 
 def _differs(link: Link, usual: Link) -> bool:
-    pairs = [
-        (link.latency_seconds, usual.latency_seconds),
-        (link.bytes_per_second or math.inf, usual.bytes_per_second or math.inf),
-    ]
-    return any(max(pair) > LINK_RATIO_MIN * min(pair) for pair in pairs)
+    latencies = (link.latency_seconds, usual.latency_seconds)
+    bandwidths = (link.bytes_per_second or math.inf, usual.bytes_per_second or math.inf)
+    return any(max(pair) > LINK_RATIO_MIN * min(pair) for pair in (latencies, bandwidths))
 
 
 def _rounded_link(link: Link) -> Link:
@@ -445,5 +466,5 @@ def _rounded_link(link: Link) -> Link:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more were not measured."""
+    """Rounded to four significant digits, the precision of the measurement."""
     return float(f"{value:.4g}")

@@ -1,12 +1,12 @@
-"""How long micro-batches take: time per sample against their size, on this machine and for this model.
+"""The time per sample as a function of the micro-batch size, for a model on this machine.
 
     curve = offbeat.microbatch(offbeat.workloads.Digits(), batch=256)
     print(curve.knee, curve.recommendation)
 
-A step differentiates one batch, in one call or in several. What a step takes is a part that every round has (values
-are loaded, the sum of gradients is taken) and one call for each micro-batch. Small micro-batches waste calls, and
-disturb batch norm; large ones need memory, and make the limits of anytime strategies coarse. The code that is timed is
-the engines' own, in one thread.
+A step computes the gradient of one batch in one or several calls. Its time is a constant (loading the parameters,
+summing gradients) plus the time of one call per micro-batch. Small micro-batches cost calls and degrade batch norm;
+large ones cost memory and make the time limits of anytime strategies coarse. The code that is timed is that of the
+simulator, in one thread.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from offbeat.simulation.gradients import GradientComputer, GradientRequest
 BATCH = 256
 SECONDS = 20.0
 TOLERANCE = 0.05
-"""A size is as good as the best where its time per sample is at most this share longer."""
+"""A size counts as good as the best where its time per sample is at most this share longer."""
 BATCH_NORM_MIN = 32
-"""Below so many samples the statistics of batch norm are too poor to train with."""
+"""With fewer samples the statistics of batch norm are too noisy to train with."""
 REPEATS_MAX = 25
 SLICE_SECONDS = 0.03
-"""A measurement is of as many calls as take about so long, so that the clock's grain does not matter."""
+"""A measurement repeats calls for about this long, so that the resolution of the clock does not matter."""
 
 
 @dataclass(frozen=True)
 class MicrobatchRow:
-    """What was found of one size. `spread` is the interquartile range over the median; None where measured once."""
+    """The result for one size. `spread` is the interquartile range over the median; None where measured once."""
 
     size: int
     seconds_per_call: float
@@ -56,28 +56,28 @@ class MicrobatchRow:
 
 @dataclass(frozen=True)
 class MicrobatchCurve:
-    """Time per sample against the size of micro-batches, from the smallest to the largest that was measured."""
+    """The time per sample of each measured micro-batch size, in ascending order."""
 
     workload: str
     parameters: int
     batch: int
     seconds_per_round: float
-    """What a step takes besides its calls; the update is not in it."""
+    """The time of a step besides its calls, without the update."""
     rows: tuple[MicrobatchRow, ...]
     batch_norm: bool
     refused: tuple[int, ...]
-    """Sizes that the model cannot take: one sample, where that has no batch statistics."""
+    """Sizes that the model cannot process: a single sample has no batch statistics."""
     left_out: tuple[int, ...]
-    """Sizes for which there was no time."""
+    """Sizes that were not measured, for lack of time."""
 
     def row(self, size: int) -> MicrobatchRow:
-        found = [row for row in self.rows if row.size == size]
-        require(bool(found), f"the size {size} was not measured; those that were are {[r.size for r in self.rows]}")
-        return found[0]
+        rows = {row.size: row for row in self.rows}
+        require(size in rows, f"the size {size} was not measured; those that were are {list(rows)}")
+        return rows[size]
 
     @property
     def best(self) -> MicrobatchRow:
-        """The one with the least time per sample."""
+        """The row with the least time per sample."""
         return min(self.rows, key=lambda row: row.seconds_per_sample)
 
     @property
@@ -97,13 +97,13 @@ class MicrobatchCurve:
         return next((row.size for row in self.rows if row.size >= least), self.rows[-1].size)
 
     def seconds_per_step(self, size: int) -> float:
-        """What the gradient of a batch takes, cut into micro-batches of this size."""
+        """The time of the gradient of a batch that is divided into micro-batches of this size."""
         return self.seconds_per_round + self.batch * self.row(size).seconds_per_sample
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long the gradient of a batch took in so many parts: the median, and every repeat."""
+    """The time of the gradient of a batch that is divided into `splits` parts: the median, and every repeat."""
 
     splits: int
     microbatch: int
@@ -123,10 +123,18 @@ def microbatch(
     seconds: float = SECONDS,
     seed: int = 0,
 ) -> MicrobatchCurve:
-    """Measure micro-batches of these sizes, by default of all powers of two up to the batch, for about so long.
+    """Measure the time per sample of several micro-batch sizes.
 
-    Repeats are interleaved, so that a slow spell of the machine meets all sizes alike. A size that takes more than its
-    share of the time is measured once; one that would take more than is left is left out.
+    Args:
+        workload: the model and its data.
+        batch: samples per update of the later training.
+        sizes: the sizes to measure; none: all powers of two below the batch, and the batch.
+        seconds: how long to measure, about.
+        seed: of the model and of the order of the data.
+
+    Repeats are interleaved, so that a slow period of the machine affects all sizes alike. A size that takes more than
+    its share of the time is measured once, and one that would take more than the time left is not measured. Raises
+    `ConfigurationError` for wrong arguments.
     """
     check_instance(workload, (NamedWorkload, Workload), "the workload", "offbeat.workloads.Digits()")
     require(batch >= 1, f"the batch must be 1 or more, but is {batch}")
@@ -138,31 +146,36 @@ def microbatch(
     workload = build_workload(workload)
     with _isolated():
         bench = _GradientTimer(workload, seed)
-        found = _measure(bench, chosen, batch, seconds)
-    if not found.timings:
+        measurements = _measure(bench, chosen, batch, seconds)
+    if not measurements.timings:
         raise ConfigurationError(
             "the model has batch norm, which needs at least 2 samples at a time, and no other size was asked for; "
             "add a larger one"
         )
-    overhead = statistics.median(found.overheads)
+    overhead = statistics.median(measurements.overheads)
     return MicrobatchCurve(
         workload=workload.label,
         parameters=bench.computing.flat.layout.numel,
         batch=batch,
         seconds_per_round=overhead,
-        rows=tuple(timing.row(overhead) for timing in found.timings),
+        rows=tuple(timing.row(overhead) for timing in measurements.timings),
         batch_norm=bench.computing.batch_norm,
-        refused=tuple(found.refused),
-        left_out=tuple(found.left_out),
+        refused=tuple(measurements.refused),
+        left_out=tuple(measurements.left_out),
     )
 
 
 def time_per_step(
     workload: NamedWorkload | Workload, batch: int, splits: Sequence[int], repeats: int = 5, seed: int = 0
 ) -> list[StepTime]:
-    """How long the gradient of a whole batch takes in one part, or cut into several; repeats are interleaved.
+    """Measure the time of the gradient of a batch for several divisions into micro-batches, without the update.
 
-    Parts are equal but for the last. The update is not in it.
+    Args:
+        workload: the model and its data.
+        batch: samples of the batch.
+        splits: the numbers of parts; parts are equal except for the last.
+        repeats: measurements of each, interleaved.
+        seed: of the model and of the order of the data.
     """
     check_instance(workload, (NamedWorkload, Workload), "the workload", "offbeat.workloads.Digits()")
     require(repeats >= 1, f"there must be 1 repeat or more, but {repeats} were asked for")
@@ -171,31 +184,33 @@ def time_per_step(
             1 <= count <= batch, f"a batch of {batch} can be cut into 1 to {batch} parts, but {count} were asked for"
         )
     sizes = {count: math.ceil(batch / count) for count in splits}
-    taken: dict[int, list[float]] = {count: [] for count in sizes}
+    seconds: dict[int, list[float]] = {count: [] for count in sizes}
     with _isolated():
         bench = _GradientTimer(build_workload(workload), seed)
         for size in sizes.values():
             bench.seconds(size, size)
         for _ in range(repeats):
             for count, size in sizes.items():
-                taken[count].append(bench.seconds(batch, size))
-    return [StepTime(count, sizes[count], statistics.median(values), tuple(values)) for count, values in taken.items()]
+                seconds[count].append(bench.seconds(batch, size))
+    return [
+        StepTime(count, sizes[count], statistics.median(values), tuple(values)) for count, values in seconds.items()
+    ]
 
 
 class _GradientTimer:
-    """The workload's model and data, and how long the gradient of some samples takes."""
+    """Times gradients of a workload."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self.computing = GradientComputer(workload, seed, merge_microbatches=False)
         flat, self._seed = self.computing.flat, seed
-        # Two copies by turns: values that are loaded already would not be loaded again, as new ones are in training.
+        # Two copies in turn, since parameters that are loaded already would not be loaded again, unlike in training.
         self._values = itertools.cycle([flat.parameters.clone(), flat.parameters.clone()])
         self._buffers = tuple(buffer.clone() for buffer in flat.buffers)
         self._order = Order(workload.split.indices(workload.train.targets, 0, 1, seed), seed, rank=0)
         self._draw = 0
 
     def seconds(self, samples: int, size: int) -> float:
-        """How long the gradient of so many samples takes in micro-batches of this size; of none, what is left."""
+        """The time of the gradient of `samples` samples in micro-batches of this size; 0 samples give the constant."""
         batches = GradientRequest(self._order, self._draw, samples, size, (self._seed, 0))
         self._draw += samples
         values = next(self._values)
@@ -206,7 +221,7 @@ class _GradientTimer:
 
 @dataclass
 class _SizeTimings:
-    """What was measured of one size: `calls` of it at a time, `first` the first time, with which torch warms up."""
+    """The measurements of one size: `calls` calls each; `first` is the first call, in which torch warms up."""
 
     size: int
     first: float
@@ -215,9 +230,8 @@ class _SizeTimings:
     seconds: list[float] = field(default_factory=list)
 
     def row(self, overhead: float) -> MicrobatchRow:
-        taken = self.seconds or [self.first]
-        calls = self.calls if self.seconds else 1
-        each = [max(1e-9, (seconds - overhead) / calls) for seconds in taken]
+        measured, calls = (self.seconds, self.calls) if self.seconds else ([self.first], 1)
+        each = [max(1e-9, (seconds - overhead) / calls) for seconds in measured]
         return MicrobatchRow(self.size, statistics.median(each), _relative_iqr(each), len(each))
 
 
@@ -230,44 +244,44 @@ class _Measurements:
 
 
 def _measure(bench: _GradientTimer, sizes: Sequence[int], batch: int, seconds: float) -> _Measurements:
-    ends = time.perf_counter() + seconds
-    found = _Measurements()
-    bench.seconds(2, 2)  # torch loads a part of itself with the first gradient
-    found.overheads.append(bench.seconds(0, 1))
+    deadline = time.perf_counter() + seconds
+    measurements = _Measurements()
+    bench.seconds(2, 2)  # the first gradient is slower, since torch loads parts of itself
+    measurements.overheads.append(bench.seconds(0, 1))
     share = seconds / (2 * len(sizes))
     for size in sizes:
-        last = found.timings[-1] if found.timings else None
+        last = measurements.timings[-1] if measurements.timings else None
         expected = 0.0 if last is None else last.first * size / last.size
-        if len(found.timings) >= 2 and time.perf_counter() + expected > ends:
-            found.left_out.append(size)
+        if len(measurements.timings) >= 2 and time.perf_counter() + expected > deadline:
+            measurements.left_out.append(size)
             continue
         try:
             first = bench.seconds(size, size)
         except ConfigurationError:
             if size > 1 or not bench.computing.batch_norm:
                 raise
-            found.refused.append(size)
+            measurements.refused.append(size)
             continue
         calls = max(1, min(batch // size, int(SLICE_SECONDS / first)))
-        found.timings.append(_SizeTimings(size, first, calls, once=first > share))
-    _repeat(bench, found, ends)
-    return found
+        measurements.timings.append(_SizeTimings(size, first, calls, once=first > share))
+    _repeat(bench, measurements, deadline)
+    return measurements
 
 
-def _repeat(bench: _GradientTimer, found: _Measurements, ends: float) -> None:
-    """Round after round over all sizes, while there is time."""
-    repeated = [timing for timing in found.timings if not timing.once]
+def _repeat(bench: _GradientTimer, measurements: _Measurements, deadline: float) -> None:
+    """Measure all sizes in turn until the deadline."""
+    repeated = [timing for timing in measurements.timings if not timing.once]
     for _ in range(REPEATS_MAX):
         for timing in repeated:
-            if timing.seconds and time.perf_counter() + timing.seconds[-1] > ends:
+            if timing.seconds and time.perf_counter() + timing.seconds[-1] > deadline:
                 return
             timing.seconds.append(bench.seconds(timing.calls * timing.size, timing.size))
-        found.overheads.append(bench.seconds(0, 1))
+        measurements.overheads.append(bench.seconds(0, 1))
 
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """One thread, as engines have it; and whoever calls keeps its random numbers."""
+    """One thread, as in the simulator; torch's random state is restored at the end."""
     with one_thread(), torch.random.fork_rng(devices=[]):
         yield
 
