@@ -115,7 +115,7 @@ KILLED = [
 @pytest.mark.parametrize("strategy", KILLED, ids=["async-fmb", "fmb", "decoupled-diloco", "population"])
 def test_a_killed_worker_is_restarted_and_no_sample_is_lost(strategy: ob.Strategy, tmp_path: Path) -> None:
     trigger = UpdateTrigger(tmp_path / "run", 20, lambda it: it.signal(2, signal.SIGKILL))
-    run = train_experiment(experiment(strategy, 4, 15_000), tmp_path / "run", watcher=trigger)
+    run = train_experiment(experiment(strategy, 4, 15_000), tmp_path / "run", observer=trigger)
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     assert run.summary.accuracy is not None
@@ -153,7 +153,7 @@ def test_a_stopped_worker_is_lost_and_rejoins_when_it_resumes(
             trigger.signal(1, signal.SIGCONT)
 
     trigger.records = records  # type: ignore[method-assign]
-    run = train_experiment(experiment(strategy(batch=32, back=1), 2, 10_000), tmp_path / "run", watcher=trigger)
+    run = train_experiment(experiment(strategy(batch=32, back=1), 2, 10_000), tmp_path / "run", observer=trigger)
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     check_accounts(run.records)
@@ -196,7 +196,7 @@ def test_a_run_that_is_going_on_cannot_be_resumed(tmp_path: Path) -> None:
                 train_experiment(*again)
             refused.append(str(error.value))
 
-    run = train_experiment(planned, directory, watcher=UpdateTrigger(directory, 20, resume))
+    run = train_experiment(planned, directory, observer=UpdateTrigger(directory, 20, resume))
     assert run.summary.failure is None
     check_accounts(run.records)
     assert [sentence.partition(";")[0] for sentence in refused] == [

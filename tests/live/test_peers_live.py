@@ -129,7 +129,7 @@ def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_killed_peer_comes_back_and_the_others_do_not_wait(rank: int, tmp_path: Path) -> None:
     trigger = UpdateTrigger(tmp_path / "run", 40, lambda it: it.signal(rank, signal.SIGKILL))
-    run = train_experiment(experiment(UntilRankIsBack(batch=32, back=rank), 15_000), tmp_path / "run", watcher=trigger)
+    run = train_experiment(experiment(UntilRankIsBack(batch=32, back=rank), 15_000), tmp_path / "run", observer=trigger)
     assert trigger.notices == [f"peer {rank} was killed by SIGKILL; it is started again (1 of 3)"]
     assert (run.summary.failure, run.summary.lost_peers, run.summary.rejoined_peers) == (None, 1, 1)
     assert run.summary.samples >= 15_000
@@ -156,7 +156,7 @@ def test_without_rank_0_the_others_finish_and_keep_the_result(tmp_path: Path) ->
 def test_an_interrupted_run_is_resumed_from_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     trigger = UpdateTrigger(tmp_path / "run", 60, lambda it: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        train_experiment(experiment(ob.GossipAcid(batch=32), 1_000_000), tmp_path / "run", watcher=trigger)
+        train_experiment(experiment(ob.GossipAcid(batch=32), 1_000_000), tmp_path / "run", observer=trigger)
     assert not processes_of(os.getpid())
     before = summarize(read_run(tmp_path / "run"))
     assert before.failure == "it was interrupted"

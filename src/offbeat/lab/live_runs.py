@@ -1,7 +1,7 @@
-"""`train`: experiments on real processes, with the same strategies and the same records as in virtual time.
+"""`train`: experiments on real processes, with the same strategies and records as in virtual time.
 
-Either the processes are started and looked after here, or a launcher (mpirun, torchrun, srun) has started them and this
-is one of them.
+Either this process starts and supervises the ranks on this machine, or a launcher (mpirun, torchrun, srun) has started
+them and this process is one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment import Experiment, workers_for
-from offbeat.lab.simulated_runs import Run, header_of
+from offbeat.lab.simulated_runs import Run, check_new, header_of
 from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options, read_result, run_rank, save_result
 from offbeat.launch.children import Child, start_command, start_forked
 from offbeat.launch.listeners import advertised_address, open_listener
@@ -46,7 +46,9 @@ EVALUATE_LIVE = EverySeconds(0.5)
 POLL_SECONDS = 0.25
 
 
-class _StderrWatcher:
+class StderrObserver:
+    """Prints the output of ranks to standard error, and nothing else."""
+
     def records(self, records: Sequence[AnyRecord]) -> None:
         pass
 
@@ -70,34 +72,53 @@ def train(
     out: str | Path | None = None,
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
 ) -> Run:
-    """Train on local processes, `workers` of which compute: as many as the cluster says, or else two.
+    """Train on processes of this machine.
 
-    They are copies of this process where that is possible, so a workload of your own needs no name. `bytes_per_second`
-    is what each direction of each link may carry. With `out`, records and checkpoints stay in that directory. In a
-    script that mpirun, torchrun or srun has started, this process is one of the run's: there are as many workers as
-    that makes, and rank 0 returns the records of all.
+    They are forked from this process where that is possible, so a workload of your own needs no name. In a script that
+    mpirun, torchrun or srun has started, this process is one rank of the run instead: the number of workers follows
+    from the number of processes, and rank 0 returns the records of all ranks.
+
+    workload: model, data, loss and evaluation
+    strategy: the algorithm; an optimizer that it leaves out is the workload's
+    until: how long to train, in samples or seconds; None: the default of the workload
+    workers: workers that compute; None: as many as the cluster says, or else 2
+    cluster: delays and faults that are injected, and limits of links; None: none of them
+    seed: seed of initial parameters, data order and injected delays
+    evaluate: how often to evaluate; None: only at the end
+    bytes_per_second: bandwidth limit of each direction of each link; None: no limit
+    out: a new directory for records and checkpoints; None: a temporary one
+    live: options of processes, transport and checkpoints
     """
-    place = read_rank_info(transport=live.transport)
+    rank_info = read_rank_info(transport=live.transport)
     cluster = cluster or Cluster()
     workers = workers_for(workers, cluster, DEFAULT_LIVE_WORKERS)
     experiment = Experiment(
         workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
     )
     directory = None if out is None else Path(out)
-    if place.alone:
+    if rank_info.alone:
         return train_experiment(experiment, directory, live)
-    workers = workers_for_processes(strategy, place.processes)
-    return train_as_rank(dataclasses.replace(experiment, workers=workers), directory, place, live)
+    workers = workers_for_processes(strategy, rank_info.processes)
+    return train_as_rank(dataclasses.replace(experiment, workers=workers), directory, rank_info, live)
 
 
 def train_experiment(
     experiment: Experiment,
     out: Path | None,
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
-    watcher: RunObserver | None = None,
+    observer: RunObserver | None = None,
     resume: bool = False,
 ) -> Run:
-    """Train an experiment on local processes and whoever joins them; raises `RunFailed` where that fails."""
+    """Train an experiment on supervised processes of this machine, and on workers that join them.
+
+    experiment: what to train
+    out: the directory of the run; None: a temporary one
+    live: options of processes, transport and checkpoints
+    observer: is called with records and output while the run goes on; None: output is printed to standard error
+    resume: whether to continue the run in `out` from its checkpoint
+
+    Raises `RunFailed` if the run fails.
+    """
     require(
         live.transport != "mpi",
         "processes that are started here meet over gloo; for MPI start the script itself: mpirun -n 4 python script.py",
@@ -107,162 +128,167 @@ def train_experiment(
     experiment.cluster.check(processes, experiment.worker_count)
     local = local_ranks(experiment.strategy, processes, live.local_workers)
     check_faults(experiment.cluster.faults, local, experiment.strategy.is_required)
-    with _run_directory(out) as directory:
-        if resume:
-            experiment = _prepare_resume(directory, experiment)
-        else:
-            _prepare_new(directory, experiment, workload, live)
-        failure = _supervise(directory, experiment, workload, live, watcher or _StderrWatcher(), resume)
+    with _run_directory(out) as name:
+        directory = Path(name)
+        experiment = _prepare(directory, experiment, workload, live, resume)
+        failure = _supervise(directory, experiment, workload, live, observer or StderrObserver(), resume)
         if failure is not None:
-            raise RunFailed(failure + _resume_hint(failure, directory, by_name=experiment.to_plain() is not None))
+            raise RunFailed(failure + _resume_hint(failure, directory, experiment))
         return _finished_run(directory, out, experiment, workload)
 
 
 def train_as_rank(
     experiment: Experiment,
     out: Path | None,
-    place: RankInfo,
+    rank_info: RankInfo,
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
-    watcher: RunObserver | None = None,
+    observer: RunObserver | None = None,
     resume: bool = False,
 ) -> Run:
-    """Be one of the processes that a launcher has started for an experiment. Only rank 0 writes, and knows it all.
+    """Run one rank of an experiment whose processes a launcher has started.
 
-    `out` is where; elsewhere it matters for a run that is resumed, which then may turn out to have ended, and for one
-    that goes on without rank 0.
+    experiment: what to train
+    out: the directory of the run; None: a temporary one. Rank 0 writes it; other ranks read it on resuming, and write
+        it if rank 0 is lost
+    rank_info: the rank of this process
+    live: options of transport and checkpoints
+    observer: is called with records and output while the run goes on; None: output is printed to standard error
+    resume: whether to continue the run in `out` from its checkpoint
+
+    Returns the whole run on rank 0, and what is known of it on other ranks.
     """
-    if place.rank != 0:
-        return run_follower(experiment, out, place, live, resume)[0]
-    experiment, workload = _resolve_for_launcher(experiment, place, live)
-    with _run_directory(out) as directory:
-        if resume:
-            experiment = _prepare_resume(directory, experiment)
-        else:
-            _prepare_new(directory, experiment, workload, live)
-        place = dataclasses.replace(place, directory=directory, resume=resume)
-        with _watch_records(RunMonitor(directory, watcher or _StderrWatcher())):
-            run_rank(experiment, workload, read_header(directory), live, place)
+    if rank_info.rank != 0:
+        return run_follower(experiment, out, rank_info, live, resume)[0]
+    experiment, workload = _resolve_for_launcher(experiment, rank_info, live)
+    with _run_directory(out) as name:
+        directory = Path(name)
+        experiment = _prepare(directory, experiment, workload, live, resume)
+        rank_info = dataclasses.replace(rank_info, directory=directory, resume=resume)
+        with _polled(RunMonitor(directory, observer or StderrObserver())):
+            run_rank(experiment, workload, read_header(directory), live, rank_info)
         return _finished_run(directory, out, experiment, workload)
 
 
 def run_follower(
-    experiment: Experiment, out: Path | None, place: RankInfo, live: LiveOptions, resume: bool = False
+    experiment: Experiment, out: Path | None, rank_info: RankInfo, live: LiveOptions, resume: bool = False
 ) -> tuple[Run, bool]:
-    """Be another process than rank 0: what is known here of the run, and whether nobody else is left to tell of it."""
-    experiment, workload = _resolve_for_launcher(experiment, place, live)
+    """Run a rank other than 0; returns what it knows of the run, and whether it has succeeded rank 0, which was lost.
+
+    For the arguments see `train_as_rank`.
+    """
+    experiment, workload = _resolve_for_launcher(experiment, rank_info, live)
     if resume and out is not None:
         _check_unfinished(out)
-    session = run_rank(experiment, workload, _header(experiment, workload), live, place, sends_records=True)
-    records, leads = session.records, session.is_main
-    if leads and session.finish is not None and out is not None and (out / HEADER).exists():
+    session = run_rank(experiment, workload, _header(experiment, workload), live, rank_info, sends_records=True)
+    records = session.records
+    if session.is_main and session.finish is not None and out is not None and (out / HEADER).exists():
         records = _write_as_successor(out, records, session.finish)
-    return Run(records, session.finish, workload, experiment.seed), leads
+    return Run(records, session.finish, workload, experiment.seed), session.is_main
 
 
 def _write_as_successor(out: Path, records: RunRecords, finish: Finish) -> RunRecords:
-    """Rank 0 is lost, but its directory can be seen from here: what those knew who were left goes there."""
-    written: dict[int, RankWriter] = {}
+    """Write the records and the result of a run whose rank 0 was lost to its directory, which is visible from here."""
+    writers: dict[int, RankWriter] = {}
     with contextlib.ExitStack() as stack:
         for record in records.records:
             rank = getattr(record, "rank", 0)
-            if rank not in written:
-                written[rank] = stack.enter_context(RankWriter(out, rank))
-                written[rank].truncate(0)  # rank 0 had a part of it
-            written[rank].write(record)
+            if rank not in writers:
+                writers[rank] = stack.enter_context(RankWriter(out, rank))
+                writers[rank].truncate(0)  # rank 0 had written a part of these records
+            writers[rank].write(record)
     save_result(out, finish)
     return read_run(out)
 
 
-def _resolve_for_launcher(experiment: Experiment, place: RankInfo, live: LiveOptions) -> tuple[Experiment, Workload]:
-    """The experiment with everything filled in, if the processes of a launcher can do it."""
+def _resolve_for_launcher(
+    experiment: Experiment, rank_info: RankInfo, live: LiveOptions
+) -> tuple[Experiment, Workload]:
+    """The experiment with defaults filled in; raises if processes of a launcher cannot run it."""
     for name in ("listen", "token_file", "local_workers"):
         require(
             getattr(live, name) is None,
-            f"{place.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use here; "
-            "leave it out",
+            f"{rank_info.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use "
+            "here; leave it out",
         )
     keep_freed_memory()
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
-    experiment.cluster.check(place.processes, experiment.worker_count)
+    experiment.cluster.check(rank_info.processes, experiment.worker_count)
     check_faults(experiment.cluster.faults, ())
     return experiment, workload
 
 
 def workers_for_processes(strategy: Strategy, processes: int) -> int:
-    """How many workers so many processes make."""
-    found = [workers for workers in range(1, processes + 1) if _processes_for(strategy, workers) == processes]
-    if not found:
-        strategy.processes(processes)  # who refuses that number among peers says which ones are allowed
-    least = strategy.processes(1)
+    """The number of workers for which the strategy needs this number of processes; raises if there is none."""
+    for workers in range(1, processes + 1):
+        with contextlib.suppress(ConfigurationError):  # not every number of peers has a graph
+            if strategy.processes(workers) == processes:
+                return workers
+    most, least = strategy.processes(processes), strategy.processes(1)  # the first raises if peers cannot be so many
+    name = strategy.name or "this strategy"
     require(
-        bool(found) or strategy.processes(processes) >= processes,
-        f"{strategy.name or 'this strategy'} trains in {least} process{'es' if least > 1 else ''}, but {processes} "
-        "were started; start fewer of them",
+        most >= processes,
+        f"{name} trains in {least} process{'es' if least > 1 else ''}, but {processes} were started; start fewer of "
+        "them",
     )
-    require(
-        bool(found),
-        f"{processes} process{'es' if processes > 1 else ''} cannot train with {strategy.name or 'this strategy'}, "
-        f"which needs {least} or more; start more of them",
+    raise ConfigurationError(
+        f"{processes} process{'es' if processes > 1 else ''} cannot train with {name}, which needs {least} or more; "
+        "start more of them"
     )
-    return found[0]
 
 
-def _processes_for(strategy: Strategy, workers: int) -> int | None:
-    """How many processes so many workers need; None where there cannot be so many."""
-    try:
-        return strategy.processes(workers)
-    except ConfigurationError:
-        return None
+@contextlib.contextmanager
+def _polled(monitor: RunMonitor) -> Iterator[None]:
+    """Call the monitor at intervals from a thread, while this thread runs a rank, and once more at the end."""
+    stopped = threading.Event()
 
+    def poll() -> None:
+        while not stopped.wait(POLL_SECONDS):
+            monitor()
 
-@contextmanager
-def _watch_records(watch: RunMonitor) -> Iterator[None]:
-    """Look at the records of a run while this thread is part of it."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(POLL_SECONDS):
-            watch()
-
-    thread = threading.Thread(target=look, name="offbeat looks on", daemon=True)
+    thread = threading.Thread(target=poll, name="offbeat-monitor", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
-        watch()
+        monitor()
 
 
-@contextmanager
-def _run_directory(out: Path | None) -> Iterator[Path]:
-    """The directory of a run; one for the time being where nobody wants to keep it."""
+def _run_directory(out: Path | None) -> AbstractContextManager[str]:
+    """The path of a run directory: `out`, or a temporary directory that is removed at the end."""
     if out is not None:
-        yield out
-        return
-    with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
+        return contextlib.nullcontext(str(out))
+    return tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True)
 
 
-def _prepare_resume(directory: Path, experiment: Experiment) -> Experiment:
-    """What to go on with. Faults are left out: they have struck already."""
+def _prepare(
+    directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, resume: bool
+) -> Experiment:
+    """Make the files of a new run, or check those of one to resume; returns the experiment to run."""
+    if not resume:
+        check_new(directory)
+        write_header(directory, _header(experiment, workload))
+        (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
+        return experiment
     check_idle(directory)
     _check_unfinished(directory)
     if experiment.strategy.is_decentralized:
         _truncate_records(directory, read_checkpoint(directory).elapsed_seconds)
+    # Faults have been injected before the checkpoint, and are not repeated.
     return dataclasses.replace(experiment, cluster=dataclasses.replace(experiment.cluster, faults=()))
 
 
 class _TimedRecord(msgspec.Struct):
-    """A record of whatever kind."""
+    """The time of a record of any kind."""
 
     at: float
 
 
 def _truncate_records(directory: Path, elapsed_seconds: float) -> None:
-    """Forget what peers have done since the checkpoint of rank 0: they go on from there, too, and do it again."""
+    """Remove what peers recorded after the checkpoint of rank 0, since they resume from its time, too."""
     for rank, path in rank_files(directory):
-        if rank == 0:  # cuts its own back, to where the checkpoint says
+        if rank == 0:  # truncates its own file, at the position in the checkpoint
             continue
         position = 0
         for line in path.read_bytes().splitlines(keepends=True):
@@ -276,21 +302,16 @@ def _truncate_records(directory: Path, elapsed_seconds: float) -> None:
 def _finished_run(directory: Path, out: Path | None, experiment: Experiment, workload: Workload) -> Run:
     records = read_run(directory)
     if out is None:
-        records = RunRecords(None, records.header, records.records)
+        records = dataclasses.replace(records, directory=None)
     return Run(records, read_result(directory), workload, experiment.seed)
 
 
-def _resume_hint(failure: str, directory: Path, by_name: bool) -> str:
-    """For a hub that was killed, and not for one that failed: that would fail again."""
-    if " was killed by " not in failure or not by_name or not checkpoint_path(directory).exists():
+def _resume_hint(failure: str, directory: Path, experiment: Experiment) -> str:
+    """How to resume a run whose hub was killed; empty if the hub failed, which it would do again."""
+    is_named = experiment.to_plain() is not None
+    if " was killed by " not in failure or not is_named or not checkpoint_path(directory).exists():
         return ""
     return f"; to go on from its last checkpoint type: offbeat train --resume {directory}"
-
-
-def _prepare_new(directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions) -> None:
-    require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
-    write_header(directory, _header(experiment, workload))
-    (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
 
 
 def _header(experiment: Experiment, workload: Workload) -> RunHeader:
@@ -307,37 +328,36 @@ def _check_unfinished(directory: Path) -> None:
     )
 
 
-# The processes of a run
+# Supervised processes
 
 
 def _supervise(
-    directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, watcher: RunObserver, resume: bool
+    directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, observer: RunObserver, resume: bool
 ) -> str | None:
+    """Start the local ranks and supervise them until the run ends; returns why it failed, or None."""
     strategy = experiment.strategy
     processes = strategy.processes(experiment.worker_count)
-    local = local_ranks(strategy, processes, live.local_workers)
     token = None if live.token_file is None else read_token(live.token_file)
     listener, address, token = open_listener(live.listen, token)
     if live.listen is not None:
-        watcher.say(f"workers may join: offbeat work {advertised_address(live.listen, address)}")
+        observer.say(f"workers may join: offbeat work {advertised_address(live.listen, address)}")
     forks = _can_fork(experiment)
-    if forks:  # torch loads a good part of itself when the first optimizer is made: once, before it is copied
+    if forks:  # torch loads modules when the first optimizer is made: once, before processes are forked
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-
-    watch = RunMonitor(directory, watcher)
+    monitor = RunMonitor(directory, observer)
 
     def start(rank: int, incarnation: int) -> Child:
-        resumes, began = (
-            (resume and incarnation == 0, watch.began if incarnation else None) if rank == 0 else (False, None)
+        rank_info = RankInfo(
+            rank, processes, address, token, None, directory, False, "offbeat", incarnation=incarnation
         )
-        place = RankInfo(
-            rank, processes, address, token, None, directory, resumes, "offbeat", incarnation=incarnation, began=began
-        )
+        if rank == 0:
+            began = monitor.began if incarnation else None
+            rank_info = dataclasses.replace(rank_info, resume=resume and not incarnation, began=began)
         common: dict[str, Any] = {
             "rank": rank,
             "incarnation": incarnation,
-            "environment": environment_of(place),
-            "on_line": watcher.line,
+            "environment": environment_of(rank_info),
+            "on_line": observer.line,
             "listener": listener.dup() if rank == 0 else None,
         }
         if forks:
@@ -347,22 +367,22 @@ def _supervise(
     with listener:
         supervisor = Supervisor(
             start,
-            local,
+            local_ranks(strategy, processes, live.local_workers),
             restarts_max=live.restarts,
-            say=watcher.say,
-            has_joined=watch.has_joined,
-            rounds=watch.rounds.__getitem__,
+            say=observer.say,
+            has_joined=monitor.has_joined,
+            rounds=monitor.rounds.__getitem__,
             is_required=strategy.is_required,
             faults=experiment.cluster.faults,
             name=rank_names(strategy),
             others=live.listen is not None,
             on_gone=lambda rank: None if rank else listener.close(),
         )
-        return supervisor.run(watch)
+        return supervisor.run(monitor)
 
 
 def _can_fork(experiment: Experiment) -> bool:
-    """Copies of this process start at once, where a fresh interpreter takes seconds; a GPU does not survive it."""
+    """Whether ranks can be forked, which is seconds faster than a new interpreter; CUDA does not survive a fork."""
     if sys.platform == "linux" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     require(
@@ -374,6 +394,6 @@ def _can_fork(experiment: Experiment) -> bool:
 
 
 def _forked_main(directory: Path, experiment: Experiment, workload: Workload, listener: socket.socket) -> int:
-    listener.close()  # kept for rank 0, which has a copy, and not for this one
+    listener.close()  # rank 0 has a duplicate
     run_rank(experiment, workload, read_header(directory), read_live_options(directory), read_rank_info())
     return 0

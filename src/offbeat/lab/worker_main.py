@@ -1,7 +1,8 @@
-"""One process's part in a run of an experiment: what it is told, what it trains, and what it leaves behind.
+"""One rank of a live run of an experiment: its options, its training loop, and the result of the run.
 
-A run directory is all that processes of one machine share: the header says what is trained, `live.json` how, and every
-rank writes records of its own beside them. A worker that joins from another machine gets both over the wire.
+The processes of one machine share only the run directory: the header describes the experiment, `live.json` holds the
+options, and each rank writes its own file of records. A worker on another machine receives header and options from
+rank 0, as a `RunDescription`.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from offbeat.transports.rendezvous import Address, request_assignment
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions(Configuration):
-    """What live runs can be told besides the experiment."""
+    """Options of live runs that are no part of the experiment."""
 
     listen: str | None = None
-    """HOST:PORT for workers on other machines; none: this machine alone"""
+    """HOST:PORT at which workers on other machines can join; none: this machine alone"""
     token_file: str | None = None
-    """file with the secret that workers must show; needed with --listen"""
+    """file with the secret that workers must have; needed with --listen"""
     local_workers: int | None = None
     """workers started here; none: all of them"""
     checkpoint_seconds: float | None = 30.0
     """seconds between checkpoints; none: no checkpoints"""
     restarts: int = 3
-    """times that a worker which died is started again"""
+    """how often a worker that died is restarted"""
     checksum: bool = False
-    """check every message for corruption"""
+    """verify a checksum of every message"""
     transport: str = "auto"
-    """how messages travel: gloo, mpi, or auto: MPI under mpirun, otherwise gloo"""
+    """transport of messages: gloo, mpi, or auto: MPI under mpirun, otherwise gloo"""
     threads: int = 1
-    """threads that each process computes with"""
+    """torch threads of each process"""
     shared_memory: bool = True
-    """large tensors go through memory between processes of one machine"""
+    """pass large tensors between processes of one machine through shared memory"""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -65,7 +66,7 @@ class LiveOptions(Configuration):
 
 
 def read_live_options(directory: Path) -> LiveOptions:
-    """How the run in a directory was started."""
+    """The options that the live run in a directory was started with."""
     try:
         return LiveOptions(**msgspec.json.decode((directory / LIVE).read_bytes(), type=dict[str, Any]))
     except (OSError, msgspec.MsgspecError, TypeError) as error:
@@ -75,9 +76,9 @@ def read_live_options(directory: Path) -> LiveOptions:
 
 
 def local_ranks(strategy: Strategy, processes: int, local_workers: int | None) -> list[int]:
-    """The ranks that are started here: those that do not compute, and as many workers as are wanted.
+    """The ranks that are started on this machine: all that do not compute, and `local_workers` (None: all) that do.
 
-    Rank 0 is always here, since the others find each other through it.
+    Rank 0 is always among them, since it has the listener at which the others join.
     """
     require(
         local_workers != 0 or not strategy.computes(0),
@@ -88,11 +89,11 @@ def local_ranks(strategy: Strategy, processes: int, local_workers: int | None) -
     return [rank for rank in range(processes) if rank in started or not strategy.computes(rank)]
 
 
-def worker_main(directory: Path, place: RankInfo) -> int:
-    """Be one rank of the run in a directory, and return the exit code."""
+def worker_main(directory: Path, rank_info: RankInfo) -> int:
+    """Run one rank of the run in a directory; returns the exit code."""
     header = read_header(directory)
     experiment, workload = _decode_experiment(header.experiment).resolved()
-    run_rank(experiment, workload, header, read_live_options(directory), place)
+    run_rank(experiment, workload, header, read_live_options(directory), rank_info)
     return 0
 
 
@@ -111,30 +112,40 @@ def join_run(
     prepare: Callable[[dict[str, Any]], None] | None = None,
     threads: int | None = None,
 ) -> int:
-    """Join the run at an address as one more worker, until it ends; `prepare` sees the experiment before it is made."""
-    told = request_assignment(address, token, member=member, rank=None, wait_seconds=wait_seconds)
+    """Join a run as one more worker, until it ends; returns the exit code.
+
+    address: the listener of the run
+    token: the secret of the run, or None
+    wait_seconds: how long to wait for a listener at the address
+    member: the name by which the listener recognises this process
+    prepare: is called with the experiment as plain data before it is decoded
+    threads: torch threads; None: as many as the run says
+    """
+    assignment = request_assignment(address, token, member=member, rank=None, wait_seconds=wait_seconds)
     require(
-        told.experiment is not None,
+        assignment.experiment is not None,
         f"the run at {address} trains a script of its own; name it: offbeat work {address} script.py",
     )
-    assert told.experiment is not None
-    header = msgspec.json.decode(told.experiment, type=RunDescription)
-    if prepare is not None and header.header.experiment is not None:
-        prepare(header.header.experiment)
-    experiment, workload = _decode_experiment(header.header.experiment).resolved()
-    place = RankInfo(told.rank, told.processes, address, token, launcher="offbeat", member=member)
-    live = LiveOptions(**header.live)
+    assert assignment.experiment is not None
+    description = msgspec.json.decode(assignment.experiment, type=RunDescription)
+    header = description.header
+    if prepare is not None and header.experiment is not None:
+        prepare(header.experiment)
+    experiment, workload = _decode_experiment(header.experiment).resolved()
+    rank_info = RankInfo(assignment.rank, assignment.processes, address, token, launcher="offbeat", member=member)
+    live = LiveOptions(**description.live)
     if threads is not None:
         live = dataclasses.replace(live, threads=threads)
-    run_rank(experiment, workload, header.header, live, place, sends_records=True)
+    run_rank(experiment, workload, header, live, rank_info, sends_records=True)
     return 0
 
 
 class RunDescription(msgspec.Struct):
-    """What a worker from another machine is told."""
+    """What rank 0 sends to a worker on another machine."""
 
     header: RunHeader
     live: dict[str, Any]
+    """The fields of `LiveOptions`."""
 
 
 def run_rank(
@@ -142,14 +153,28 @@ def run_rank(
     workload: Workload,
     header: RunHeader,
     live: LiveOptions,
-    place: RankInfo,
+    rank_info: RankInfo,
     sends_records: bool = False,
 ) -> Session:
-    """Be the rank that a seat says, until the run has ended. With `sends_records` its records travel to rank 0."""
+    """Run one rank until the run has ended.
+
+    experiment: resolved, with `until` set
+    workload: the workload of the experiment
+    header: the header of the run
+    live: options of the run
+    rank_info: the rank of this process
+    sends_records: whether to send records to rank 0, since its directory is not shared
+    """
     assert experiment.until is not None
     torch.set_num_threads(live.threads)
-    name_process(f"offbeat {place.rank}")
-    assignment = SessionOptions(
+    name_process(f"offbeat {rank_info.rank}")
+    reserved = (
+        local_ranks(experiment.strategy, rank_info.processes, live.local_workers)
+        if rank_info.launcher == "offbeat"
+        else range(rank_info.processes)
+    )
+    description = msgspec.json.encode(RunDescription(header, dataclasses.asdict(live)))
+    options = SessionOptions(
         until=experiment.until,
         seed=experiment.seed,
         cluster=experiment.cluster,
@@ -160,34 +185,28 @@ def run_rank(
         checkpoint_seconds=live.checkpoint_seconds,
         checksum=live.checksum,
         shared_memory=live.shared_memory,
-        reserved=frozenset(
-            local_ranks(experiment.strategy, place.processes, live.local_workers)
-            if place.launcher == "offbeat"
-            else range(place.processes)
-        ),
-        experiment=None
-        if header.experiment is None
-        else msgspec.json.encode(RunDescription(header, dataclasses.asdict(live))),
+        reserved=frozenset(reserved),
+        experiment=None if header.experiment is None else description,
         split=workload.split,
         sends_records=sends_records,
     )
     model = workload.initial_model(experiment.seed)
-    session = Session(model, experiment.strategy, assignment, place, workload.evaluate)
+    session = Session(model, experiment.strategy, options, rank_info, workload.evaluate)
     device = next(model.parameters()).device
     with session:
         for batch in session.batches(workload.train, split=workload.split):
             if session.begins_round:
-                # Dropout and the like depend on the sample, not on who was faster; as in virtual time.
+                # Dropout and the like depend on the sample and not on timing, as in simulation.
                 key = ((experiment.seed, session.rank), session.draw)
                 torch.default_generator.manual_seed(zlib.crc32(repr(key).encode()))
             session.backward(workload.losses(model, on_device(batch, device)))
-    if session.is_main and place.directory is not None and session.finish is not None:
-        save_result(place.directory, session.finish)
+    if session.is_main and rank_info.directory is not None and session.finish is not None:
+        save_result(rank_info.directory, session.finish)
     return session
 
 
 def save_result(directory: Path, finish: Finish) -> None:
-    """Keep what a live run ended with."""
+    """Write the final parameters and buffers of a live run to its directory."""
     save(
         directory / RESULT,
         {"parameters": finish.parameters, "buffers": list(finish.buffers), "version": finish.version},
@@ -195,7 +214,7 @@ def save_result(directory: Path, finish: Finish) -> None:
 
 
 def read_result(directory: Path) -> Finish | None:
-    """What a live run ended with."""
+    """The final parameters and buffers of a live run; None if it has not ended well."""
     path = directory / RESULT
     if not path.exists():
         return None
