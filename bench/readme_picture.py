@@ -1,4 +1,4 @@
-"""Draw the picture of the README again: who computes and who waits, from runs of experiments/demo.toml.
+"""Draw the picture of the README again: timelines of computing and waiting, from runs of experiments/demo.toml.
 
 python bench/readme_picture.py [PICTURE]
 """

@@ -254,7 +254,7 @@ def test_what_others_have_published_is_hollow_and_grey_and_says_so() -> None:
 
 def test_figures_are_written_by_what_they_show_in_every_format(mixed: list[RunRecords], tmp_path: Path) -> None:
     written = write_figures(mixed, tmp_path / "deep", ["svg"])
-    assert {path.name for path in written} >= {"accuracy-over-time.svg", "who-computes-and-who-waits.svg"}
+    assert {path.name for path in written} >= {"accuracy-over-time.svg", "computing-and-waiting.svg"}
     assert all(path.read_bytes() for path in written)
     paths = save_as(plot(mixed, "samples over time"), tmp_path / "samples 0.5")
     assert [path.name for path in paths] == [f"samples 0.5.{form}" for form in FORMATS]

@@ -188,7 +188,7 @@ def test_the_page_of_gossip_has_two_more_figures_and_that_of_hubs_has_not(mixed:
     page = report_page(mixed)
     assert page.count("<svg ") == page.count("<figcaption>") == 9
     assert "Consensus distance over time" in page
-    assert "Who talked to whom" in page
+    assert "Exchanges of pairs" in page
     assert "stimated" not in page.split("</footer>")[0].split("Consensus distance over time")[1].split("</figure>")[0]
     hubs = report_page(mixed[:2])
     assert hubs.count("<svg ") == 7

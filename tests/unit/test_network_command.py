@@ -20,7 +20,7 @@ from offbeat.cli.progress import Progress
 from offbeat.errors import RunFailed
 from offbeat.lab.network_test.plan import NetworkTest, pairs_of
 from offbeat.lab.network_test.result import ConcurrentResult, HubResult, NetworkResult, PairResult, read_result
-from offbeat.lab.plots.rank_pairs import Panel, heat_maps
+from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
 from offbeat.launch.rank_info import RankInfo
 from offbeat.transports.rendezvous import Address
 
@@ -209,13 +209,13 @@ def test_a_lost_rank_makes_the_exit_code_1(processes: Processes, capsys: pytest.
 
 @pytest.mark.parametrize("ranks", [2, 17])
 def test_the_figure_has_a_number_in_each_cell_where_there_is_room(ranks: int) -> None:
-    figure = heat_maps([Panel("MB/s", made(ranks).bandwidth(), True), Panel("µs", made(ranks).latency(), False)])
+    figure = heat_maps([HeatMap("MB/s", made(ranks).bandwidth(), True), HeatMap("µs", made(ranks).latency(), False)])
     numbers = [len(axes.texts) for axes in figure.axes[:2]]
     assert numbers == ([2, 2] if ranks == 2 else [0, 0])
 
 
 def test_a_figure_of_nothing_known_can_be_drawn() -> None:
-    figure = heat_maps([Panel("MB/s", [[None, math.nan], [None, None]], True)])
+    figure = heat_maps([HeatMap("MB/s", [[None, math.nan], [None, None]], True)])
     assert not figure.axes[0].texts
 
 

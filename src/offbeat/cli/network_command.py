@@ -23,7 +23,7 @@ from offbeat.errors import ConfigurationError, MissingDependency, unknown
 from offbeat.lab.network_test.plan import NetworkTest
 from offbeat.lab.network_test.processes import join_by_hand, run_local, run_mpirun, run_test_rank
 from offbeat.lab.network_test.result import NetworkResult, write_result
-from offbeat.lab.plots.rank_pairs import Panel, heat_maps
+from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
 from offbeat.lab.plots.style import save
 from offbeat.launch.listeners import advertised_address
 from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_rank_info, read_token
@@ -191,7 +191,7 @@ def _present(result: NetworkResult, out: Path | None, json: bool) -> int:
 
 def _figure(result: NetworkResult, path: Path) -> Path | None:
     bandwidth, latency = scaled(result.bandwidth(), 1e-6), scaled(result.latency(), 1e6)
-    panels = [Panel("bandwidth, MB/s", bandwidth, True), Panel("latency, µs", latency, False)]
+    panels = [HeatMap("bandwidth, MB/s", bandwidth, True), HeatMap("latency, µs", latency, False)]
     try:
         with refuse_unwritable(path):
             return save(heat_maps(panels), path)

@@ -1,6 +1,6 @@
 """Histograms: how quantities of rounds, updates and messages are distributed.
 
-Several labels share one pair of axes, or stand one below another. `HISTOGRAMS` is the table of quantities.
+Labels share one pair of axes, or have a row each. `HISTOGRAMS` is the table of quantities.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 BINS = 40
 LOG_FROM = 20.0
-"""Values that differ by this factor have bins of a logarithmic axis, if none of them is zero."""
+"""The ratio of largest to smallest value from which bins are logarithmic, if no value is zero."""
 SHOWN_QUANTILE = 0.995
-"""The part of values with a long tail that is shown; the share beyond is written as text."""
+"""The share of values with a long tail that is shown; the share beyond is written as text."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Histogram:
     """One quantity.
 
     label: the quantity and its unit.
-    counted: what has one value each: rounds, updates or messages.
+    counted: what has one value: rounds, updates or messages.
     values: reads the values from the runs of one label.
-    is_whole: whether values are whole numbers that have a bar each.
-    ignores_zeros: whether zeros alone mean that nothing was recorded.
-    is_density: whether a plot of it shows a probability density instead of shares.
+    is_whole: whether values are whole numbers.
+    ignores_zeros: whether values that are all zero mean that nothing was recorded.
+    is_density: whether a plot shows a probability density instead of shares.
     """
 
     label: str
@@ -64,7 +64,7 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True)
 class Binned:
-    """The values of each label, and the bins that all of them are put into."""
+    """The values of each label, and the bins, which all labels share."""
 
     histogram: Histogram
     values: dict[str, curves.Array]
@@ -97,14 +97,14 @@ def _edges(values: curves.Array) -> tuple[curves.Array, bool]:
 
 
 def _whole_edges(values: curves.Array) -> tuple[curves.Array, bool]:
-    """As many whole numbers to a bin as to its neighbours, so that no bar stands for more of them than another."""
+    """Bins of equal numbers of whole values."""
     highest = int(values.max()) if values.size else 0
     width = max(1, -(-(highest + 1) // BINS))
     return np.arange(0, max(highest + 1, 6) + width, width, dtype=np.float64) - 0.5, False
 
 
 def _draw_bars(axes: Axes, binned: Binned, groups: Groups, *, is_density: bool = False) -> None:
-    """One outline a label, or bars where there is one label alone."""
+    """One outline per label, or filled bars if there is only one label."""
     alone = len(binned.values) == 1
     for label, values in binned.values.items():
         counts, _ = np.histogram(values, bins=binned.edges)
@@ -124,7 +124,7 @@ def _draw_bars(axes: Axes, binned: Binned, groups: Groups, *, is_density: bool =
 
 
 def _set_ticks(axes: Axes, binned: Binned) -> None:
-    """Ticks: whole numbers where there are no others, and powers of ten on a logarithmic axis."""
+    """Ticks at whole numbers for whole values, and at powers of ten on a logarithmic axis."""
     from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
     if binned.log:
@@ -136,7 +136,7 @@ def _set_ticks(axes: Axes, binned: Binned) -> None:
 
 
 def draw_histogram_plot(name: str, axes: Axes, groups: Groups) -> None:
-    """Draw one quantity of the table on one pair of axes, all labels together."""
+    """Draw one quantity of the table, all labels on one pair of axes."""
     binned = Binned.of(HISTOGRAMS[name], groups)
     _draw_bars(axes, binned, groups, is_density=binned.histogram.is_density)
     if not axes.patches:
@@ -147,7 +147,7 @@ def draw_histogram_plot(name: str, axes: Axes, groups: Groups) -> None:
 
 @styled
 def distributions(runs: Sequence[RunRecords]) -> Figure:
-    """A row for each label and a column for each quantity: what was recorded nowhere is left out."""
+    """A row for each label and a column for each quantity that any run has recorded."""
     groups = Groups.of(runs)
     every = [Binned.of(histogram, groups) for histogram in HISTOGRAMS.values()]
     columns = [binned for binned in every if binned.is_recorded] or every[:1]
@@ -165,7 +165,7 @@ def distributions(runs: Sequence[RunRecords]) -> Figure:
 
 
 def _annotate(axes: Axes, values: curves.Array, right: float) -> None:
-    """The height of the tallest bar at the axis, and the mean above, with what is beyond the right end."""
+    """Write the height of the tallest bar at the axis, and above it the mean and the share beyond the right end."""
     axes.tick_params(labelsize=7.5)
     if not axes.patches:
         axes.text(0.5, 0.4, "none", transform=axes.transAxes, ha="center", fontsize=7.5, alpha=0.6)

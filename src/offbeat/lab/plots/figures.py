@@ -1,7 +1,7 @@
-"""Figures over all runs: one plot, a panel of several plots, and the list of figures that the report shows.
+"""Figures of one plot, panels of several plots, and the table of figures of the report.
 
-Plots on one pair of axes have names, from the tables of `line_plots.py` and `distributions.py`. Every function that
-draws takes runs and returns a matplotlib `Figure`; `style.save` and `style.svg_text` write it.
+A plot on one pair of axes has a name in the tables of `line_plots.py` and `distributions.py`. Each function that draws
+takes runs and returns a matplotlib `Figure`; `style.save` and `style.svg_text` write it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plot(runs: Sequence[RunRecords], name: str) -> Figure:
 
 @styled
 def panel(runs: Sequence[RunRecords], cells: Sequence[Sequence[str]]) -> Figure:
-    """Several plots with one legend for all. `cells` names them row by row, from `CELLS`; "" leaves a place empty."""
+    """Several plots with one legend. `cells` has their names in `CELLS`, row by row; "" leaves a cell empty."""
     require(any(name for row in cells for name in row), "a panel needs a cell; for example [['accuracy over time']]")
     for name in (name for row in cells for name in row):
         if name and name not in CELLS:
@@ -84,7 +84,7 @@ class FigureSpec:
     title: what it shows.
     caption: how to read it.
     draw: draws it from runs.
-    is_recorded: whether a run has something to show in it; without any such run the figure is left out.
+    is_recorded: whether a run has records for it; the figure is left out if no run has.
     """
 
     title: str
@@ -94,7 +94,7 @@ class FigureSpec:
 
     @property
     def key(self) -> str:
-        """The title as the name of a file and of an anchor in the page."""
+        """The title as a file name and as an anchor in the page."""
         return self.title.lower().replace(" ", "-")
 
 
@@ -122,10 +122,15 @@ def write_figures(runs: Sequence[RunRecords], directory: Path, formats: Sequence
         ) from None
 
 
-def _line_figure(title: str, caption: str, name: str) -> FigureSpec:
-    return FigureSpec(
-        title, caption, partial(plot, name=name), lambda run: bool(len(line_plot(name, [run]).measure(run).over))
-    )
+def _line_figure(
+    title: str, caption: str, name: str, is_recorded: Callable[[RunRecords], bool] | None = None
+) -> FigureSpec:
+    """A figure of one line plot; by default a run has records for it if its curve has points."""
+
+    def has_points(run: RunRecords) -> bool:
+        return len(line_plot(name, [run]).measure(run).over) > 0
+
+    return FigureSpec(title, caption, partial(plot, name=name), is_recorded or has_points)
 
 
 def _has_updates(run: RunRecords) -> bool:
@@ -134,8 +139,8 @@ def _has_updates(run: RunRecords) -> bool:
 
 BAND = "The line is the mean over seeds, the band runs from the lowest to the highest seed"
 ESTIMATED = (
-    " Estimated: nobody sees all models of a live run at once, so the distances of the pairs that averaged are taken "
-    "for those of all pairs. Where few pairs are neighbours, that is too low."
+    " Estimated: in a live run no process has all models, so the distances of the pairs that averaged are taken for "
+    "those of all pairs. Where few pairs are neighbours, that is too low."
 )
 REPORT_FIGURES = (
     _line_figure(
@@ -151,49 +156,48 @@ REPORT_FIGURES = (
     _line_figure("Loss over time", f"Held-out loss; further left and lower is better. {BAND}.", "loss over time"),
     _line_figure(
         "Training loss over time",
-        "The mean loss of the samples that were trained on last, a fiftieth of all of a run, before they changed the "
-        f"parameters. {BAND}.",
+        "The mean loss of the latest training samples, a fiftieth of all samples of a run, each at the parameters "
+        f"before its update. {BAND}.",
         "training loss over time",
     ),
     _line_figure(
         "{metric} over bytes sent",
-        "The same against what all ranks together had sent by then, heads of messages included; further left is less "
-        f"traffic. {BAND}. Runs that did not count their traffic are left out.",
+        "The same against the bytes that all ranks together had sent by then, message headers included; further left "
+        f"is less traffic. {BAND}. Runs without records of traffic are left out.",
         QUALITY_OVER_BYTES,
     ),
     FigureSpec(
-        "Who computes and who waits",
-        "The beginning of one run of each strategy, one row a rank. Full colour is computing, pale colour is delay "
-        "that was put in on purpose, a thin line is waiting; the marks above, where there is a hub, are its updates. "
-        "Look for thin lines: that is time paid for and not used.",
+        "Computing and waiting",
+        "The beginning of one run of each strategy, one row per rank. Full colour is computing, pale colour is "
+        "induced delay, a thin line is waiting; the marks above, if there is a hub, are its updates.",
         timeline,
         lambda run: any(of_kind(run, Round)),
     ),
-    FigureSpec(
+    _line_figure(
         "Samples applied over time",
-        f"The steeper, the more samples a second go into the parameters. {BAND}.",
-        partial(plot, name="samples over time"),
+        f"The steeper, the more samples per second are applied to the parameters. {BAND}.",
+        "samples over time",
         _has_updates,
     ),
     FigureSpec(
         "Rounds and updates in detail",
-        "How often what happened, over all seeds: how long rounds took, induced delay included, and how long they were "
-        "waited for; how many samples and messages each update was made of, and how many versions old a message was "
-        "when it was applied. Each panel has its own height; the number beside it is the tallest bar's share.",
+        "Distributions over all seeds: how long rounds took, induced delay included, and how long workers waited "
+        "before them; how many samples and messages each update had, and how many versions old a message was when it "
+        "was applied. Each panel has its own height; the number beside it is the share of the tallest bar.",
         distributions,
         _has_updates,
     ),
-    FigureSpec(
+    _line_figure(
         "Consensus distance over time",
-        "How far the peers' models are apart: the mean over peers of the squared distance from the mean of all models, "
-        f"on a logarithmic axis. Lower is closer together. {BAND}.{{estimated}}",
-        partial(plot, name="consensus over time"),
+        "How far the models of the peers are apart: the mean over peers of the squared distance from the mean of all "
+        f"models, on a logarithmic axis. Lower is closer. {BAND}.{{estimated}}",
+        "consensus over time",
         lambda run: bool(consensus_series(run).points),
     ),
     FigureSpec(
-        "Who talked to whom",
-        "How often each two peers averaged, in one run of each strategy: the darker, the more often, and blank is "
-        "never. The bars beside it are how often each peer averaged with any other.",
+        "Exchanges of pairs",
+        "How often each pair of peers averaged, in one run of each strategy: the darker, the more often; a blank cell "
+        "is never. The bars on the right are the exchanges of each peer with all others.",
         exchange_maps,
         lambda run: bool(exchanges(run)),
     ),

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 Measure = Callable[[RunRecords], curves.Curve]
 
 WIDE = 10.0
-"""Values that differ by this factor are drawn on a logarithmic axis, where the axis is `log if wide`."""
+"""The ratio of largest to smallest value from which an axis with the scale `log if wide` is logarithmic."""
 MARKER_EVERY = 0.16
-"""The distance of markers on a line, as a share of the diagonal."""
+"""The distance of markers on a line, as a share of the diagonal of the axes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ LINE_PLOTS: dict[str, LinePlot] = {
 
 
 def line_plot(name: str, runs: Sequence[RunRecords]) -> LinePlot:
-    """The plot of that name. Quality over bytes is in the metric of the runs' target, and without one in the loss."""
+    """The plot of that name; the metric of quality over bytes is that of the target of the runs, or else the loss."""
     plot = LINE_PLOTS[name]
     if name == QUALITY_OVER_BYTES:
         metric = metric_over_bytes(runs)
@@ -140,7 +140,7 @@ def draw_line_plot(name: str, axes: Axes, groups: Groups) -> None:
 
 
 def _draw_lines(axes: Axes, groups: Groups, measure: Measure) -> list[curves.Curve]:
-    """Per label the mean over its runs, in a band from the lowest to the highest; returns the curves of all runs."""
+    """For each label the mean over its runs, and a band from lowest to highest; returns the curves of all runs."""
     drawn = []
     for index, (label, group) in enumerate(groups.runs.items()):
         measured = [measure(run) for run in group]
@@ -149,7 +149,7 @@ def _draw_lines(axes: Axes, groups: Groups, measure: Measure) -> list[curves.Cur
         if band is None:
             continue
         look = groups.looks[label]
-        # Each label has its markers elsewhere, so that lines which lie on each other do not hide them.
+        # The offset of markers differs by label, so that lines on top of each other do not hide them.
         first = MARKER_EVERY * (0.25 + 0.75 * index / len(groups.runs))
         axes.plot(
             band.over,
@@ -170,7 +170,7 @@ def _draw_lines(axes: Axes, groups: Groups, measure: Measure) -> list[curves.Cur
 
 
 def write_none_recorded(axes: Axes) -> None:
-    """Say on empty axes that the runs have no such records."""
+    """Write on empty axes that the runs have no such records."""
     axes.text(0.5, 0.5, "none recorded", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -221,7 +221,7 @@ def _draw_targets(axes: Axes, groups: Groups, metric: curves.HeldOutMetric) -> N
         if target is None or target.metric != metric:
             continue
         axes.axhline(target.value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        above = metric == "loss"  # on the side where curves come from, and not where they end
+        above = metric == "loss"  # the side that curves start from
         axes.annotate(
             f"target {target.value:g}",
             (1, target.value),

@@ -1,4 +1,4 @@
-"""How each strategy looks: the same colour, dashes and marker in every figure, whatever else is drawn beside it."""
+"""The colour, dashes and marker of each strategy, which are the same in every figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.core.strategy import Strategy
 
 Dashes = Literal["-"] | tuple[float, tuple[float, ...]]
 
-# The first seven are after Okabe and Ito, told apart by colour-blind readers; their yellow vanishes on white.
+# The first seven are from the colour-blind safe palette of Okabe and Ito, without yellow, which is faint on white.
 COLOURS = (
     "#0072b2",
     "#d55e00",
@@ -46,7 +46,7 @@ PAIRS = tuple((dashes, marker) for marker in MARKERS for dashes in DASHES)
 
 @dataclass(frozen=True)
 class Look:
-    """The colour of a strategy, and the dashes and the marker that tell it from its neighbours without any colour."""
+    """The colour of a line, and dashes and a marker, which distinguish it in black and white as well."""
 
     colour: str
     dashes: Dashes
@@ -54,42 +54,42 @@ class Look:
 
 
 SHADES = (0.0, 0.4, -0.3, 0.65, 0.2)
-"""How far the colour of a first, second, third … of one strategy goes towards white, or below zero towards black."""
+"""Shades of the first, second, … label of one strategy: the share of white mixed in, or of black if negative."""
 
 
 def looks(labels: Iterable[str], strategies: Mapping[str, str] | None = None) -> dict[str, Look]:
-    """One look per label. `strategies` says whose runs have a label that is not itself the name of a strategy.
+    """One look per label. `strategies` maps labels that are not names of strategies to the strategies of their runs.
 
-    A label that is a strategy's name looks as that strategy always does, and so does the first label of a strategy
-    whose name is not among the labels. Further ones have other shades of its colour, and what belongs to no known
-    strategy takes a colour that is left.
+    A label that is the name of a strategy has the look of that strategy, and so has the first label of a strategy
+    whose name is not among the labels. Further labels of it have other shades of its colour. A label of an unknown
+    strategy has the colour that is used least.
     """
-    wanted = list(dict.fromkeys(labels))
-    known = {label: (strategies or {}).get(label) or strategy_in(label) for label in wanted}
-    given: dict[str, Look] = {label: NAMED[label] for label in wanted if label in NAMED}
-    for label in wanted:
-        name = known[label]
-        if label not in given and name in NAMED and NAMED[name] not in given.values():
-            given[label] = NAMED[name]
-    uses = Counter(look.colour for look in given.values())
-    for label in wanted:
-        if label not in given:
-            named = NAMED.get(known[label])
-            base = named.colour if named else min(COLOURS, key=lambda colour: uses[colour])
-            given[label] = Look(_shaded(base, uses[base]), *_free_pair(given.values()))
+    unique = list(dict.fromkeys(labels))
+    names = {label: (strategies or {}).get(label) or strategy_in(label) for label in unique}
+    result = {label: NAMED[label] for label in unique if label in NAMED}
+    for label in unique:
+        look = NAMED.get(names[label])
+        if label not in result and look is not None and look not in result.values():
+            result[label] = look
+    uses = Counter(look.colour for look in result.values())
+    for label in unique:
+        if label not in result:
+            look = NAMED.get(names[label])
+            base = look.colour if look else min(COLOURS, key=lambda colour: uses[colour])
+            result[label] = Look(_shaded(base, uses[base]), *_free_pair(result.values()))
             uses[base] += 1
-    return {label: given[label] for label in wanted}
+    return {label: result[label] for label in unique}
 
 
 def strategy_in(label: str) -> str:
-    """The strategy that a label begins with, as in "amb, fixed limit" or "fmb batch=64"; else the label itself."""
-    found = [name for name in NAMED if label.startswith(name) and not label[len(name) :][:1].isalnum()]
-    return max(found, key=len, default=label)
+    """The strategy whose name a label begins with, as in "amb, fixed limit" or "fmb batch=64"; else the label."""
+    names = [name for name in NAMED if label.startswith(name) and not label[len(name) :][:1].isalnum()]
+    return max(names, key=len, default=label)
 
 
-def _free_pair(taken: Iterable[Look]) -> tuple[Dashes, str]:
-    """Dashes and a marker that nobody has together, and as few as possible one by one."""
-    others = list(taken)
+def _free_pair(looks: Iterable[Look]) -> tuple[Dashes, str]:
+    """The pair of dashes and marker that these looks use least: first as a pair, then each by itself."""
+    others = list(looks)
     pairs = Counter((look.dashes, look.marker) for look in others)
     dashes, markers = Counter(look.dashes for look in others), Counter(look.marker for look in others)
     return min(PAIRS, key=lambda pair: (pairs[pair], dashes[pair[0]] + markers[pair[1]], dashes[pair[0]]))
@@ -103,7 +103,7 @@ def _shaded(colour: str, number: int) -> str:
 
 
 def named_looks() -> dict[str, Look]:
-    """A strategy with a `figure_style` has the look of that number, the others have what is left."""
+    """The looks of all named strategies: by the number in `figure_style`, or without one what is free."""
     kinds = [kind for kind in Strategy.members.values() if kind.__module__.startswith("offbeat.strategies.")]
     numbers = {kind.name: vars(kind).get("figure_style") for kind in kinds}
     named = {
@@ -118,4 +118,4 @@ def named_looks() -> dict[str, Look]:
 
 
 NAMED = named_looks()
-"""The look of each strategy that has a name. No two share a colour, and none shares both dashes and marker."""
+"""The look of each named strategy; no two have the same colour, or the same dashes and marker."""

@@ -1,6 +1,6 @@
-"""How figures are set and how they are written: ink that follows the page, stable bytes.
+"""The style of all figures, files and SVG elements of figures with reproducible bytes, legends, and runs by label.
 
-Nothing of matplotlib is imported before a figure is asked for, and its settings are left as they were.
+matplotlib is imported when a figure is drawn, and its global settings stay unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PNG_DPI = 160
 WIDTH_INCHES = 9.0
 
 INK = "#1f2329"
-"""Text and axes. In a page it becomes the colour of the page's own text, so that dark mode can be read."""
+"""The colour of text and axes. In a page it is replaced by the text colour of the page, which dark mode changes."""
 
 SETTINGS: dict[Any, Any] = {
     "text.parse_math": False,
@@ -64,10 +64,10 @@ SETTINGS: dict[Any, Any] = {
 
 
 def styled(draw: Callable[Params, Figure]) -> Callable[Params, Figure]:
-    """Draw under the settings above, and only there."""
+    """Decorate a function that draws: it runs with `SETTINGS`, and names the extra if matplotlib is not installed."""
 
     @functools.wraps(draw)
-    def drawn(*args: Params.args, **kwargs: Params.kwargs) -> Figure:
+    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> Figure:
         try:
             import matplotlib
         except ImportError:
@@ -75,103 +75,102 @@ def styled(draw: Callable[Params, Figure]) -> Callable[Params, Figure]:
         with matplotlib.rc_context(SETTINGS):
             return draw(*args, **kwargs)
 
-    return drawn
+    return wrapper
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches; what is put into it finds its place by itself."""
+    """An empty figure with automatic layout; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as the kind of file that its name ends in: .svg, .png, .pdf."""
+    """Write a figure to a file, as .svg, .png or .pdf, and return its path."""
     import matplotlib
 
     form = path.suffix.lstrip(".").lower()
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    without_date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SETTINGS):
         if form not in figure.canvas.get_supported_filetypes():
             raise ConfigurationError(f"cannot draw to {path.name}; name a file that ends in .svg, .png or .pdf")
-        figure.savefig(path, format=form, dpi=PNG_DPI, facecolor="white", metadata=undated)
+        figure.savefig(path, format=form, dpi=PNG_DPI, facecolor="white", metadata=without_date)
     return path
 
 
 def save_as(figure: Figure, path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write a figure once in each format; `path` is without an ending, and each file has its own."""
+    """Write a figure in several formats; `path` has no suffix. Returns the paths of the files."""
     return [save(figure, path.with_name(f"{path.name}.{form}")) for form in formats]
 
 
 def svg_text(figure: Figure) -> str:
-    """The figure as one `<svg>` element to put into a page, the same text for the same figure.
+    """The figure as one `<svg>` element for a page; equal figures give equal text.
 
-    Ids that nothing refers to are dropped and the others made the figure's own, so that several figures can
-    stand in one page.
+    Ids without a reference are removed and the others are made unique, so that one page can hold several figures.
     """
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context(SETTINGS):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    whole = buffer.getvalue()
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", whole[whole.index("<svg") :], flags=re.DOTALL)
-    # A style element would hold for the whole page; on the root it is inherited by this figure alone.
+    text = buffer.getvalue()
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    # A style element would apply to the whole page; an attribute of the root applies to this figure alone.
     text = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
     text = text.replace("<svg ", '<svg style="stroke-linejoin: round; stroke-linecap: butt" ', 1)
-    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', text))
+    ids = set(re.findall(r'(?:url\(|href=")#([^)"]+)', text))
     prefix = "f" + hashlib.sha256(text.encode()).hexdigest()[:10]
-    return re.sub(r"<[^<>]+>", lambda tag: _inlined(tag[0], used, prefix), text).strip()
+    return re.sub(r"<[^<>]+>", lambda tag: _clean_tag(tag[0], ids, prefix), text).strip()
 
 
-def _inlined(tag: str, used: set[str], prefix: str) -> str:
-    """One tag, fit for a page; the text between tags is nobody's to change."""
+def _clean_tag(tag: str, ids: set[str], prefix: str) -> str:
+    """One tag for a page: fonts, ink and ids are replaced; text between tags is never changed."""
     tag = tag.replace("'DejaVu Sans'", "sans-serif").replace(INK, "currentColor")
     # Hundredths of a point are finer than any screen, and the page is half as large.
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag).replace(" \n", " ")
-    tag = re.sub(r' id="([^"]*)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", tag)
+    tag = re.sub(r' id="([^"]*)"', lambda match: f' id="{prefix}-{match[1]}"' if match[1] in ids else "", tag)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", tag)
 
 
-# One legend for all that is drawn in a figure.
+# Legends
 
 
 COLUMNS_MAX = 6
 HANDLE_INCHES = 0.62
-SIGN_INCHES = 0.085
+CHARACTER_INCHES = 0.085
 
 
 def add_legend(figure: Figure, looks: Mapping[str, Look], names: Mapping[str, str] | None = None) -> None:
-    """Name the labels that are drawn on any axes, above them; `names` are what the legend calls them instead."""
-    drawn = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
-    shown = {(names or {}).get(label, label): look for label, look in looks.items() if label in drawn}
+    """Add one legend for the labels on all axes of a figure; `names` replaces labels in it."""
+    labels = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
+    shown = {(names or {}).get(label, label): look for label, look in looks.items() if label in labels}
     place_legend(figure, [legend_handle(name, look) for name, look in shown.items()])
 
 
 def place_legend(figure: Figure, handles: list[Line2D]) -> None:
-    """In as many columns as the longest name leaves room for."""
+    """Put a legend above the axes, in as many columns as its longest name allows."""
     if handles:
         longest = max(len(str(handle.get_label())) for handle in handles)
-        columns = int(figure.get_figwidth() / (HANDLE_INCHES + SIGN_INCHES * longest))
+        columns = int(figure.get_figwidth() / (HANDLE_INCHES + CHARACTER_INCHES * longest))
         rows = math.ceil(len(handles) / max(1, min(columns, COLUMNS_MAX)))
         columns = math.ceil(len(handles) / rows)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, handlelength=2.6)
 
 
 def legend_handle(name: str, look: Look) -> Line2D:
-    """A look as a legend shows it."""
+    """The entry of a legend."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=look.colour, linestyle=look.dashes, marker=look.marker, markeredgewidth=0, label=name)
 
 
-# Runs by label, and how each label looks.
+# Runs by label
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Runs under their labels, in order of first appearance, and how each label looks."""
+    """Runs by label, in order of first appearance, and the look of each label."""
 
     runs: dict[str, list[RunRecords]]
     looks: dict[str, Look]
@@ -189,7 +188,7 @@ class Groups:
         return [run for group in self.runs.values() for run in group]
 
     def one_of_each(self) -> dict[str, RunRecords]:
-        """One run of each label, of the same seed where one is common to all of them."""
+        """One run per label, of the lowest seed that all labels have, or else the first run."""
         seeds = [{run.header.seed for run in group} for group in self.runs.values()]
         seed = min(set.intersection(*seeds), default=None) if seeds else None
         return {
@@ -199,7 +198,7 @@ class Groups:
 
 
 def _strategy(run: RunRecords) -> str | None:
-    """The short name of the strategy that was run, where the run knows it."""
+    """The name of the strategy of a run, if its header has one."""
     strategy = (run.header.experiment or {}).get("strategy")
     name = strategy.get("name") if isinstance(strategy, dict) else None
     return name if isinstance(name, str) else None

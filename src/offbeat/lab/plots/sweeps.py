@@ -1,10 +1,10 @@
-"""A quantity against a setting: a delay, a number of workers, a number of parts."""
+"""A quantity against a setting, such as the number of workers; and the time per sample against the micro-batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,7 @@ GREY = "#7f7f7f"
 
 @dataclass(frozen=True)
 class Point:
-    """The mean of what was measured at `x`, and the ends of its 95% interval, None where there is none."""
+    """A mean at `x`, and the ends of its 95% interval, or None."""
 
     x: float
     mean: float
@@ -43,20 +43,24 @@ def sweep(
     reference: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     strategies: Mapping[str, str] | None = None,
 ) -> Figure:
-    """One line a label with its intervals; values that others have published are hollow and grey, with its marker.
+    """One line with intervals per label, and published values as hollow grey markers.
 
-    `strategies` says which strategy a label stands for, where it is not itself the name of one.
+    x_label, y_label: labels of the axes, with units
+    series: the points of each label
+    log_x, log_y: whether an axis is logarithmic
+    reference: published values of a label, as pairs (x, y)
+    strategies: the strategies of labels that are not names of strategies
     """
     published = reference or {}
-    style = looks([*series, *published], strategies)
+    look_of = looks([*series, *published], strategies)
     figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     axes = figure.add_subplot()
     for label, points in series.items():
-        _measured(axes, points, style[label])
+        _draw_measured(axes, points, look_of[label])
     for label, values in published.items():
-        _published(axes, values, style[label])
+        _draw_published(axes, values, look_of[label])
     if log_x:
-        _logarithmic_in_settings(axes, sorted({point.x for points in series.values() for point in points}))
+        _set_logarithmic_x(axes, sorted({point.x for points in series.values() for point in points}))
     if log_y:
         means = [point.mean for points in series.values() for point in points]
         heights = np.array([*means, *(y for pairs in published.values() for _, y in pairs)])
@@ -64,15 +68,15 @@ def sweep(
         axes.set_ylim(0.7 * heights.min(), 1.4 * heights.max())  # an interval may reach below zero
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    signs = [legend_handle(label, style[label]) for label in series]
+    handles = [legend_handle(label, look_of[label]) for label in series]
     for label in published:
-        signs.append(legend_handle(f"{label}, published", style[label]))
-        signs[-1].set(**_hollow(style[label]))
-    place_legend(figure, signs)
+        handles.append(legend_handle(f"{label}, published", look_of[label]))
+        handles[-1].set(**_hollow(look_of[label]))
+    place_legend(figure, handles)
     return figure
 
 
-def _measured(axes: Axes, points: Sequence[Point], look: Look) -> None:
+def _draw_measured(axes: Axes, points: Sequence[Point], look: Look) -> None:
     below = [point.mean - (point.mean if point.low is None else point.low) for point in points]
     above = [(point.mean if point.high is None else point.high) - point.mean for point in points]
     line, _, _ = axes.errorbar(
@@ -88,7 +92,7 @@ def _measured(axes: Axes, points: Sequence[Point], look: Look) -> None:
     line.set_markeredgewidth(0)
 
 
-def _published(axes: Axes, values: Sequence[tuple[float, float]], look: Look) -> None:
+def _draw_published(axes: Axes, values: Sequence[tuple[float, float]], look: Look) -> None:
     (line,) = axes.plot([x for x, _ in values], [y for _, y in values], zorder=1.9)
     line.set(**_hollow(look))
 
@@ -106,8 +110,8 @@ def _hollow(look: Look) -> dict[str, object]:
     }
 
 
-def _logarithmic_in_settings(axes: Axes, settings: Sequence[float]) -> None:
-    """A tick at each setting that was tried."""
+def _set_logarithmic_x(axes: Axes, settings: Sequence[float]) -> None:
+    """A logarithmic x axis with a tick at each setting."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     axes.set_xscale("log")
@@ -116,39 +120,21 @@ def _logarithmic_in_settings(axes: Axes, settings: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-# Time per sample against the size of micro-batches, with the knee marked.
-
-
 @styled
 def microbatch_figure(curve: MicrobatchCurve) -> Figure:
-    """Medians, with half of the repeats between the ends of the bars; the dashed line is 5% above the best."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    """The median time per sample of each micro-batch size, with error bars that hold half of the repeats.
 
-    sizes = [row.size for row in curve.rows]
-    milliseconds = [1e3 * row.seconds_per_sample for row in curve.rows]
-    halves = [0.5 * (row.spread or 0.0) * each for row, each in zip(curve.rows, milliseconds, strict=True)]
-    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.errorbar(sizes, milliseconds, yerr=halves, marker="o", color=COLOURS[0])
+    The knee is marked; the dashed line is 5% above the best.
+    """
+    times = {row.size: 1e3 * row.seconds_per_sample for row in curve.rows}
+    errors = {row.size: 0.5 * (row.spread or 0.0) * times[row.size] for row in curve.rows}
+    points = [Point(size, time, time - errors[size], time + errors[size]) for size, time in times.items()]
+    labels = "samples in a micro-batch", "milliseconds per sample"
+    figure = sweep(*labels, {f"{curve.workload}, one thread": points}, log_x=True, log_y=True)
+    (axes,) = figure.axes
     axes.axhline(1e3 * curve.limit_seconds_per_sample, color=INK, linewidth=0.8, linestyle=(0, (5, 3)), alpha=0.6)
-    place = sizes.index(curve.knee)
-    ring: dict[str, Any] = {
-        "markersize": 11.0,
-        "markerfacecolor": "none",
-        "markeredgewidth": 1.4,
-        "markeredgecolor": COLOURS[1],
-    }
-    axes.plot(sizes[place], milliseconds[place], "o", **ring)
-    axes.annotate(f"knee: {curve.knee}", (sizes[place], milliseconds[place]), (9, 9), textcoords="offset points")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-    axes.set_xlabel("samples in a micro-batch")
-    axes.set_ylabel("milliseconds per sample")
-    axes.set_title(f"{curve.workload}, one thread")
+    knee = curve.knee, times[curve.knee]
+    (ring,) = axes.plot(*knee, "o", markersize=11.0, markerfacecolor="none")
+    ring.set(markeredgewidth=1.4, markeredgecolor=COLOURS[1])
+    axes.annotate(f"knee: {curve.knee}", knee, (9, 9), textcoords="offset points")
     return figure

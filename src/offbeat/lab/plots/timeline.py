@@ -1,4 +1,4 @@
-"""Who computes and who waits: one panel a strategy, one row a rank, the hub's updates as ticks above."""
+"""Timelines of computing and waiting: one panel per strategy, one row per rank, updates of the hub as ticks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DELAYED_ALPHA = 0.4
 
 @styled
 def timeline(runs: Sequence[RunRecords], seconds: float | None = None) -> Figure:
-    """The first `seconds` of one run per strategy, by default some ten rounds of the slowest.
+    """The first `seconds` of one run per strategy; None: about ten rounds of the slowest.
 
-    All runs shown have the same seed where one is common to all strategies.
+    The runs have the same seed if all strategies have one in common.
     """
     groups = Groups.of(runs)
     shown = groups.one_of_each()
@@ -67,29 +67,29 @@ def _rows(axes: Axes, rows: list[list[curves.Segment]], look: Look, window: floa
     waiting, computing, delayed = Bars(window), Bars(window), Bars(window)
     for row, segments in enumerate(rows, start=1):
         for segment in segments:
-            begun = segment.start + segment.induced_seconds
+            compute_start = segment.start + segment.induced_seconds
             waiting.add(segment.start - segment.idle_seconds, segment.start, row, 0.1)
-            delayed.add(segment.start, begun, row, 0.4)
-            computing.add(begun, begun + segment.compute_seconds, row, 0.4)
+            delayed.add(segment.start, compute_start, row, 0.4)
+            computing.add(compute_start, compute_start + segment.compute_seconds, row, 0.4)
     waiting.draw(axes, INK, WAITING_ALPHA)
     computing.draw(axes, look.colour, 1.0)
     delayed.draw(axes, look.colour, DELAYED_ALPHA)
 
 
 class Bars:
-    """Many bars as one path: a tenth of the bytes of one shape each."""
+    """Many bars as one path, which takes a tenth of the bytes of separate shapes."""
 
     def __init__(self, window: float) -> None:
         self._window = window
         self._corners: list[tuple[float, float]] = []
 
     def add(self, start: float, stop: float, row: float, half: float) -> None:
-        """A hair is left free at the end of each bar, so that rounds without a pause still show as rounds."""
+        """Add a bar from `start` to `stop` seconds; a thin gap at its end separates consecutive rounds."""
         start = max(start, 0.0)
         if stop <= start or start >= self._window:
             return
-        hair = self._window / 900
-        stop = max(min(stop, self._window) - hair, start + hair)
+        gap = self._window / 900
+        stop = max(min(stop, self._window) - gap, start + gap)
         self._corners += [(start, row - half), (stop, row - half), (stop, row + half), (start, row + half), (0, 0)]
 
     def draw(self, axes: Axes, colour: str, alpha: float) -> None:

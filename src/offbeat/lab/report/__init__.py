@@ -1,1 +1,4 @@
-"""What people read: the table for the terminal and the page that holds everything."""
+"""The table for the terminal, the HTML page, labels of runs, and how numbers are written.
+
+May import `plots`, and below `lab` everything.
+"""

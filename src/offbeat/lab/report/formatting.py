@@ -1,4 +1,4 @@
-"""How numbers are written for people: enough digits to compare, and no more."""
+"""Numbers, times and sizes as text, with as many digits as a comparison needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def number(value: float | None) -> str:
-    """Three significant digits below a thousand, whole numbers with separators above."""
+    """Three significant digits below a thousand, whole numbers with separators above; "–" for None."""
     if value is None:
         return NONE
     if abs(value) >= 1000:
@@ -16,20 +16,22 @@ def number(value: float | None) -> str:
 
 
 def fixed(value: float | None, digits: int = 2) -> str:
+    """A fixed number of digits after the point; "–" for None."""
     return NONE if value is None else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
+    """A share as whole percent; "–" for None."""
     return NONE if value is None else f"{value:.0%}"
 
 
 def seconds(value: float) -> str:
-    """Seconds to a tenth, finer where they are few."""
+    """Seconds to a tenth, or with three significant digits below ten."""
     return f"{value:.1f} s" if value >= 10 else f"{value:.3g} s"
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes to three digits, in units of a thousand."""
+    """Bytes with three significant digits, in decimal units; "–" for None."""
     if nbytes is None:
         return NONE
     value, unit = float(nbytes), 0
@@ -40,4 +42,5 @@ def size(nbytes: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
+    """A count and its noun: 1 seed, 2 seeds."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

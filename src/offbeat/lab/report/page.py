@@ -1,4 +1,4 @@
-"""One HTML file that tells what came out of the runs, and opens without a network."""
+"""The report: one HTML page with headline, table, figures and configurations, which needs no network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTICES_MAX = 50
 
 
 def write_report(runs: Sequence[RunRecords], path: Path, baseline: str | None = None) -> Path:
-    """Write the page about `runs` to `path`; the same records give the same bytes."""
+    """Write the page of `runs` to `path`; equal records give equal bytes. `baseline` is as for `Comparison.of`."""
     text = report_page(runs, baseline)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def write_report(runs: Sequence[RunRecords], path: Path, baseline: str | None = 
 
 
 def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
-    """The page as text."""
+    """The HTML page of `runs`; `baseline` is as for `Comparison.of`."""
     comparison = Comparison.of(runs, baseline)
     here = resources.files(__package__)
     return Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
@@ -45,7 +45,7 @@ def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         headline=escape(headline(comparison)),
         about=escape(_about(comparison, runs)),
-        troubles=_troubles(comparison),
+        failures=_failures(comparison),
         table=_table(comparison),
         meanings=_meanings(comparison),
         figures="\n".join(_figure(spec, runs) for spec in report_figures(runs)),
@@ -61,24 +61,26 @@ def _title(comparison: Comparison) -> str:
 
 
 def _about(comparison: Comparison, runs: Sequence[RunRecords]) -> str:
-    workers = " or ".join(str(count) for count in sorted({run.header.workers for run in runs}))
-    seeds = len({run.header.seed for run in runs})
-    simulated = {run.header.engine for run in runs}
-    clock = "virtual time" if simulated == {"simulated"} else "wall-clock time" if simulated == {"live"} else "both"
-    size = " or ".join(f"{count:,}" for count in sorted({run.header.parameters for run in runs}))
+    headers = [run.header for run in runs]
+    engines = {header.engine for header in headers}
+    if len(engines) > 1:
+        count = f"{len(runs)} runs, simulated and live"
+    else:
+        count = f"{plural(len(runs), 'run')} in {'virtual' if engines == {'simulated'} else 'wall-clock'} time"
+    numel = " or ".join(f"{count:,}" for count in sorted({header.parameters for header in headers}))
     parts = [
-        f"workload {comparison.summaries[0].workload}, a model of {size} parameters",
-        f"{workers} workers",
-        plural(seeds, "seed"),
-        f"{plural(len(runs), 'run')} in {clock}" if clock != "both" else f"{len(runs)} runs, simulated and live",
+        f"workload {comparison.summaries[0].workload}, a model of {numel} parameters",
+        f"{' or '.join(map(str, sorted({header.workers for header in headers})))} workers",
+        plural(len({header.seed for header in headers}), "seed"),
+        count,
     ]
     if comparison.target:
         parts.append(f"target {goal(comparison.target)}")
     return "; ".join(parts) + "."
 
 
-def _troubles(comparison: Comparison) -> str:
-    """Failures stand at the top: every number below them is of a run that did not end well."""
+def _failures(comparison: Comparison) -> str:
+    """The runs that failed, at the top of the page, since the numbers below include them."""
     failed = [summary for summary in comparison.summaries if summary.failure is not None]
     if not failed:
         return ""
@@ -116,8 +118,8 @@ def _figure(spec: FigureSpec, runs: Sequence[RunRecords]) -> str:
 
 
 def _traffic(comparison: Comparison) -> str:
-    """What was sent in which kind of message, with and without compression."""
-    bodies = [_traffic_of(comparison, strategy) for strategy in comparison.strategies]
+    """The table of bytes by strategy and kind of message."""
+    bodies = [_traffic_rows(comparison, strategy) for strategy in comparison.strategies]
     if not any(bodies):
         return ""
     heads = "".join(f'<th scope="col">{head}</th>' for head in ("messages", "sent", "uncompressed", "compressed by"))
@@ -132,12 +134,12 @@ def _traffic(comparison: Comparison) -> str:
 
 
 TRAFFIC = (
-    "By all ranks together in a whole run, heads of messages included; means over seeds. Uncompressed is what the same "
-    "messages would have weighed, and compressed by is how many times that is what was sent."
+    "By all ranks together in a whole run, message headers included; means over seeds. Uncompressed is the size of the "
+    "same messages without compression, and compressed by is its ratio to what was sent."
 )
 
 
-def _traffic_of(comparison: Comparison, strategy: str) -> str:
+def _traffic_rows(comparison: Comparison, strategy: str) -> str:
     runs = [summary.traffic for summary in comparison.runs_of(strategy) if summary.traffic]
     kinds = {kind: [run.get(kind, Flow(0, 0, 0)) for run in runs] for run in runs for kind in run}
     rows = []
@@ -153,7 +155,7 @@ def _traffic_of(comparison: Comparison, strategy: str) -> str:
 
 
 def _notices(runs: Sequence[RunRecords]) -> str:
-    """Equal notices of one strategy are said once, with their number."""
+    """The notices, equal ones of a strategy once, with their number."""
     counts = Counter((run.header.label, notice.text) for run in runs for notice in of_kind(run, Notice))
     if not counts:
         return ""
@@ -169,7 +171,7 @@ def _notices(runs: Sequence[RunRecords]) -> str:
 def _configuration(run: RunRecords) -> str:
     header = run.header
     if header.experiment is None:
-        body = "<p>This run held objects that cannot be written down, so it cannot be repeated from here.</p>"
+        body = "<p>The configuration of this run holds objects that cannot be written down.</p>"
     else:
         text = msgspec.json.format(msgspec.json.encode(header.experiment), indent=2).decode()
         body = f"<pre>{escape(text)}</pre>"

@@ -1,9 +1,10 @@
-"""The comparison as a table: one row a strategy, the same cells in the terminal and in the page."""
+"""A comparison as a table with one row per strategy, for terminal and page, and as a headline of one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich import box
 from rich.table import Table
@@ -12,46 +13,46 @@ from rich.text import Text
 from offbeat.core.workload import Target
 from offbeat.lab.report.formatting import NONE, fixed, number, percent, plural, seconds, size
 from offbeat.records.comparison import Comparison, Interval, Speedup, interval
-from offbeat.records.metrics import Metric, Summary
+from offbeat.records.metrics import Metric
 
 TERMINAL_WIDTH = 100
 LABEL_MAX = 16
 GAP = 2
-"""Between two columns."""
+"""The width of the space between two columns."""
 NEVER_STALE = "0.0/0"
+
+
+Cell = Callable[[Comparison, str], str]
+"""The text of a cell, from the comparison and the label of a strategy."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its head, in one or two lines, what it means, and its cell for a strategy."""
+    """A column of the table."""
 
     head: str
+    """One or two lines."""
     meaning: str
-    cell: Callable[[Comparison, str], str]
+    """Its explanation in the page."""
+    cell: Cell
     on_page_only: bool = False
-    gives_way: int = 0
-    """Where a terminal is too narrow it goes without these, the lowest first; those with 0 always stay."""
+    drop_order: int = 0
+    """Columns are dropped in this order if the terminal is too narrow; one with 0 is never dropped."""
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """The columns that say something: none about a target that was not set, or an accuracy that was not measured."""
+    """The columns that have a value for some strategy; those about the target if one was set."""
     timed = [COLUMN_SECONDS, COLUMN_SPEEDUP] if comparison.target else []
     if any(summary.bytes_to_target is not None for summary in comparison.summaries):
         timed += [COLUMN_BYTES, COLUMN_FEWER_BYTES]
-    every = [*timed, *COLUMNS]
-    return [
-        column
-        for column in every
-        if column in timed or any(column.cell(comparison, strategy) != NONE for strategy in comparison.strategies)
-    ]
+    return [*timed, *(column for column in COLUMNS if set(_cells(comparison, column)) != {NONE})]
 
 
 def comparison_table(comparison: Comparison, width: int = TERMINAL_WIDTH) -> Table:
-    """The table for a terminal that is so wide."""
+    """The table for a terminal with `width` characters per line."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    longest = max(len(strategy) for strategy in comparison.strategies)
-    table.add_column("strategy", overflow="fold", vertical="bottom", min_width=min(longest, LABEL_MAX))
-    shown = _that_fit(comparison, width)
+    table.add_column("strategy", overflow="fold", vertical="bottom", min_width=_label_width(comparison))
+    shown = _fitting_columns(comparison, width)
     for column in shown:
         table.add_column(column.head, justify="right", vertical="bottom")
     for strategy in comparison.strategies:
@@ -59,12 +60,12 @@ def comparison_table(comparison: Comparison, width: int = TERMINAL_WIDTH) -> Tab
     return table
 
 
-def _that_fit(comparison: Comparison, width: int) -> list[Column]:
-    """The columns for which a terminal has room. Where peers average, staleness is left out if there is none."""
+def _fitting_columns(comparison: Comparison, width: int) -> list[Column]:
+    """The columns that fit in a terminal; staleness is left out if peers average and no gradient was stale."""
     shown = [column for column in columns(comparison) if not column.on_page_only]
     if any(run.exchanges for run in comparison.summaries):
         shown = [column for column in shown if not set(_cells(comparison, column)) <= {NONE, NEVER_STALE}]
-    for column in sorted((column for column in shown if column.gives_way), key=lambda column: column.gives_way):
+    for column in sorted((column for column in shown if column.drop_order), key=lambda column: column.drop_order):
         if _width(comparison, shown) > width and (column is not COLUMN_LOSS or COLUMN_ACCURACY in shown):
             shown.remove(column)
     return shown
@@ -74,15 +75,33 @@ def _cells(comparison: Comparison, column: Column) -> list[str]:
     return [column.cell(comparison, strategy) for strategy in comparison.strategies]
 
 
+def _label_width(comparison: Comparison) -> int:
+    return min(max(len(strategy) for strategy in comparison.strategies), LABEL_MAX)
+
+
 def _width(comparison: Comparison, shown: Sequence[Column]) -> int:
-    labels = min(max(len(strategy) for strategy in comparison.strategies), LABEL_MAX)
     texts = ([*column.head.splitlines(), *_cells(comparison, column)] for column in shown)
-    return labels + sum(GAP + max(len(text) for text in column) for column in texts)
+    return _label_width(comparison) + sum(GAP + max(len(text) for text in column) for column in texts)
 
 
-def _mean(comparison: Comparison, strategy: str, value: Callable[[Summary], float | None]) -> float | None:
-    over = interval(value(summary) for summary in comparison.runs_of(strategy))
+def _mean(comparison: Comparison, strategy: str, field: str) -> float | None:
+    over = interval(getattr(summary, field) for summary in comparison.runs_of(strategy))
     return over.mean if over else None
+
+
+def _mean_of(field: str, text: Callable[[float | None], str] = number) -> Cell:
+    """The mean of a field of `Summary` over seeds."""
+    return lambda comparison, strategy: text(_mean(comparison, strategy, field))
+
+
+def _exchange_mean_of(field: str) -> Cell:
+    """The same for a field about exchanges, which is empty for strategies without exchanges."""
+
+    def cell(comparison: Comparison, strategy: str) -> str:
+        has_exchanges = any(run.exchanges or run.exchanges_lost for run in comparison.runs_of(strategy))
+        return number(_mean(comparison, strategy, field)) if has_exchanges else NONE
+
+    return cell
 
 
 def _seconds(comparison: Comparison, strategy: str) -> str:
@@ -90,50 +109,36 @@ def _seconds(comparison: Comparison, strategy: str) -> str:
     over = interval(summary.seconds_to_target for summary in runs)
     if over is None:
         return "not reached"
-    digits = 1 if over.mean >= 10 else 2
-    shown = fixed(over.mean, digits)
-    if over.high is not None:
-        shown += f" ±{fixed(over.high - over.mean, digits)}"
-    return shown if over.count == len(runs) else f"{shown} ({over.count}/{len(runs)})"
+    text = _with_error(over, 1 if over.mean >= 10 else 2)
+    return text if over.count == len(runs) else f"{text} ({over.count}/{len(runs)})"
 
 
-def _speedup(comparison: Comparison, strategy: str) -> str:
-    return "baseline" if strategy == comparison.baseline else _factor(comparison.speedup_of(strategy))
-
-
-def _fewer_bytes(comparison: Comparison, strategy: str) -> str:
-    return "baseline" if strategy == comparison.baseline else _factor(comparison.bytes_ratio_of(strategy))
-
-
-def _factor(gain: Speedup | None) -> str:
-    if gain is None:
-        return NONE
-    if gain.high is None:
-        return f"{fixed(gain.mean)}×"
-    return f"{fixed(gain.mean)}× ±{fixed(gain.high - gain.mean)}"
-
-
-def _staleness(comparison: Comparison, strategy: str) -> str:
-    known = [run.staleness_max for run in comparison.runs_of(strategy) if run.staleness_max is not None]
-    if not known:
-        return NONE
-    return f"{fixed(_mean(comparison, strategy, lambda run: run.staleness_mean), 1)}/{max(known)}"
-
-
-def _of_exchanges(value: Callable[[Summary], float | None]) -> Callable[[Comparison, str], str]:
-    """A cell that is left blank by strategies without exchanges."""
+def _ratio(ratio_of: Callable[[Comparison, str], Speedup | None]) -> Cell:
+    """A ratio to the baseline."""
 
     def cell(comparison: Comparison, strategy: str) -> str:
-        made = any(run.exchanges or run.exchanges_lost for run in comparison.runs_of(strategy))
-        return number(_mean(comparison, strategy, value)) if made else NONE
+        if strategy == comparison.baseline:
+            return "baseline"
+        ratio = ratio_of(comparison, strategy)
+        return NONE if ratio is None else _with_error(ratio, unit="×")
 
     return cell
 
 
+def _with_error(value: Interval | Speedup, digits: int = 2, unit: str = "") -> str:
+    """A mean, and half of its interval after ±, if it has one."""
+    mean = fixed(value.mean, digits) + unit
+    return mean if value.high is None else f"{mean} ±{fixed(value.high - value.mean, digits)}"
+
+
+def _staleness(comparison: Comparison, strategy: str) -> str:
+    largest = [run.staleness_max for run in comparison.runs_of(strategy) if run.staleness_max is not None]
+    return f"{fixed(_mean(comparison, strategy, 'staleness_mean'), 1)}/{max(largest)}" if largest else NONE
+
+
 def _consensus(comparison: Comparison, strategy: str) -> str:
-    mean = _mean(comparison, strategy, lambda run: run.consensus_distance)
-    estimated = any(run.consensus_estimated for run in comparison.runs_of(strategy))
-    return f"≈{number(mean)}" if estimated else number(mean)
+    mean = number(_mean(comparison, strategy, "consensus_distance"))
+    return f"≈{mean}" if any(run.consensus_estimated for run in comparison.runs_of(strategy)) else mean
 
 
 COLUMN_SECONDS = Column(
@@ -144,82 +149,49 @@ COLUMN_SECONDS = Column(
 COLUMN_SPEEDUP = Column(
     "speed-up",
     "how many times sooner than the baseline, paired by seed, ± half its 95% interval; above 1 is sooner",
-    _speedup,
+    _ratio(Comparison.speedup_of),
 )
 COLUMN_BYTES = Column(
     "bytes\nto target",
-    "what all ranks together had sent when the target was reached, heads of messages included; mean over the seeds "
+    "bytes that all ranks together had sent when the target was reached, message headers included; mean over the seeds "
     "that reached it",
-    lambda compared, strategy: size(_mean(compared, strategy, lambda run: run.bytes_to_target)),
+    _mean_of("bytes_to_target", size),
 )
 COLUMN_FEWER_BYTES = Column(
     "fewer\nbytes",
     "how many times fewer bytes to target than the baseline, paired by seed, ± half its 95% interval; above 1 is fewer",
-    _fewer_bytes,
-    gives_way=1,
+    _ratio(Comparison.bytes_ratio_of),
+    drop_order=1,
 )
-COLUMN_ACCURACY = Column(
-    "accuracy",
-    "at the last evaluation",
-    lambda compared, strategy: fixed(_mean(compared, strategy, lambda run: run.accuracy), 3),
-)
-COLUMN_LOSS = Column(
-    "loss",
-    "at the last evaluation",
-    lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.loss)),
-    gives_way=3,
-)
+COLUMN_ACCURACY = Column("accuracy", "at the last evaluation", _mean_of("accuracy", partial(fixed, digits=3)))
+COLUMN_LOSS = Column("loss", "at the last evaluation", _mean_of("loss"), drop_order=3)
 COLUMNS = (
-    Column(
-        "idle",
-        "share of the workers' time spent waiting",
-        lambda compared, strategy: percent(_mean(compared, strategy, lambda run: run.idle_share)),
-    ),
+    Column("idle", "share of the workers' time spent waiting", _mean_of("idle_share", percent)),
     Column(
         "staleness\nmean/max",
-        "versions made between the one that a message was computed at and the one that it went into",
+        "versions between the one that a message was computed at and the one that it was applied to",
         _staleness,
     ),
-    Column(
-        "samples\nper s",
-        "samples applied per second",
-        lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.samples_per_second)),
-        gives_way=6,
-    ),
-    Column(
-        "updates",
-        "updates of the parameters in a run",
-        lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.updates)),
-        gives_way=2,
-    ),
-    Column(
-        "dropped",
-        "samples computed and not applied, in a run",
-        lambda compared, strategy: number(_mean(compared, strategy, lambda run: run.dropped)),
-        gives_way=4,
-    ),
-    Column(
-        "exchanges",
-        "averagings of two peers, in a run",
-        _of_exchanges(lambda run: run.exchanges),
-        on_page_only=True,
-    ),
+    Column("samples\nper s", "samples applied per second", _mean_of("samples_per_second"), drop_order=6),
+    Column("updates", "updates of the parameters in a run", _mean_of("updates"), drop_order=2),
+    Column("dropped", "samples computed and not applied, in a run", _mean_of("dropped"), drop_order=4),
+    Column("exchanges", "averagings of two peers, in a run", _exchange_mean_of("exchanges"), on_page_only=True),
     Column(
         "exchanges\nper step",
-        "averagings that a peer had a part in, for each gradient that it applied; what the rate asks for",
-        _of_exchanges(lambda run: run.exchanges_per_gradient),
-        gives_way=5,
+        "averagings of a peer for each gradient that it applied; the rate sets their number",
+        _exchange_mean_of("exchanges_per_gradient"),
+        drop_order=5,
     ),
     Column(
         "exchanges\nlost",
-        "exchanges whose peer was gone before it answered, in a run",
-        _of_exchanges(lambda run: run.exchanges_lost),
+        "exchanges whose peer was lost before it answered, in a run",
+        _exchange_mean_of("exchanges_lost"),
         on_page_only=True,
     ),
     Column(
         "round trip\nin s",
         "seconds from the beginning of an exchange to its answer",
-        _of_exchanges(lambda run: run.round_trip_seconds),
+        _exchange_mean_of("round_trip_seconds"),
         on_page_only=True,
     ),
     Column(
@@ -227,55 +199,61 @@ COLUMNS = (
         "squared distance of a peer's model from the mean of all, over peers and the second half of the run; "
         "≈ where it is estimated from exchanges",
         _consensus,
-        gives_way=7,
+        drop_order=7,
     ),
     COLUMN_ACCURACY,
     COLUMN_LOSS,
 )
 
 
-# One sentence that says what came out, as plainly when it is a disappointment.
+# The headline
 
 
 def headline(comparison: Comparison) -> str:
-    """What the comparison shows, in a sentence."""
+    """The result of the comparison in one sentence, whether or not a strategy beats the baseline."""
     if comparison.target is None:
         return _without_target(comparison)
-    reached = {
-        strategy: over
-        for strategy in comparison.strategies
-        if (over := interval(summary.seconds_to_target for summary in comparison.runs_of(strategy)))
-    }
+    reached = _means(comparison, "seconds_to_target")
     if not reached:
         return _never(comparison, comparison.target)
     speedups = {
-        strategy: gain
+        strategy: speedup
         for strategy in comparison.strategies
-        if strategy != comparison.baseline and (gain := comparison.speedup_of(strategy))
+        if strategy != comparison.baseline and (speedup := comparison.speedup_of(strategy))
     }
     if speedups:
         return _against_baseline(comparison, comparison.target, speedups)
     return _alone(comparison, comparison.target, reached)
 
 
+def _means(comparison: Comparison, field: str) -> dict[str, Interval]:
+    """The mean of a field of `Summary` for each strategy that has one."""
+    intervals = {
+        strategy: interval(getattr(summary, field) for summary in comparison.runs_of(strategy))
+        for strategy in comparison.strategies
+    }
+    return {strategy: mean for strategy, mean in intervals.items() if mean}
+
+
 def goal(target: Target) -> str:
+    """A target in words."""
     return f"{target.value:g} accuracy" if target.metric == "accuracy" else f"a loss of {target.value:g}"
 
 
 def _against_baseline(comparison: Comparison, target: Target, speedups: dict[str, Speedup]) -> str:
-    """A strategy that missed the target on fewer seeds goes before a quicker one: luck is not speed."""
+    """Strategies are ordered by the number of seeds that missed the target, and then by speed-up."""
     best = min(speedups, key=lambda strategy: (speedups[strategy].missed, -speedups[strategy].mean))
     gain, baseline = speedups[best], comparison.baseline
-    who = f"{best}, the quickest of {len(speedups)}," if len(speedups) > 1 and gain.mean > 1 else best
     shown = fixed(gain.mean)
     if shown == "1.00":
         sentence = f"{best} reaches {goal(target)} as soon as {baseline} does ({_certainty(gain)})"
     elif gain.mean > 1:
-        sentence = f"{who} reaches {goal(target)} {shown}× sooner than {baseline} ({_certainty(gain)})"
+        subject = f"{best}, the quickest of {len(speedups)}," if len(speedups) > 1 else best
+        sentence = f"{subject} reaches {goal(target)} {shown}× sooner than {baseline} ({_certainty(gain)})"
     else:
         none = f"No strategy reaches {goal(target)} sooner than {baseline}; the nearest, {best},"
-        who = none if len(speedups) > 1 else f"{best} reaches {goal(target)} later than {baseline}: it"
-        sentence = f"{who} is {shown}× as quick ({_certainty(gain)})"
+        subject = none if len(speedups) > 1 else f"{best} reaches {goal(target)} later than {baseline}: it"
+        sentence = f"{subject} is {shown}× as quick ({_certainty(gain)})"
     if gain.low is not None and gain.high is not None and gain.low <= 1 <= gain.high and shown != "1.00":
         sentence += "; the interval includes 1, so this may be chance"
     if gain.missed:
@@ -290,7 +268,7 @@ def _certainty(gain: Speedup) -> str:
 
 
 def _alone(comparison: Comparison, target: Target, reached: dict[str, Interval]) -> str:
-    """Some reach the target, and there is nothing to divide by."""
+    """Some strategies reach the target, but no speed-up can be computed."""
     first = min(reached, key=lambda strategy: (-reached[strategy].count, reached[strategy].mean))
     over, runs = reached[first], len(comparison.runs_of(first))
     seeds = plural(runs, "seed") if over.count == runs else f"{over.count} of {runs} seeds"
@@ -305,8 +283,8 @@ def _never(comparison: Comparison, target: Target) -> str:
     best = _best(comparison, target.metric)
     nearest = f"{best[0]} comes nearest and ends" if best and len(comparison.strategies) > 1 else "it ends"
     ends = f"; {nearest} at {best[1]:.3g}" if best else ""
-    who = "No strategy reaches" if len(comparison.strategies) > 1 else f"{comparison.baseline} does not reach"
-    return f"{who} {goal(target)} in the time it had{ends}."
+    subject = "No strategy reaches" if len(comparison.strategies) > 1 else f"{comparison.baseline} does not reach"
+    return f"{subject} {goal(target)} in the time it had{ends}."
 
 
 def _without_target(comparison: Comparison) -> str:
@@ -316,17 +294,12 @@ def _without_target(comparison: Comparison) -> str:
             most = "highest" if metric == "accuracy" else "lowest"
             of = f", the {most} of {len(comparison.strategies)}" if len(comparison.strategies) > 1 else ""
             return f"{best[0]} ends at {metric} {best[1]:.3g}{of}; no target was set, so nothing is timed."
-    return "No target was set and nothing was evaluated, so only the pace of the runs can be told."
+    return "No target was set and nothing was evaluated, so only the speed of the runs is known."
 
 
 def _best(comparison: Comparison, metric: Metric) -> tuple[str, float] | None:
-    ends = {
-        strategy: over.mean
-        for strategy in comparison.strategies
-        if (over := interval(getattr(summary, metric) for summary in comparison.runs_of(strategy)))
-    }
-    if not ends:
+    means = {strategy: over.mean for strategy, over in _means(comparison, metric).items()}
+    if not means:
         return None
-    choose = max if metric == "accuracy" else min
-    best = choose(ends, key=lambda strategy: ends[strategy])
-    return best, ends[best]
+    best = (max if metric == "accuracy" else min)(means, key=means.__getitem__)
+    return best, means[best]
