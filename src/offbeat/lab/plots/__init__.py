@@ -1,1 +1,4 @@
-"""Figures of runs, drawn from records; the only place that imports matplotlib."""
+"""Figures of runs, drawn from records.
+
+The only package that imports matplotlib; of ours it may import `records`, `topology`, `strategies` and below.
+"""

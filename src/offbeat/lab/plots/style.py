@@ -20,7 +20,7 @@ from offbeat.lab.plots.looks import Look, looks
 from offbeat.records.schema import RunRecords
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
     from matplotlib.lines import Line2D
 
 

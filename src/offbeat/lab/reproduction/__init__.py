@@ -1,1 +1,4 @@
-"""Published results, run again by one command each: studies that are read from files, carried out, and told."""
+"""Published results, reproduced by one command each: studies from files, their runs, findings and figures.
+
+May import the rest of `lab`, and everything below it.
+"""

@@ -1,4 +1,4 @@
-"""What a study has found: a table of means with 95% intervals over seeds, and sentences beside published numbers."""
+"""The findings of a study: a table of means with 95% intervals over seeds, and its claims with our numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from offbeat.lab.report.formatting import size
 from offbeat.lab.reproduction.study import Claim, RunSelection, Study, StudyRun
 from offbeat.records import curves
 from offbeat.records.comparison import Interval, interval
-from offbeat.records.metrics import Summary
 
 VERDICTS = {
     "agrees": "ours agrees",
@@ -27,7 +26,7 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy in one case: an interval a column."""
+    """A row of the table: one strategy in one case, with an interval for each column."""
 
     case: str
     x: float | None
@@ -38,43 +37,41 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence, and the number in it."""
+    """The sentence of a claim, and the number in it."""
 
     sentence: str
     ours: Interval | None
     verdict: str
-    """`agrees`, `better`, `worse`, `uncertain`, or nothing where there is no number to compare with."""
+    """A key of `VERDICTS`, or empty if there is no number to compare with."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Rows and sentences of a study."""
+    """The rows of the table and the sentences of a study."""
 
     rows: tuple[Row, ...]
     sentences: tuple[Finding, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "rows": [_plain_row(row) for row in self.rows],
-            "findings": [msgspec.to_builtins(finding) for finding in self.sentences],
-        }
+        """As plain data; the cells of a row are keys beside its other fields."""
+        rows = [msgspec.to_builtins(row) for row in self.rows]
+        return {"rows": [row | row.pop("cells") for row in rows], "findings": msgspec.to_builtins(self.sentences)}
 
 
 def compute_findings(study: Study, runs: Sequence[StudyRun]) -> Findings:
-    """Everything that is told of these runs."""
+    """The findings of a study from these runs."""
     rows = tuple(_rows(study, runs))
     return Findings(rows, tuple(_finding(study, claim, runs) for claim in study.description.claims))
 
 
 def values_of(study: Study, name: str, runs: Sequence[StudyRun]) -> dict[tuple[str, str, int], float | None]:
     """A quantity by case, strategy and seed."""
-    found = {}
+    result = {}
     for case in dict.fromkeys(run.case for run in runs):
-        mine = [run for run in runs if run.case == case]
-        values = quantity(name).of(mine, study.description.epoch)
-        found.update({(case, run.strategy, run.seed): value for run, value in zip(mine, values, strict=True)})
-    return found
+        of_case = [run for run in runs if run.case == case]
+        values = quantity(name).of(of_case, study.description.epoch)
+        result.update({(case, run.strategy, run.seed): value for run, value in zip(of_case, values, strict=True)})
+    return result
 
 
 def _rows(study: Study, runs: Sequence[StudyRun]) -> list[Row]:
@@ -88,30 +85,30 @@ def _rows(study: Study, runs: Sequence[StudyRun]) -> list[Row]:
 
 
 def _finding(study: Study, claim: Claim, runs: Sequence[StudyRun]) -> Finding:
-    values = values_of(study, claim.quantity, runs)
-    compared = _compared(claim, values)
-    ours = interval(compared)
+    values = _claim_values(claim, values_of(study, claim.quantity, runs))
+    ours = interval(values)
     if ours is None:
         return Finding(f"Not found here: {claim.sentence.format(ours='–')} Published: {claim.published}.", None, "")
-    said = claim.sentence.format(ours=spell_interval(ours, quantity(claim.quantity) if claim.over is None else None))
+    unit = quantity(claim.quantity) if claim.over is None else None
+    sentence = claim.sentence.format(ours=spell_interval(ours, unit))
+    if ours.count < len(values):
+        sentence += f" That is of {ours.count} of {len(values)} seeds; the others have no such number."
     verdict = verdict_of(claim, ours)
-    if ours.count < len(compared):
-        said += f" That is of {ours.count} of {len(compared)} seeds; the others have no such number."
-    judged = f"; {VERDICTS[verdict]}" if verdict else ""
-    return Finding(f"{said} Published: {claim.published}{judged}.", ours, verdict)
+    verdict_text = f"; {VERDICTS[verdict]}" if verdict else ""
+    return Finding(f"{sentence} Published: {claim.published}{verdict_text}.", ours, verdict)
 
 
 def check_study(study: Study) -> None:
-    """Refuse a study that speaks of something that is not there, before it is run."""
-    said = study.description
+    """Refuse a study with an unknown quantity, or a claim about runs that it does not have, before it is run."""
+    description = study.description
     sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
-    for name in (*said.columns, *(drawing.y for drawing in said.figures if drawing.y)):
+    for name in (*description.columns, *(figure.y for figure in description.figures if figure.y)):
         quantity(name)
-    for claim in said.claims:
+    for claim in description.claims:
         quantity(claim.quantity)
         for side in (claim.of, claim.over):
-            known = side is None or (side.case, side.strategy) in sides
-            require(known, f"{study.name} claims something of {side}, which is not run; {_listed(sides)}")
+            is_run = side is None or (side.case, side.strategy) in sides
+            require(is_run, f"{study.name} claims something of {side}, which is not run; {_listed(sides)}")
         try:
             claim.sentence.format(ours="")
         except (KeyError, IndexError, ValueError):
@@ -124,29 +121,23 @@ def _listed(sides: set[tuple[str, str]]) -> str:
     return "there are " + ", ".join(f"{strategy} in {case}" if case else strategy for case, strategy in sorted(sides))
 
 
-def _compared(claim: Claim, values: dict[tuple[str, str, int], float | None]) -> list[float | None]:
-    """One number a seed: of one side, or of one over the other."""
+def _claim_values(claim: Claim, values: dict[tuple[str, str, int], float | None]) -> list[float | None]:
+    """The value of each seed: of one side, or the ratio of both."""
     of = _by_seed(claim.of, values)
     if claim.over is None:
         return list(of.values())
     over = _by_seed(claim.over, values)
-    ratios: list[float | None] = []
-    for seed in of.keys() & over.keys():
-        mine, theirs = of[seed], over[seed]
-        ratios.append(mine / theirs if mine is not None and theirs else None)
-    return ratios
+    pairs = [(of[seed], over[seed]) for seed in of.keys() & over.keys()]
+    return [value / other if value is not None and other else None for value, other in pairs]
 
 
 def _by_seed(side: RunSelection, values: dict[tuple[str, str, int], float | None]) -> dict[int, float | None]:
-    return {
-        seed: value
-        for (case, strategy, seed), value in values.items()
-        if (case, strategy) == (side.case, side.strategy)
-    }
+    chosen = side.case, side.strategy
+    return {seed: value for (case, strategy, seed), value in values.items() if (case, strategy) == chosen}
 
 
 def verdict_of(claim: Claim, ours: Interval) -> str:
-    """How ours stands beside what was published."""
+    """How our interval compares with the published range: a key of `VERDICTS`, or empty without a range."""
     if claim.low is None and claim.high is None:
         return ""
     low = ours.mean if ours.low is None else ours.low
@@ -155,11 +146,11 @@ def verdict_of(claim: Claim, ours: Interval) -> str:
         return "worse" if claim.better == "higher" else "better"
     if claim.high is not None and low > claim.high:
         return "better" if claim.better == "higher" else "worse"
-    return "agrees" if high - low <= abs(ours.mean) else "uncertain"  # a wide interval agrees with anything
+    return "agrees" if high - low <= abs(ours.mean) else "uncertain"  # a wide interval would agree with anything
 
 
 def format_interval(value: Interval | None, of: Quantity | None = None, runs: int | None = None) -> str:
-    """For tables: a mean, half of its interval after ± where there is one, and of how many runs if not of all."""
+    """For tables: a mean, half of its interval after ±, and of how many runs it is if not of all `runs`."""
     if value is None:
         return "–"
     text = _number(value.mean, of)
@@ -169,7 +160,7 @@ def format_interval(value: Interval | None, of: Quantity | None = None, runs: in
 
 
 def spell_interval(value: Interval, of: Quantity | None = None) -> str:
-    """For sentences: a mean, and the ends of its interval in brackets where there is one."""
+    """For sentences: a mean, and the ends of its interval in brackets, if it has one."""
     mean = _number(value.mean, of)
     if value.low is None or value.high is None:
         return mean
@@ -184,15 +175,8 @@ def _number(value: float, of: Quantity | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
-def _plain_row(row: Row) -> dict[str, Any]:
-    cells = {name: msgspec.to_builtins(cell) for name, cell in row.cells.items()}
-    return {"case": row.case, "x": row.x, "strategy": row.strategy, "runs": row.runs, **cells}
-
-
-# What is measured of runs, one number a run; intervals over seeds are made of these.
-#
-# A quantity is of all runs of a case at once, for some can only be had by looking at all of them: a training loss that
-# every run reaches, for one.
+# Quantities: one number per run, from which intervals over seeds are computed. A quantity is computed from all runs of
+# a case, since some depend on all of them, such as the time to a training loss that every run reaches.
 
 
 Values = list[float | None]
@@ -200,18 +184,21 @@ Values = list[float | None]
 
 @dataclass(frozen=True)
 class Quantity:
-    """How it is called in a table and on an axis, and how it is had of the runs of one case, one value each."""
+    """A quantity of runs."""
 
     head: str
+    """Its name in a table and on an axis."""
     of: Callable[[Sequence[StudyRun], int | None], Values]
-    """Takes the runs, and how many samples an epoch has."""
+    """Computes one value per run, from the runs of one case and the number of samples of an epoch."""
     digits: int | None = None
-    """Digits after the point; none: three that count."""
+    """Digits after the point; None: three significant digits."""
     in_bytes: bool = False
+    """Whether values are sizes in bytes."""
 
 
-def _read(read: Callable[[Summary], float | None]) -> Callable[[Sequence[StudyRun], int | None], Values]:
-    return lambda runs, epoch: [read(run.summary) for run in runs]
+def _summary(head: str, field: str, digits: int | None = None, in_bytes: bool = False) -> Quantity:
+    """A field of `Summary` as a quantity."""
+    return Quantity(head, lambda runs, epoch: [getattr(run.summary, field) for run in runs], digits, in_bytes)
 
 
 def _per_epoch(runs: Sequence[StudyRun], epoch: int | None) -> Values:
@@ -230,46 +217,47 @@ def _training_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
 
 
 def _seconds_to_common_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    """When the training loss was first as low as every run of the case becomes at least."""
-    made = [curves.training_loss_curve(run.records) for run in runs]
-    if not made or any(not len(curve.values) for curve in made):
-        return [None] * len(made)
-    level = common_training_loss(runs)
-    return [float(curve.over[int(np.argmax(curve.values <= level))]) for curve in made]
+    """The time at which each run reaches the common training loss."""
+    losses = [curves.training_loss_curve(run.records) for run in runs]
+    if not all(len(curve.values) for curve in losses):
+        return [None] * len(losses)
+    level = common_training_loss(runs) if losses else 0.0
+    return [float(curve.over[int(np.argmax(curve.values <= level))]) for curve in losses]
 
 
 MARGIN = 1.05
-"""So much above the lowest loss is looked at: at the very end a curve is so flat that its noise decides."""
+"""The common loss is this factor above the lowest: at its end a curve is so flat that noise would decide."""
 
 
 def common_training_loss(runs: Sequence[StudyRun]) -> float:
-    """A training loss that all of these runs reach: 5% above the lowest that there is."""
+    """A training loss that all of these runs reach: 5% above the largest of their minima."""
     return MARGIN * max(float(curves.training_loss_curve(run.records).values.min()) for run in runs)
 
 
 QUANTITIES: dict[str, Quantity] = {
-    "seconds_to_target": Quantity("time to target (s)", _read(lambda run: run.seconds_to_target)),
-    "samples_to_target": Quantity("samples to target", _read(lambda run: run.samples_to_target)),
-    "bytes_to_target": Quantity("bytes to target (B)", _read(lambda run: run.bytes_to_target), in_bytes=True),
+    "seconds_to_target": _summary("time to target (s)", "seconds_to_target"),
+    "samples_to_target": _summary("samples to target", "samples_to_target"),
+    "bytes_to_target": _summary("bytes to target (B)", "bytes_to_target", in_bytes=True),
     "seconds_to_common_loss": Quantity("time to a training loss that all reach (s)", _seconds_to_common_loss),
-    "seconds": Quantity("time (s)", _read(lambda run: run.seconds)),
+    "seconds": _summary("time (s)", "seconds"),
     "seconds_per_epoch": Quantity("time per epoch (s)", _per_epoch),
     "seconds_per_step": Quantity("time per step (s)", _per_step),
-    "accuracy": Quantity("accuracy at the end", _read(lambda run: run.accuracy), 3),
-    "accuracy_top5": Quantity("top-5 accuracy at the end", _read(lambda run: run.accuracy_top5), 3),
-    "loss": Quantity("loss at the end", _read(lambda run: run.loss), 3),
+    "accuracy": _summary("accuracy at the end", "accuracy", 3),
+    "accuracy_top5": _summary("top-5 accuracy at the end", "accuracy_top5", 3),
+    "loss": _summary("loss at the end", "loss", 3),
     "training_loss": Quantity("training loss at the end", _training_loss, 3),
-    "consensus_distance": Quantity("consensus distance (squared)", _read(lambda run: run.consensus_distance)),
-    "exchanges_per_gradient": Quantity("averagings per gradient", _read(lambda run: run.exchanges_per_gradient)),
-    "samples_per_update": Quantity("samples per update", _read(lambda run: run.samples_per_update)),
-    "updates": Quantity("updates", _read(lambda run: run.updates)),
-    "staleness_mean": Quantity("staleness (versions)", _read(lambda run: run.staleness_mean)),
-    "idle_share": Quantity("share of time idle", _read(lambda run: run.idle_share), 2),
-    "bytes_sent": Quantity("bytes sent (B)", _read(lambda run: run.bytes_sent), in_bytes=True),
+    "consensus_distance": _summary("consensus distance (squared)", "consensus_distance"),
+    "exchanges_per_gradient": _summary("averagings per gradient", "exchanges_per_gradient"),
+    "samples_per_update": _summary("samples per update", "samples_per_update"),
+    "updates": _summary("updates", "updates"),
+    "staleness_mean": _summary("staleness (versions)", "staleness_mean"),
+    "idle_share": _summary("share of time idle", "idle_share", 2),
+    "bytes_sent": _summary("bytes sent (B)", "bytes_sent", in_bytes=True),
 }
 
 
 def quantity(name: str) -> Quantity:
+    """The quantity of that name; raises if there is none."""
     if name not in QUANTITIES:
         raise unknown("quantity", name, QUANTITIES)
     return QUANTITIES[name]

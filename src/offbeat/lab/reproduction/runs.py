@@ -1,10 +1,11 @@
-"""The runs of a study: carried out, several at a time, into a directory, and read again from there.
+"""The runs of a study: several at a time, into a directory, from which they can be read again.
 
-A run that was finished is not run again, so that a study that was broken off goes on where it stopped.
+A finished run is not repeated, so that an interrupted study continues where it stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -16,9 +17,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.pool import Pool
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.experiment import Experiment, share_done
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.microbatching import time_per_step
-from offbeat.lab.reproduction.study import SCALES, Scale, Study, StudyCase, StudyRun, load_study
+from offbeat.lab.reproduction.study import Scale, Study, StudyCase, StudyRun, load_study
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, rank_files, read_header, read_run
@@ -40,13 +39,13 @@ from offbeat.records.schema import Update
 
 MANIFEST = "study.json"
 STUDY_COPY = "study.toml"
-"""A copy of the file of a study that does not ship."""
+"""A copy of the file of a user's own study."""
 POLL_SECONDS = 0.25
-"""How often a run says how far it is."""
+"""The interval at which the progress of a run is reported."""
 
 
 class StudyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which study a directory holds."""
+    """Which study a directory holds, as JSON in the directory."""
 
     study: str
     scale: Scale
@@ -55,45 +54,46 @@ class StudyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RunTask:
-    """One run, and where it goes."""
+    """One run of a study, and its directory."""
 
     index: int
     case: StudyCase
     experiment: Experiment
-    place: Path
+    directory: Path
 
 
 OnProgress = Callable[[int, float], None]
-"""Is told how much of which task is done."""
+"""Called with the index of a task and the share of it that is done."""
 OnEnd = Callable[[int, StudyRun], None]
+"""Called with the index of a task and its run."""
 
 
 def tasks_of(study: Study, directory: Path) -> list[RunTask]:
-    """Every run and its place, no two the same."""
+    """All runs of a study, each with a directory of its own below `directory`."""
     tasks = [
-        RunTask(index, case, experiment, directory / _place(case, experiment))
+        RunTask(index, case, experiment, directory / _run_path(case, experiment))
         for index, (case, experiment) in enumerate(study.experiments())
     ]
-    places = Counter(task.place for task in tasks)
-    twice = next((place for place, count in places.items() if count > 1), None)
+    counts = Counter(task.directory for task in tasks)
+    twice = next((path for path, count in counts.items() if count > 1), None)
     require(twice is None, f"two runs of {study.name} would share the directory {twice}; change one of their labels")
     return tasks
 
 
-def _place(case: StudyCase, experiment: Experiment) -> Path:
+def _run_path(case: StudyCase, experiment: Experiment) -> Path:
     run = f"{file_name(experiment.name)}-seed{experiment.seed}"
     return Path(file_name(case.label).lstrip(".") or "-", run) if case.label else Path(run)
 
 
 def claim_directory(study: Study, directory: Path, seeds: tuple[int, ...] | None) -> None:
-    """Say in the directory which study it holds; refuse one that holds another."""
-    stored = StudyManifest(study.name, study.scale, seeds)
+    """Write to a directory which study it holds; refuse one that holds something else."""
+    manifest = StudyManifest(study.name, study.scale, seeds)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / MANIFEST
         if path.is_file():
             other = _read_manifest(directory)
-            if other != stored:
+            if other != manifest:
                 raise ConfigurationError(
                     f"{directory} holds the study {other.study} at scale {other.scale}"
                     f"{'' if other.seeds == seeds else ' with other seeds'}; name another place with --out"
@@ -101,7 +101,7 @@ def claim_directory(study: Study, directory: Path, seeds: tuple[int, ...] | None
         elif any(directory.rglob(HEADER)):
             raise ConfigurationError(f"{directory} holds other runs; name another place with --out")
         else:
-            path.write_bytes(msgspec.json.encode(stored) + b"\n")
+            path.write_bytes(msgspec.json.encode(manifest) + b"\n")
         if study.own is not None:
             (directory / STUDY_COPY).write_bytes(study.own.read_bytes())
     except OSError as error:
@@ -109,166 +109,165 @@ def claim_directory(study: Study, directory: Path, seeds: tuple[int, ...] | None
 
 
 def is_done(task: RunTask) -> bool:
-    """Whether the run is there, of the same experiment, and has ended.
+    """Whether the directory of the task holds its run, and the run has ended; refuse a run of another experiment.
 
-    A simulation that failed would fail again; a live run that failed, or was interrupted, is worth another try.
+    A simulation that failed is done, since it would fail again; a live run that failed is not.
     """
-    if not (task.place / HEADER).is_file():
+    if not (task.directory / HEADER).is_file():
         return False
     resolved, _ = task.experiment.resolved(LIVE_SECONDS_PER_SAMPLE if task.case.engine == "live" else None)
-    header = read_header(task.place)
+    header = read_header(task.directory)
     plain = msgspec.json.decode(msgspec.json.encode(resolved.to_plain()))
     if header.engine != task.case.engine or header.experiment != plain:
         raise ConfigurationError(
-            f"{task.place} holds a run with other settings, of an earlier version of this study perhaps; "
+            f"{task.directory} holds a run with other settings, of an earlier version of this study perhaps; "
             "name another place with --out"
         )
-    end = end_of(read_run(task.place))
+    end = end_of(read_run(task.directory))
     return end is not None and (end.failure is None or header.engine == "simulated")
 
 
 def run_tasks(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress, on_end: OnEnd) -> list[StudyRun]:
-    """All runs, simulated ones `processes` at a time and then live ones one by one; in the order of the tasks."""
-    found: dict[int, StudyRun] = {}
+    """Run all tasks that are not done, simulations `processes` at a time and then live runs one by one.
 
-    def ended(task: RunTask) -> None:
-        found[task.index] = load_run(task)
-        on_end(task.index, found[task.index])
+    Returns the runs in the order of the tasks.
+    """
+    runs: dict[int, StudyRun] = {}
 
-    open_tasks = []
+    def end(task: RunTask) -> None:
+        runs[task.index] = load_run(task)
+        on_end(task.index, runs[task.index])
+
+    remaining = []
     for task in tasks:
         if is_done(task):
-            ended(task)
+            end(task)
         else:
-            _clear(task.place)
-            open_tasks.append(task)
-    simulated = [task for task in open_tasks if task.case.engine == "simulated"]
-    for index in _simulated(simulated, min(processes, len(simulated)), on_progress):
-        ended(tasks[index])
-    for task in open_tasks:
+            _clear(task.directory)
+            remaining.append(task)
+    simulated = [task for task in remaining if task.case.engine == "simulated"]
+    for index in _simulate_all(simulated, min(processes, len(simulated)), on_progress):
+        end(tasks[index])
+    for task in remaining:
         if task.case.engine == "live":
-            train_experiment(task.experiment, task.place)
-            ended(task)
-    return [found[index] for index in sorted(found)]
+            train_experiment(task.experiment, task.directory)
+            end(task)
+    return [runs[index] for index in sorted(runs)]
 
 
 def load_run(task: RunTask) -> StudyRun:
-    records = read_run(task.place)
+    """The run of a task that has ended, with its summary."""
+    records = read_run(task.directory)
     return StudyRun(task.case.label, records, summarize(records))
 
 
-def _clear(place: Path) -> None:
-    """Remove what is left of a run that was broken off."""
-    if place.is_dir():
-        for path in (place / HEADER, place / RECORDS, *(path for _, path in rank_files(place))):
+def _clear(directory: Path) -> None:
+    """Remove the files of an interrupted run."""
+    if directory.is_dir():
+        for path in (directory / HEADER, directory / RECORDS, *(path for _, path in rank_files(directory))):
             path.unlink(missing_ok=True)
 
 
-# Several at a time
+# Several simulations at a time
+
+TaskOutcome = tuple[int, OffbeatError | None]
+"""The index of a task, and why it failed."""
 
 
-def _simulated(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[int]:
-    """The index of each task when it has ended."""
-    ended = _one_by_one(tasks, on_progress) if processes <= 1 else _side_by_side(tasks, processes, on_progress)
-    for index, failure, wrong in ended:
-        if failure is not None:
-            raise ConfigurationError(failure) if wrong else RunFailed(failure)
+def _simulate_all(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[int]:
+    """Yields the index of each task when it has ended; raises if one failed."""
+    in_turn = (_simulate(task, on_progress) for task in tasks)
+    for index, error in in_turn if processes <= 1 else _simulate_in_pool(tasks, processes, on_progress):
+        if error is not None:
+            raise error
         yield index
 
 
-TaskOutcome = tuple[int, str | None, bool]
-"""Which task it was, why it failed, and whether that is for the user to mend."""
-
-
-def _one_by_one(tasks: Sequence[RunTask], on_progress: OnProgress) -> Iterator[TaskOutcome]:
-    for task in tasks:
-        yield _simulate(task, on_progress)
-
-
-def _side_by_side(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[TaskOutcome]:
-    """Every process imports anew, for torch cannot be copied safely."""
+def _simulate_in_pool(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[TaskOutcome]:
+    """Processes are spawned, since torch cannot be forked safely."""
     context = multiprocessing.get_context("spawn")
     shares: Any = context.SimpleQueue()
     others = multiprocessing.active_children()
-    with _pool(context.Pool(processes, _be_quiet, (shares,))) as pool:
+    with contextlib.ExitStack() as stack:
+        pool = context.Pool(processes, _initialize_worker, (shares,))
+        stack.callback(pool.join)
+        stack.enter_context(pool)  # terminates the processes at the end
         workers = [child for child in multiprocessing.active_children() if child not in others]
-        results = pool.imap_unordered(_simulate, tasks, chunksize=1)
-        left = len(tasks)
-        while left:
-            try:
-                outcome: TaskOutcome = results.next(POLL_SECONDS)
-            except multiprocessing.TimeoutError:
-                while not shares.empty():
-                    on_progress(*shares.get())
-                _check_alive(workers)
-                continue
-            left -= 1
-            yield outcome
+        outcomes = pool.imap_unordered(_simulate, tasks, chunksize=1)
+        for _ in tasks:
+            yield _wait_for_outcome(outcomes, workers, shares, on_progress)
 
 
-def _check_alive(workers: Sequence[BaseProcess]) -> None:
-    """A pool replaces a process that was killed, but the run that it was at would be waited for in vain."""
-    if any(worker.exitcode is not None for worker in workers):
-        raise RunFailed(
-            "a process of this study was killed, for want of memory perhaps; what was finished is kept: "
-            "type the same again, with --out and fewer --processes"
-        )
+def _wait_for_outcome(
+    outcomes: Any, workers: Sequence[BaseProcess], shares: Any, on_progress: OnProgress
+) -> TaskOutcome:
+    """Report progress until a task has ended; raises if a process was killed, since the pool would wait for ever."""
+    while True:
+        try:
+            outcome: TaskOutcome = outcomes.next(POLL_SECONDS)
+            return outcome
+        except multiprocessing.TimeoutError:
+            while not shares.empty():
+                on_progress(*shares.get())
+        if any(worker.exitcode is not None for worker in workers):
+            raise RunFailed(
+                "a process of this study was killed, for want of memory perhaps; what was finished is kept: "
+                "type the same again, with --out and fewer --processes"
+            )
 
 
-@contextmanager
-def _pool(pool: Pool) -> Iterator[Pool]:
-    try:
-        yield pool
-    finally:
-        pool.terminate()
-        pool.join()
+_shares: Any = None
+"""In a process of the pool: the queue for the progress of tasks."""
 
 
-_tell: OnProgress = lambda index, share: None  # noqa: E731
+def _initialize_worker(shares: Any) -> None:
+    global _shares
+    _shares = shares
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which terminates its processes
 
 
-def _be_quiet(shares: Any) -> None:
-    """Whoever types Ctrl-C means the command, which ends its processes."""
-    global _tell
-    _tell = lambda index, share: shares.put((index, share))  # noqa: E731
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _simulate(task: RunTask, tell: OnProgress | None = None) -> TaskOutcome:
-    """Run one; in a process of the pool, which tells its share through a queue."""
-    said = 0.0
+def _simulate(task: RunTask, on_progress: OnProgress | None = None) -> TaskOutcome:
+    """Simulate one task; without `on_progress`, progress goes to the queue of the pool."""
+    reported = 0.0
 
     def on_record(experiment: Experiment, record: Record) -> None:
-        nonlocal said
+        nonlocal reported
         now = time.monotonic()
-        if isinstance(record, Update) and now - said >= POLL_SECONDS:
-            said = now
-            (tell or _tell)(task.index, share_done(experiment, record))
+        if isinstance(record, Update) and now - reported >= POLL_SECONDS:
+            reported = now
+            share = share_done(experiment, record)
+            if on_progress is None:
+                _shares.put((task.index, share))
+            else:
+                on_progress(task.index, share)
 
     try:
-        simulate_experiment(task.experiment, task.place, on_record)
+        simulate_experiment(task.experiment, task.directory, on_record)
+    except ConfigurationError as error:  # of the class that can be pickled, whatever the subclass
+        return task.index, ConfigurationError(str(error))
     except OffbeatError as error:
-        return task.index, str(error), isinstance(error, ConfigurationError)
-    except Exception:  # it would come as an object that the other process may not be able to make again
+        return task.index, RunFailed(str(error))
+    except Exception:
         traceback.print_exc()
-        return task.index, f"{task.experiment.name}, seed {task.experiment.seed}, met a mistake, shown above", False
-    return task.index, None, False
+        return task.index, RunFailed(f"{task.experiment.name}, seed {task.experiment.seed}, met a mistake, shown above")
+    return task.index, None
 
 
 def cores() -> int:
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Read again
+# Reading
 
 
 def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
-    """The study that a directory holds, and its runs; those that are missing are left out."""
-    stored = _read_manifest(directory)
+    """The study that a directory holds, and those of its runs that have ended."""
+    manifest = _read_manifest(directory)
     own = directory / STUDY_COPY
-    study = load_study(str(own) if own.is_file() else stored.study, stored.scale, stored.seeds)
-    study = dataclasses.replace(study, name=stored.study)
-    tasks = [task for task in tasks_of(study, directory) if _has_ended(task.place)]
+    study = load_study(str(own) if own.is_file() else manifest.study, manifest.scale, manifest.seeds)
+    study = dataclasses.replace(study, name=manifest.study)
+    tasks = [task for task in tasks_of(study, directory) if _has_ended(task.directory)]
     if not tasks:
         raise ConfigurationError(
             f"{directory} holds no run of the study {study.name}; type: offbeat reproduce {study.name}"
@@ -276,37 +275,35 @@ def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
     return study, [load_run(task) for task in tasks]
 
 
-def _has_ended(place: Path) -> bool:
-    return (place / HEADER).is_file() and end_of(read_run(place)) is not None
+def _has_ended(directory: Path) -> bool:
+    return (directory / HEADER).is_file() and end_of(read_run(directory)) is not None
 
 
 def _read_manifest(directory: Path) -> StudyManifest:
     try:
-        stored = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=StudyManifest)
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=StudyManifest)
     except (OSError, msgspec.MsgspecError):
         raise ConfigurationError(
             f"{directory} holds no study; name a directory or an archive that 'offbeat reproduce' has written"
         ) from None
-    assert stored.scale in SCALES
-    return stored
 
 
 # Archives
 
 
 def archive(directory: Path, path: Path) -> Path:
-    """Everything that figures are drawn from in one file, the same bytes for the same records."""
+    """Write the records of a study to a zip file; equal records give equal bytes."""
     files = [directory / MANIFEST, directory / STUDY_COPY, directory / TIMINGS]
     for run in find_runs([directory]):
         files += [run / HEADER, run / RECORDS, *(path for _, path in rank_files(run))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as held:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive_file:
             for file in files:
                 if file.is_file():
                     entry = zipfile.ZipInfo(file.relative_to(directory).as_posix())
                     entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                    held.writestr(entry, file.read_bytes())
+                    archive_file.writestr(entry, file.read_bytes())
     except OSError as error:
         raise ConfigurationError(
             f"cannot write {path} ({error.strerror}); the records are in {directory}, to be saved elsewhere"
@@ -314,37 +311,39 @@ def archive(directory: Path, path: Path) -> Path:
     return path
 
 
-@contextmanager
-def open_results(place: Path) -> Iterator[Path]:
-    """A directory with what a directory or an archive holds."""
-    if place.suffix != ".zip":
-        yield place
+@contextlib.contextmanager
+def open_results(path: Path) -> Iterator[Path]:
+    """The directory of a study, from a directory or an archive."""
+    if path.suffix != ".zip":
+        yield path
         return
     with tempfile.TemporaryDirectory(prefix="offbeat-") as directory:
         try:
-            with zipfile.ZipFile(place) as held:
-                held.extractall(directory)  # zipfile makes names harmless that lead elsewhere
-        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last one: encrypted
-            raise ConfigurationError(f"{place} cannot be read ({error}); name another archive") from None
+            with zipfile.ZipFile(path) as archive_file:
+                archive_file.extractall(directory)  # zipfile removes .. and absolute paths from names
+        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # RuntimeError: encrypted
+            raise ConfigurationError(f"{path} cannot be read ({error}); name another archive") from None
         yield Path(directory)
 
 
-# Time per step against the number of parts of a batch: measured here and now, and kept beside the records.
-
+# Time per step against the number of parts of a batch, measured on this machine and stored beside the records
 
 TIMINGS = "timings.json"
 
 
 class BatchTiming(msgspec.Struct, frozen=True):
-    """The gradient of a batch, cut into so many parts: how long it took, once for each repeat."""
+    """How long the gradient of a batch takes."""
 
     batch: int
+    """Samples of the batch."""
     parts: int
+    """Micro-batches that it is cut into."""
     seconds: tuple[float, ...]
+    """The time of each repeat."""
 
 
 def measure(study: Study, on_batch: Callable[[str], None]) -> list[BatchTiming]:
-    """What the study wants timed; `on_batch` is told what comes next."""
+    """Measure what the study describes; `on_batch` is called with a text before each batch size."""
     timing = study.description.timing
     if timing is None:
         return []
@@ -353,16 +352,18 @@ def measure(study: Study, on_batch: Callable[[str], None]) -> list[BatchTiming]:
     for batch in timing.batches:
         on_batch(f"timing batches of {batch}")
         parts = [count for count in timing.splits if count <= batch // 2]
-        for taken in time_per_step(workload, batch, parts, timing.repeats):
-            rows.append(BatchTiming(batch, taken.splits, taken.repeats))
+        steps = time_per_step(workload, batch, parts, timing.repeats)
+        rows += [BatchTiming(batch, step.splits, step.repeats) for step in steps]
     return rows
 
 
 def write_timings(directory: Path, rows: list[BatchTiming]) -> None:
+    """Write timings to the directory of a study."""
     (directory / TIMINGS).write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
 
 
 def read_timings(directory: Path) -> list[BatchTiming]:
+    """The timings in the directory of a study; empty if there are none."""
     path = directory / TIMINGS
     if not path.is_file():
         return []

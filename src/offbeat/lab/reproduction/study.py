@@ -1,9 +1,8 @@
-"""A study: runs that belong together, what is drawn and said of them, and what others have published.
+"""Studies: the runs of a published experiment, their figures, and claims that compare them with published numbers.
 
-It is read from a file of `offbeat/experiments`. Its table `base` is that of an experiment file; each `[[case]]` changes
-something of it, and has a label and perhaps a number, `x`, by which cases are drawn against each other. What `each`
-holds, of the study or of a case, goes to each strategy. What `[full]` says takes the place of what stands outside of it
-where the original's sizes are asked for.
+A study is read from a TOML file of `lab/experiments`. Its table `base` is that of an experiment file. Each `[[case]]`
+changes some of it; it has a label and may have a number `x`, which figures draw cases against. The table `each`, of the
+study or of a case, is merged into every strategy. At scale `full`, the table `[full]` is merged into the study.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -25,58 +24,59 @@ from offbeat.lab.experiment import Experiment, Plan
 from offbeat.records.metrics import Summary
 from offbeat.records.schema import RunRecords
 
-SCALES = ("default", "full")
 Scale = Literal["default", "full"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
 Engine = Literal["simulated", "live"]
 
 
 class StudyFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A figure: a panel of `cells`, or else a quantity against the cases' `x`."""
+    """A figure: a panel of `cells`, or the quantity `y` against the number `x` of the cases."""
 
     file: str
     caption: str
     cells: list[list[str]] = []
-    """Names of small plots, row by row."""
+    """Names of plots, row by row."""
     cases: list[str] = []
-    """The cases that are drawn; none: all."""
+    """The cases that are drawn; empty: all."""
     strategies: list[str] = []
-    """The labels that are drawn; none: all."""
+    """The labels that are drawn; empty: all."""
     by: Literal["strategy", "case", "both"] = "strategy"
-    """What tells lines apart: the label of a strategy, of a case, or of both."""
+    """The label of a line: that of the strategy, of the case, or both."""
     x: str = ""
+    """The label of the x axis."""
     y: str = ""
-    """The quantity, by its name in `quantities.py`."""
+    """The name of the quantity in `findings.QUANTITIES`."""
     log_x: bool = False
     log_y: bool = False
     published: dict[str, list[tuple[float, float]]] = {}
-    """Values of others, by label."""
+    """Published values, by label."""
 
 
 class RunSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Runs of one strategy in one case."""
+    """The runs of one strategy in one case."""
 
     strategy: str
     case: str = ""
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One sentence: a quantity of `of`, or how often that of `over` goes into it, beside what was published."""
+    """A sentence that compares the quantity of `of`, or its ratio to that of `over`, with a published value."""
 
     quantity: str
     of: RunSelection
     over: RunSelection | None = None
     sentence: str
-    """Holds {ours}, for a number with its interval."""
+    """Contains {ours}, which is replaced by the mean and its interval."""
     published: str
-    """What others have found, in words."""
+    """The published value in words."""
     low: float | None = None
     high: float | None = None
-    """The same as numbers, where it is comparable: from, to."""
+    """The published value as a range, if the numbers are comparable."""
     better: Literal["higher", "lower"] = "higher"
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Time per step against the number of parts that a batch is cut into, measured where the command runs."""
+    """A measurement of time per step against the number of micro-batches of a batch, on this machine."""
 
     batches: list[int]
     splits: list[int]
@@ -85,18 +85,18 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class StudyDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a file says of a study, besides what is run."""
+    """What a study file says about a study, except what is run."""
 
     title: str
     original: str
     scaled: str
     expect: str
     minutes: float
-    """About how long it takes on two cores."""
+    """Approximate duration on two cores."""
     columns: list[str]
-    """Quantities of the table."""
+    """Names of the quantities in the table."""
     epoch: int | None = None
-    """How many samples an epoch has."""
+    """The number of samples of an epoch."""
     figures: list[StudyFigure]
     claims: list[Claim]
     timing: Timing | None = None
@@ -114,16 +114,17 @@ class StudyCase:
 
 @dataclass(frozen=True)
 class Study:
-    """Everything that `offbeat reproduce NAME` does. `own` is the file that it was read from, unless that ships."""
+    """What `offbeat reproduce NAME` runs and draws."""
 
     name: str
     scale: Scale
     own: Path | None
+    """The file of a user's own study; None for one of the package."""
     description: StudyDescription
     cases: tuple[StudyCase, ...]
 
     def experiments(self) -> Iterator[tuple[StudyCase, Experiment]]:
-        """Seed by seed, so that a study that is broken off still compares like with like."""
+        """The experiments, seed by seed, so that an interrupted study has finished the same seeds of all cases."""
         for seed in dict.fromkeys(seed for case in self.cases for seed in case.plan.seeds):
             for case in self.cases:
                 for experiment in case.plan.experiments():
@@ -139,7 +140,7 @@ class Study:
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A run, and its summary."""
+    """A run of a study, and its summary."""
 
     case: str
     records: RunRecords
@@ -155,17 +156,17 @@ class StudyRun:
 
 
 def names() -> list[str]:
-    """The studies that there are, in the order in which they are shown."""
+    """The names of the studies in the package, sorted."""
     return sorted(path.stem for path in directory().glob("*.toml") if "[base" in path.read_text(encoding="utf-8"))
 
 
 def directory() -> Path:
-    """Where the files of studies are."""
+    """The directory of the study files in the package."""
     return Path(str(resources.files("offbeat"))) / "lab" / "experiments"
 
 
 def load_study(name: str, scale: Scale = "default", seeds: tuple[int, ...] | None = None) -> Study:
-    """A study by its name, or from a file of one's own."""
+    """Load a study by name, or from a TOML file; `seeds` replaces those of the file."""
     path = Path(name) if name.endswith(".toml") else directory() / f"{name}.toml"
     if path.parent == directory() and path.stem not in names():
         raise unknown("study", name, names(), "or give the path of a TOML file; see 'offbeat reproduce --list'")
@@ -175,10 +176,17 @@ def load_study(name: str, scale: Scale = "default", seeds: tuple[int, ...] | Non
 
 
 def study_of(
-    name: str, given: Mapping[str, Any], scale: Scale, seeds: tuple[int, ...] | None = None, where: str = "the study"
+    name: str, contents: Mapping[str, Any], scale: Scale, seeds: tuple[int, ...] | None = None, where: str = "the study"
 ) -> Study:
-    """A study from the table of its file."""
-    table: dict[str, Any] = copy.deepcopy(dict(given))
+    """A study from the contents of its file.
+
+    name: the name of the study
+    contents: the table of the TOML file
+    scale: whether the table `full` applies
+    seeds: the seeds to run; None: those of the file
+    where: the name of the file in error messages
+    """
+    table: dict[str, Any] = copy.deepcopy(dict(contents))
     full = table.pop("full", {})
     if scale == "full":
         table = _merged(table, full)
@@ -213,7 +221,7 @@ def _case(
 
 
 def _merged(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with what was changed; tables are merged key by key, unless one of another name takes their place."""
+    """Merge changes into a table, in place: key by key, but a table with another `name` replaces the old one."""
     for key, value in changes.items():
         old = table.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping) and value.get("name") in (None, old.get("name")):
