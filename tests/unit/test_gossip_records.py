@@ -206,7 +206,7 @@ def test_an_estimated_curve_is_marked_in_its_label_and_caption() -> None:
     drawn = svg_text(plot(live, "consensus over time"))
     assert ">live, estimated from exchanges<" in drawn
     assert ">gossip<" in drawn
-    assert "nobody sees all models of a live run at once" in report_page(live)
+    assert "in a live run no process has all models" in report_page(live)
 
 
 def test_strategies_look_as_they_do_in_the_other_figures(mixed: list[RunRecords]) -> None:
