@@ -1,9 +1,9 @@
-"""Gradients by the clock in one process, nothing distributed:
+"""Gradients with a time limit, in one process:
 
     python examples/anytime_single.py --seconds 0.02
 
-Every update takes the same time, however busy the machine is, and as many samples as fit into it. Something else that
-wants the processor makes the batches smaller, not the updates later.
+Every update takes the same time, and has as many samples as can be computed in it. When other processes use the CPU,
+batches become smaller; updates do not become later.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import offbeat as ob
-from offbeat.records.schema import Update
 
 
 def main() -> None:
@@ -37,7 +36,7 @@ def main() -> None:
         for x, y in run.batches((inputs, targets)):
             run.backward(F.cross_entropy(model(x), y, reduction="none"))
 
-    batches = [record.samples for record in run.records.records if isinstance(record, Update)]
+    batches = [record.samples for record in run.records.records if isinstance(record, ob.nodes.Update)]
     accuracy = (model(inputs).argmax(1) == targets).float().mean()
     print(f"{len(batches)} updates in {time.perf_counter() - began:.2f} s, accuracy {accuracy:.3f}")
     print(f"samples per update: {min(batches)} to {max(batches)}")

@@ -1,4 +1,4 @@
-"""A training loop of one's own, with any strategy:
+"""A custom training loop, with any strategy:
 
 python examples/train_digits.py                               hub and worker in this process
 offbeat launch -n 4 examples/train_digits.py --strategy amb   one hub, three workers

@@ -42,7 +42,7 @@ from offbeat.strategies.training_node import TrainingNode, dropped
 class Serial(Strategy, name="serial"):
     """One process that trains one batch after the other, whatever the number of workers. Nothing is sent."""
 
-    summary: ClassVar[str] = "one process and one batch after the other: what a single machine does by itself"
+    summary: ClassVar[str] = "one process that trains one batch after the other: the baseline of a single machine"
     paper: ClassVar[str] = "Robbins and Monro, 1951 (stochastic approximation)"
     figure_style: ClassVar[int | None] = 15
 
