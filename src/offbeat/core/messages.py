@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -88,9 +88,6 @@ class Message:
         return HEADER_BYTES + sum(tensor.nbytes for tensor in self.tensors())
 
 
-Kind = TypeVar("Kind", bound=Message)
-
-
 _PAYLOADS: dict[type[Message], list[tuple[str, bool]]] = {}
 
 
@@ -101,25 +98,6 @@ def _payload(kind: type[Message]) -> list[tuple[str, bool]]:
         fields = [(item.name, hints[item.name]) for item in dataclasses.fields(kind)]
         _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in fields if hint in (Tensor, Buffers)]
     return _PAYLOADS[kind]
-
-
-def packed(message: Message) -> dict[str, Any]:
-    """A message as tensors and plain data, for the state of a node."""
-    values = {item.name: getattr(message, item.name) for item in dataclasses.fields(message)}
-    tensors = {}
-    for name, is_single in _payload(type(message)):
-        payload = values.pop(name)
-        tensors[name] = payload.clone() if is_single else [tensor.clone() for tensor in payload]
-    return {"header": values, "tensors": tensors}
-
-
-def unpacked(kind: type[Kind], state: dict[str, Any]) -> Kind:
-    """The inverse of `packed`; tuples may have become lists in between."""
-    return kind(**{name: _tuples(value) for part in ("header", "tensors") for name, value in state[part].items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
