@@ -1,4 +1,4 @@
-"""Budgets in live runs: no more leaves than they allow, all of it is used, and nothing is lost at the end."""
+"""Rate limits in live runs: they are kept and used up, and nothing is lost at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOIN_SECONDS = 500.0
 
 
 def wide() -> ob.Workload:
-    """A model whose gradients are 40 kB and take next to no time: far more than the limit, if it were not there."""
+    """A model whose gradients are 40 kB and cheap to compute: without a limit, far more would be sent."""
     random = torch.Generator().manual_seed(5)
     inputs = torch.randn(256, 10_000, generator=random)
     return ob.Workload(
@@ -41,7 +41,7 @@ QUICK = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
 
 
 def check_within_limit(run: RunRecords) -> None:
-    """By the counters and the clock of the run itself: on every link, in both directions."""
+    """By the counters and the clock of the run: on every link, in both directions."""
     uses = list(of_kind(run, LinkUse))
     assert uses
     for use in uses:
@@ -81,8 +81,8 @@ def test_processes_keep_to_a_rate_limit_and_use_it() -> None:
     assert f"{run.summary.budget_used:.0%} of the bandwidth limit used" in str(run.summary)
 
 
-def test_it_holds_from_the_beginning_to_any_moment() -> None:
-    """What was counted every second, against the clock at that moment."""
+def test_the_limit_holds_from_the_beginning_to_any_moment() -> None:
+    """The counters of every second, against the clock at that moment."""
     run = ob.train(wide(), QUICK, ob.Seconds(3.0), workers=1, evaluate=None, bytes_per_second=LIMIT)
     counted = [record for record in of_kind(run.records, Traffic) if record.rank == 1]
     assert len(counted) >= 2
@@ -90,7 +90,7 @@ def test_it_holds_from_the_beginning_to_any_moment() -> None:
         assert sum(flow.bytes for flow in record.sent.values()) <= LIMIT * record.at * 1.05
 
 
-def test_a_loop_of_ones_own_keeps_to_a_rate_limit(tmp_path: Path) -> None:
+def test_a_training_loop_of_the_user_keeps_to_a_rate_limit(tmp_path: Path) -> None:
     workload = wide()
     model = workload.initial_model(0)
     strategy = QUICK.with_default_optimizer(workload.optimizer)
@@ -102,7 +102,7 @@ def test_a_loop_of_ones_own_keeps_to_a_rate_limit(tmp_path: Path) -> None:
     assert shares(run.records)[1, "0"] >= 0.8
 
 
-def test_peers_with_a_rate_limit_come_to_their_ends() -> None:
+def test_peers_with_a_rate_limit_finish() -> None:
     gossip = ob.Gossip(batch=4, rate=2.0)
     run = ob.train(wide(), gossip, ob.Seconds(3.0), workers=3, evaluate=None, bytes_per_second=LIMIT)
     assert run.summary.failure is None
@@ -110,25 +110,25 @@ def test_peers_with_a_rate_limit_come_to_their_ends() -> None:
     assert len(list(of_kind(run.records, Ended))) == 3
 
 
-# One participant
+# One node runner
 
 
 @dataclass(frozen=True)
-class Letter(Message):
+class Payload(Message):
     values: Tensor
     number: int = 0
 
 
-class Writer(Node):
-    """Sends some letters and finishes at once."""
+class SenderNode(Node):
+    """Sends some messages and finishes at once."""
 
-    def __init__(self, letters: int) -> None:
-        self._letters = letters
+    def __init__(self, count: int) -> None:
+        self._count = count
 
     def handle(self, event: Event) -> Iterator[Action]:
         if isinstance(event, PeerJoined):
-            for number in range(self._letters):
-                yield Send(1, Letter(torch.zeros(1000), number))
+            for number in range(self._count):
+                yield Send(1, Payload(torch.zeros(1000), number))
             yield Finish(torch.zeros(1), (), 0)
 
     def state(self) -> dict[str, Any]:
@@ -138,15 +138,15 @@ class Writer(Node):
         pass
 
 
-class Reader(Node):
-    """Reads letters until their writer is gone."""
+class ReceiverNode(Node):
+    """Receives messages until their sender is lost."""
 
     def __init__(self) -> None:
-        self.read: list[int] = []
+        self.numbers: list[int] = []
 
     def handle(self, event: Event) -> Iterator[Action]:
-        if isinstance(event, MessageArrived) and isinstance(event.message, Letter):
-            self.read.append(event.message.number)
+        if isinstance(event, MessageArrived) and isinstance(event.message, Payload):
+            self.numbers.append(event.message.number)
         elif isinstance(event, PeerLost):
             yield Finish(torch.zeros(1), (), 0)
 
@@ -157,54 +157,54 @@ class Reader(Node):
         pass
 
 
-def test_what_was_sent_right_before_the_end_leaves_before_the_process_does() -> None:
+def test_messages_sent_right_before_the_end_are_sent_before_the_process_ends() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
-    reader, record = Reader(), MemoryWriter()
-    limit = 16_000.0  # four letters a second
-    writing = NodeRunner(Writer(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=limit)
-    reading = NodeRunner(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
-    reading.start()
-    writing.start()
+    receiver, record = ReceiverNode(), MemoryWriter()
+    limit = 16_000.0  # four messages a second
+    sending = NodeRunner(SenderNode(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=limit)
+    receiving = NodeRunner(receiver, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    receiving.start()
+    sending.start()
     try:
-        assert writing.wait(JOIN_SECONDS)
-        writing.close(linger_seconds=0.1)  # far less than it takes
-        assert reading.wait(JOIN_SECONDS)
-        assert reader.read == [0, 1, 2, 3]
-        writing.write_last(writing.ended_record())
+        assert sending.wait(JOIN_SECONDS)
+        sending.close(linger_seconds=0.1)  # far less than sending takes
+        assert receiving.wait(JOIN_SECONDS)
+        assert receiver.numbers == [0, 1, 2, 3]
+        sending.write_last(sending.ended_record())
         (use,) = [each for each in record.records if isinstance(each, LinkUse)]
         assert 0 < use.used["1"] <= limit * use.at
     finally:
-        writing.close()
-        reading.close()
+        sending.close()
+        receiving.close()
 
 
-def test_what_waits_for_a_peer_that_is_gone_holds_nobody_up() -> None:
+def test_messages_queued_for_a_lost_peer_delay_nothing() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
-    writing = NodeRunner(Writer(4), first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=1.0)
-    writing.start()
+    sending = NodeRunner(SenderNode(4), first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=1.0)
+    sending.start()
     try:
-        assert writing.wait(JOIN_SECONDS)
+        assert sending.wait(JOIN_SECONDS)
         second.close()
-        writing.close()  # hours, if it waited for the rate limit
-        assert writing.failure is None
+        sending.close()  # hours, if it waited for the rate limit
+        assert sending.failure is None
     finally:
-        writing.close()
+        sending.close()
 
 
-class Counter(Node):
-    """Sends a letter again and again under one key, and counts those that have left."""
+class SupersedingNode(Node):
+    """Sends messages under one key, and counts those that were sent."""
 
     def __init__(self) -> None:
-        self.left = 0
+        self.sent = 0
 
     def handle(self, event: Event) -> Iterator[Action]:
         if isinstance(event, PeerJoined):
             for number in range(5):
-                yield Send(1, Letter(torch.zeros(1000), number), supersedes="newest")
+                yield Send(1, Payload(torch.zeros(1000), number), supersedes="newest")
         if isinstance(event, Sent):
-            self.left += 1
+            self.sent += 1
             yield Finish(torch.zeros(1), (), 0)
 
     def state(self) -> dict[str, Any]:
@@ -214,19 +214,19 @@ class Counter(Node):
         pass
 
 
-def test_what_waits_is_superseded_and_is_sent_only_when_it_has_left() -> None:
+def test_a_queued_message_is_superseded_and_reported_as_sent_only_when_it_was() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
-    node, reader = Counter(), Reader()
-    writing = NodeRunner(node, first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=16_000.0)
-    reading = NodeRunner(reader, second, rank=1, clock=Clock(), writer=MemoryWriter())
-    reading.start()
-    writing.start()
+    node, receiver = SupersedingNode(), ReceiverNode()
+    sending = NodeRunner(node, first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=16_000.0)
+    receiving = NodeRunner(receiver, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    receiving.start()
+    sending.start()
     try:
-        assert writing.wait(JOIN_SECONDS)
-        writing.close()
-        assert reading.wait(JOIN_SECONDS)
-        assert (reader.read, node.left) == ([4], 1)
+        assert sending.wait(JOIN_SECONDS)
+        sending.close()
+        assert receiving.wait(JOIN_SECONDS)
+        assert (receiver.numbers, node.sent) == ([4], 1)
     finally:
-        writing.close()
-        reading.close()
+        sending.close()
+        receiving.close()

@@ -261,9 +261,9 @@ def test_launch_starts_a_script_several_times_and_each_process_knows_its_rank(
         "os.write(1, f\"{os.environ['OFFBEAT_RANK']} of {os.environ['OFFBEAT_PROCESSES']} {sys.argv[1:]}\\n\".encode())"
     )
     assert main(["launch", "-n", "3", "--restarts", "0", "script.py", "--out", "x"]) == 0
-    said = capfd.readouterr()
-    assert sorted(said.out.splitlines()) == [f"{rank} of 3 ['--out', 'x']" for rank in range(3)]
-    assert said.err == ""
+    output = capfd.readouterr()
+    assert sorted(output.out.splitlines()) == [f"{rank} of 3 ['--out', 'x']" for rank in range(3)]
+    assert output.err == ""
     assert not list(Path("runs").iterdir())
 
 

@@ -169,12 +169,12 @@ def test_processes_under_torchrun_find_rank_0_through_its_store() -> None:
 
 
 def test_a_token_is_the_stripped_content_of_its_file(token_file: Path) -> None:
-    said: list[str] = []
-    assert read_token(token_file, said.append) == b"secret"
-    assert said == []
+    warnings: list[str] = []
+    assert read_token(token_file, warnings.append) == b"secret"
+    assert warnings == []
     token_file.chmod(0o644)
-    assert read_token(token_file, said.append) == b"secret"
-    assert said == [f"other users can read the token file {token_file}; type: chmod 600 {token_file}"]
+    assert read_token(token_file, warnings.append) == b"secret"
+    assert warnings == [f"other users can read the token file {token_file}; type: chmod 600 {token_file}"]
 
 
 def test_a_token_file_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rate limit of a link: when a token bucket lets a message leave, and the queue of a live rank in front of it."""
+"""The rate limit of a link: when a token bucket admits a message, and the queue of a live rank in front of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from offbeat.lab.experiment import Plan
 
 
 @dataclass(frozen=True)
-class Parcel(Message):
+class SizedMessage(Message):
     values: Tensor
     number: int = 0
 
 
-def parcel(to: int, nbytes: int, number: int = 0, key: str | None = None) -> Send:
-    return Send(to, Parcel(torch.zeros(nbytes, dtype=torch.uint8), number), key)
+def sized_send(to: int, nbytes: int, number: int = 0, key: str | None = None) -> Send:
+    return Send(to, SizedMessage(torch.zeros(nbytes, dtype=torch.uint8), number), key)
 
 
 def payload(message: Message) -> int:
@@ -34,19 +34,19 @@ def payload(message: Message) -> int:
 
 
 def outbox(rate: float = 100.0) -> RateLimitedOutbox:
-    opened = RateLimitedOutbox(rate, payload)
+    limited = RateLimitedOutbox(rate, payload)
     for peer in (1, 2):
-        opened.open(peer, 0.0)
-    return opened
+        limited.open(peer, 0.0)
+    return limited
 
 
-def leave(limited: RateLimitedOutbox, peer: int, now: float) -> list[Any]:
-    """The numbers of the messages that may leave now."""
+def take_all(limited: RateLimitedOutbox, peer: int, now: float) -> list[Any]:
+    """The numbers of the messages that may be sent now."""
     sends = iter(lambda: limited.take(peer, now), None)
-    return [send.message.number for send in sends if isinstance(send.message, Parcel)]
+    return [send.message.number for send in sends if isinstance(send.message, SizedMessage)]
 
 
-def test_a_bucket_starts_empty_and_lets_messages_leave_as_it_fills() -> None:
+def test_a_bucket_starts_empty_and_admits_messages_as_it_fills() -> None:
     bucket = TokenBucket(100.0)
     assert bucket.ready_at(50, now=0.0) == 0.5
     bucket.consume(50)
@@ -62,14 +62,14 @@ def test_a_bucket_holds_one_second_at_the_most() -> None:
 
 def test_a_message_larger_than_the_bucket_waits_for_the_rest_and_no_longer() -> None:
     bucket = TokenBucket(100.0)
-    assert bucket.ready_at(1000, now=5.0) == 14.0, "one second's worth is there"
-    assert bucket.ready_at(1000, now=9.0) == 14.0, "asking again costs nothing"
-    assert bucket.ready_at(200, now=9.0) == 6.0, "a smaller one in its place could leave"
+    assert bucket.ready_at(1000, now=5.0) == 14.0, "the bucket holds one second"
+    assert bucket.ready_at(1000, now=9.0) == 14.0, "a second call changes nothing"
+    assert bucket.ready_at(200, now=9.0) == 6.0, "a smaller one could be sent instead"
     bucket.consume(1000)
     assert bucket.ready_at(10, now=14.0) == 14.1, "the bucket is empty"
 
 
-def test_a_bucket_whose_message_is_gone_does_not_go_on_filling() -> None:
+def test_a_bucket_stops_filling_when_its_message_is_cancelled() -> None:
     bucket = TokenBucket(100.0)
     assert bucket.ready_at(5000, now=0.0) == 50.0
     bucket.cancel()
@@ -77,7 +77,7 @@ def test_a_bucket_whose_message_is_gone_does_not_go_on_filling() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_never_more_than_the_limit_from_the_beginning_to_any_moment(seed: int) -> None:
+def test_the_limit_holds_from_the_beginning_to_any_moment(seed: int) -> None:
     random = np.random.default_rng(seed)
     bucket, now, sent, busy = TokenBucket(1000.0), 0.0, 0, 0.0
     for number in itertools.count():
@@ -90,40 +90,40 @@ def test_never_more_than_the_limit_from_the_beginning_to_any_moment(seed: int) -
             break
         idle = float(random.exponential(2.0)) if number % 50 == 0 else 0.0
         now, busy = now + idle, busy + idle
-    assert sent >= 1000.0 * (now - busy) * (1 - 1e-9), "whoever always has something to send gets all of it"
+    assert sent >= 1000.0 * (now - busy) * (1 - 1e-9), "a sender that is never idle uses all of it"
 
 
-def test_what_waits_leaves_in_order_when_the_limit_allows_each_peer_on_its_own() -> None:
-    paced = outbox()
+def test_queued_messages_are_sent_in_order_with_a_limit_per_peer() -> None:
+    limited = outbox()
     for number in range(3):
-        paced.put(parcel(1, 50, number))
-    paced.put(parcel(2, 25, 7))
-    assert (leave(paced, 1, 0.0), paced.ready_at(1, 0.0), paced.ready_at(2, 0.0)) == ([], 0.5, 0.25)
-    assert (leave(paced, 1, 1.0), leave(paced, 2, 1.0)) == ([0, 1], [7])
-    assert (len(paced), paced.ready_at(2, 1.0), paced.empty_at(1.0)) == (1, None, 1.5)
-    assert leave(paced, 1, 1.5) == [2]
-    assert len(paced) == 0
+        limited.put(sized_send(1, 50, number))
+    limited.put(sized_send(2, 25, 7))
+    assert (take_all(limited, 1, 0.0), limited.ready_at(1, 0.0), limited.ready_at(2, 0.0)) == ([], 0.5, 0.25)
+    assert (take_all(limited, 1, 1.0), take_all(limited, 2, 1.0)) == ([0, 1], [7])
+    assert (len(limited), limited.ready_at(2, 1.0), limited.empty_at(1.0)) == (1, None, 1.5)
+    assert take_all(limited, 1, 1.5) == [2]
+    assert len(limited) == 0
 
 
-def test_a_message_that_waits_is_superseded_in_its_place() -> None:
-    paced = outbox()
+def test_a_queued_message_is_superseded_in_its_place() -> None:
+    limited = outbox()
     for number, key in enumerate(["newest", None, "newest"]):
-        paced.put(parcel(1, 50, number, key))
-    assert leave(paced, 1, 0.5) == [2]
-    assert leave(paced, 1, 1.0) == [1]
+        limited.put(sized_send(1, 50, number, key))
+    assert take_all(limited, 1, 0.5) == [2]
+    assert take_all(limited, 1, 1.0) == [1]
 
 
-def test_what_waits_for_a_peer_that_is_lost_is_gone_and_its_bucket_is_not_filled_twice() -> None:
-    paced = outbox()
-    paced.put(parcel(1, 50))
-    assert leave(paced, 1, 0.5) == [0]
-    paced.put(parcel(1, 1000))
-    paced.lose(1)
-    assert (len(paced), paced.ready_at(1, 0.5), leave(paced, 1, 99.0)) == (0, None, [])
-    paced.open(1, 0.6)
-    paced.put(parcel(1, 50, 3))
-    assert leave(paced, 1, 0.9) == []
-    assert leave(paced, 1, 1.0) == [3]
+def test_messages_to_a_lost_peer_are_discarded_and_its_bucket_is_not_filled_twice() -> None:
+    limited = outbox()
+    limited.put(sized_send(1, 50))
+    assert take_all(limited, 1, 0.5) == [0]
+    limited.put(sized_send(1, 1000))
+    limited.lose(1)
+    assert (len(limited), limited.ready_at(1, 0.5), take_all(limited, 1, 99.0)) == (0, None, [])
+    limited.open(1, 0.6)
+    limited.put(sized_send(1, 50, 3))
+    assert take_all(limited, 1, 0.9) == []
+    assert take_all(limited, 1, 1.0) == [3]
 
 
 MAKERS: list[Callable[[Any], Any]] = [
@@ -136,17 +136,17 @@ MAKERS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("make", MAKERS, ids=["simulate", "train", "join", "plan"])
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_rate_limit_that_cannot_be_is_refused_with_one_sentence(make: Callable[[Any], Any], wrong: Any) -> None:
+def test_an_invalid_rate_limit_is_rejected_with_one_sentence(make: Callable[[Any], Any], wrong: Any) -> None:
     with pytest.raises(ob.ConfigurationError, match=r"bytes_per_second, must be a number of 1 or more, such as 1e6"):
         make(wrong)
 
 
-def test_a_word_is_no_rate_limit() -> None:
+def test_text_is_no_rate_limit() -> None:
     with pytest.raises(ob.ConfigurationError, match=r"of 1 or more, such as 1e6, but is '1 MB'"):
         ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), bytes_per_second="1 MB")  # type: ignore[arg-type]
 
 
-def test_without_the_limit_everything_leaves_at_once_in_its_order() -> None:
+def test_without_the_limit_all_messages_are_sent_at_once_in_order() -> None:
     outbox = RateLimitedOutbox(1.0, lambda message: 1000)
     outbox.open(1, now=0.0)
     first, second = Send(1, Stopped(1, 1)), Send(1, Stopped(2, 2))

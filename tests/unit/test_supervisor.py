@@ -39,7 +39,7 @@ class Processes:
         os.mkfifo(self.pipe)
         self.lives = [[HUB.format(str(self.pipe))], *lives]
         self.joined = joined
-        self.said: list[str] = []
+        self.sentences: list[str] = []
         self.lines: list[tuple[int, str]] = []
         self.children: dict[tuple[int, int], Child] = {}
 
@@ -56,7 +56,7 @@ class Processes:
             self._start,
             range(len(self.lives)),
             restarts_max=restarts_max,
-            say=self.said.append,
+            say=self.sentences.append,
             has_joined=lambda rank: self.joined,
             faults=faults,
             grace_seconds=0.05,
@@ -106,7 +106,7 @@ def never() -> bool:
 def test_the_run_is_over_when_rank_0_has_ended_and_the_others_have(tmp_path: Path) -> None:
     processes = Processes(tmp_path, [QUIT], [QUIT])
     assert processes.run(at_once) is None
-    assert processes.said == []
+    assert processes.sentences == []
     assert [child.poll() for child in processes.children.values()] == [0, 0, 0]
 
 
@@ -117,7 +117,7 @@ def test_processes_that_do_not_end_with_rank_0_are_killed(tmp_path: Path, monkey
     )
     processes = Processes(tmp_path, [FOREVER], [ignores_sigterm])
     supervisor = Supervisor(
-        processes._start, range(3), say=processes.said.append, has_joined=lambda rank: True, grace_seconds=0.1
+        processes._start, range(3), say=processes.sentences.append, has_joined=lambda rank: True, grace_seconds=0.1
     )
 
     def tick() -> None:
@@ -131,7 +131,7 @@ def test_processes_that_do_not_end_with_rank_0_are_killed(tmp_path: Path, monkey
 def test_a_worker_that_ends_by_itself_is_not_restarted(tmp_path: Path) -> None:
     processes = Processes(tmp_path, [QUIT], [FOREVER])
     assert processes.run(lambda: processes.children[1, 0].poll() == 0) is None
-    assert processes.said == []
+    assert processes.sentences == []
     assert processes.starts_of(1) == 1
 
 
@@ -161,20 +161,20 @@ def test_a_failure_of_rank_0_fails_the_run_with_its_error_sentence(script: str, 
 def test_a_worker_that_is_killed_is_restarted(tmp_path: Path) -> None:
     processes = Processes(tmp_path, [KILL_YOURSELF, FOREVER], [FOREVER])
     assert processes.run(processes.has(1, 1)) is None
-    assert processes.said == ["worker 1 was killed by SIGKILL; it is started again (1 of 3)"]
+    assert processes.sentences == ["worker 1 was killed by SIGKILL; it is started again (1 of 3)"]
     assert (processes.starts_of(1), processes.starts_of(2)) == (2, 1)
 
 
 def test_a_worker_that_fails_after_it_had_joined_is_restarted(tmp_path: Path) -> None:
     processes = Processes(tmp_path, [RAISE, FOREVER])
     assert processes.run(processes.has(1, 1)) is None
-    assert processes.said == ["worker 1: ValueError: there is no x; it is started again (1 of 3)"]
+    assert processes.sentences == ["worker 1: ValueError: there is no x; it is started again (1 of 3)"]
 
 
 def test_restarts_are_bounded_and_the_others_go_on(tmp_path: Path) -> None:
     processes = Processes(tmp_path, [KILL_YOURSELF], [FOREVER])
     last = "worker 1 was killed by SIGKILL, and it is not started again"
-    assert processes.run(lambda: last in processes.said) is None
+    assert processes.run(lambda: last in processes.sentences) is None
     assert processes.starts_of(1) == 4
     assert processes.starts_of(2) == 1
 
@@ -228,7 +228,7 @@ class Peers(Processes):
         failure = Supervisor(
             self._start,
             range(len(self.lives)),
-            say=self.said.append,
+            say=self.sentences.append,
             has_joined=lambda rank: self.joined,
             rounds=lambda rank: self.rounds.get(rank, 0),
             is_required=lambda rank: False,
@@ -255,7 +255,7 @@ def test_a_run_of_peers_is_over_when_all_have_ended(tmp_path: Path) -> None:
     processes = Peers(tmp_path, 3)
     steps = [step for rank in (0, 2, 1) for step in (processes.send(rank, QUIT), processes.ended(rank))]
     assert processes.run_steps(*steps) is None
-    assert processes.said == []
+    assert processes.sentences == []
     assert [child.poll() for child in processes.children.values()] == [0, 0, 0]
     assert processes.gone == [0, 2, 1]
 
@@ -269,7 +269,7 @@ def test_any_peer_is_restarted_even_rank_0(tmp_path: Path) -> None:
         processes.has(2, 1),
     ]
     assert processes.run_steps(*again, *(processes.send(rank, QUIT) for rank in range(3))) is None
-    assert processes.said == [
+    assert processes.sentences == [
         "peer 0 was killed by SIGKILL; it is started again (1 of 3)",
         "peer 2 was killed by SIGKILL; it is started again (1 of 3)",
     ]
@@ -282,7 +282,7 @@ def test_without_rank_0_the_other_peers_go_on_but_are_not_restarted(tmp_path: Pa
     assert (
         processes.run_steps(*losses, lambda: processes.gone == [0, 2], processes.send(1, QUIT), restarts_max=0) is None
     )
-    assert processes.said == [
+    assert processes.sentences == [
         "peer 0 was killed by SIGKILL, and it is not started again",
         "peer 2 was killed by SIGKILL, and it is not started again: rank 0, where it would find the others, is gone",
     ]
@@ -293,7 +293,7 @@ def test_a_peer_that_dies_when_others_have_finished_is_not_restarted(tmp_path: P
     processes = Peers(tmp_path, 3)
     first = [processes.send(1, QUIT), lambda: processes.gone == [1], processes.send(2, RAISE), processes.ended(2)]
     assert processes.run_steps(*first, processes.send(0, QUIT)) is None
-    assert processes.said == ["peer 2: ValueError: there is no x (when the run was ending)"]
+    assert processes.sentences == ["peer 2: ValueError: there is no x (when the run was ending)"]
 
 
 def test_a_peer_that_was_restarted_too_late_is_killed(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_peer_that_was_restarted_too_late_is_killed(tmp_path: Path) -> None:
     processes = Peers(tmp_path, 2)
     steps = [processes.send(1, KILL_YOURSELF), processes.has(1, 1), processes.send(0, QUIT), processes.ended(1, 1)]
     assert processes.run_steps(*steps) is None
-    assert processes.said[1:] == ["peer 1 had come back when the others were ending, and was ended"]
+    assert processes.sentences[1:] == ["peer 1 had come back when the others were ending, and was ended"]
     assert processes.children[1, 1].poll() == -signal.SIGKILL
 
 
@@ -344,7 +344,7 @@ def test_an_injected_crash_of_rank_0_may_be_followed_by_a_restart_if_it_is_a_pee
     processes = Peers(tmp_path, 2)
     steps = [processes.has(0, 1), processes.send(0, QUIT), processes.send(1, QUIT)]
     assert processes.run_steps(*steps, faults=(Crash(0, 0.0, back_after_seconds=0.0),)) is None
-    assert processes.said == ["peer 0 was killed by an injected fault"]
+    assert processes.sentences == ["peer 0 was killed by an injected fault"]
 
 
 def test_rank_0_that_turns_out_to_be_a_peer_does_not_end_the_run(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_rank_0_that_turns_out_to_be_a_peer_does_not_end_the_run(tmp_path: Path)
         processes._start,
         range(2),
         restarts_max=0,
-        say=processes.said.append,
+        say=processes.sentences.append,
         has_joined=lambda rank: True,
         is_required=lambda rank: rank == 0 and not processes.rounds.get(0),
         grace_seconds=0.05,
@@ -390,7 +390,10 @@ def test_an_injected_crash_and_restart_does_not_count_as_a_restart(tmp_path: Pat
     processes = Processes(tmp_path, [FOREVER], [FOREVER])
     faults = (Crash(1, 0.0, back_after_seconds=0.0), Crash(2, 0.0))
     assert processes.run(processes.has(1, 1), restarts_max=0, faults=faults) is None
-    assert processes.said == ["worker 1 was killed by an injected fault", "worker 2 was killed by an injected fault"]
+    assert processes.sentences == [
+        "worker 1 was killed by an injected fault",
+        "worker 2 was killed by an injected fault",
+    ]
     assert (processes.starts_of(1), processes.starts_of(2)) == (2, 1)
 
 
@@ -408,10 +411,10 @@ def test_a_pause_stops_and_continues(tmp_path: Path) -> None:
     def seen() -> bool:
         if processes.has(1, 0)():
             states.add(state_of(processes.children[1, 0].pid))
-        return len(processes.said) == 2
+        return len(processes.sentences) == 2
 
     assert processes.run(seen, faults=(Pause(1, 0.0, 0.8),)) is None
-    assert processes.said == ["worker 1 was paused by an injected fault", "worker 1 goes on after the pause"]
+    assert processes.sentences == ["worker 1 was paused by an injected fault", "worker 1 goes on after the pause"]
     assert "T" in states
     assert processes.starts_of(1) == 1
 
@@ -495,8 +498,8 @@ def supervised() -> Iterator[Supervised]:
 
 
 def rest_of(process: subprocess.Popen[str]) -> list[str]:
-    said, _ = process.communicate()
-    return said.splitlines()
+    output, _ = process.communicate()
+    return output.splitlines()
 
 
 def is_alive(pid: int) -> bool:
