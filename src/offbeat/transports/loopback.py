@@ -91,7 +91,7 @@ class Loopback:
     def leave(self, transport: LoopbackTransport) -> None:
         """For `LoopbackTransport`: it closes."""
         with self._lock:
-            if not transport.is_closed:
+            if self._open.get(transport.rank) is transport:
                 self._leave(transport.rank, "closed")
 
 
@@ -104,10 +104,6 @@ class LoopbackTransport(QueuedTransport):
         self.linked: dict[int, int] = {}
         """Incarnations of the links, by peer."""
         self._loopback = loopback
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
         self._loopback.pass_on(self, to, incarnation, message, key)

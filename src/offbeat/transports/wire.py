@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import struct
 import sys
@@ -322,19 +323,17 @@ def _read_meta(head: Head, meta: bytes) -> tuple[_Meta, list[_Announced]]:
 
 def _tensors_in(payload: Tensor, announced: list[_Announced]) -> list[Tensor]:
     tensors = []
-    first = 0
-    for dtype, shape, nbytes in announced:
+    parts = payload.split_with_sizes([nbytes for _, _, nbytes in announced])
+    for (dtype, shape, nbytes), part in zip(announced, parts, strict=True):
         if nbytes == 0:
             tensors.append(torch.empty(shape, dtype=dtype))
             continue
-        part = payload[first : first + nbytes]
         if dtype is torch.bool and part.max() > 1:
             raise WireError("a tensor of type bool holds values other than 0 and 1")
         if part.storage_offset() % dtype.itemsize:
             part = part.clone()
         typed = part if dtype is torch.uint8 else part.view(dtype)
         tensors.append(typed if isinstance(shape, int) else typed.view(shape))
-        first += nbytes
     return tensors
 
 
@@ -393,15 +392,12 @@ class _Plan:
 
     def build(self, values: list[Any], tensors: list[Tensor], counts: list[int]) -> Message:
         fields = dict(zip(self.names, values, strict=True))
-        first, group = 0, 0
-        for name, single in self.payload:
-            if single:
-                fields[name] = tensors[first]
-                first += 1
+        next_tensors, next_counts = iter(tensors), iter(counts)
+        for name, is_single in self.payload:
+            if is_single:
+                fields[name] = next(next_tensors)
             else:
-                fields[name] = tuple(tensors[first : first + counts[group]])
-                first += counts[group]
-                group += 1
+                fields[name] = tuple(itertools.islice(next_tensors, next(next_counts)))
         return self.kind(**fields)
 
 
