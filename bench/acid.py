@@ -1,24 +1,26 @@
-"""Where the momentum of averaging (A²CiD²) equals twice the communication: how far apart the peers of a cycle are.
+"""Consensus distance on a cycle: momentum of averaging (A²CiD²) against twice the communication.
 
     python bench/acid.py [--json] [--seeds N] [--peers 16 32 64] [--processes N]
 
-Contestants are gossip at rate 1, gossip at rate 2, and gossip with acid at rate 1: same seeds, same data, no latency,
-in virtual time. The *consensus distance* is the mean over peers of the squared distance to their mean. It is looked at
-several times per gradient, and averaged over time, after a burn-in, and over seeds. What is printed is acid's over that
-of the others: below 1, its peers are closer together.
+Compared are gossip at rate 1, gossip at rate 2, and gossip with acid at rate 1: same seeds, same data, no latency, in
+virtual time. The *consensus distance* is the mean over peers of the squared distance to their mean. It is sampled
+several times per gradient, and averaged over time, after a burn-in, and over seeds. Printed is the ratio of acid to
+each of the others: below 1, the peers of acid are closer together.
 
-*heterogeneous*: peers disagree, on quadratics with an optimum each, and on logistic regression where each sees about
-two of the ten digits. The figure for a number of peers is the worse of the two, ratio by ratio; `rows` has each.
-*identical*: the same quadratics with one optimum for all, so that only noise drives peers apart. Acid does not help.
+*heterogeneous*: the losses of the peers differ: quadratics with one optimum per peer, and logistic regression where
+each peer sees about two of the ten digits. The ratio of a number of peers is the worse of the two; `rows` has each.
+*identical*: the same quadratics with one common optimum, so that only gradient noise separates peers. Acid does not
+help.
 
-The quadratics have curvature 1, so that they forget their start within 1/RATE = 10 gradient times, whatever the graph,
-and are stationary when measuring begins. Logistic regression is not: its gradients shrink as it learns, and the slowest
-mode of a plain cycle takes 2·χ1 = 415 gradient times at 64 peers. All peers begin alike, so that plain gossip is still
-drifting apart there when the window ends; a longer one would be more in favour of acid.
+The quadratics have curvature 1, so that the influence of their start decays within 1/RATE = 10 gradient times on any
+graph, and they are stationary when sampling begins. Logistic regression is not: its gradients shrink during training,
+and the slowest mode of a plain cycle takes 2·χ1 = 415 gradient times at 64 peers. All peers start with equal
+parameters, so the distance of plain gossip is still growing there at the end of the window; a longer one would favour
+acid more.
 
 *loss* is that of a CNN on all training data at the end, with 95% intervals over seeds: of the average of all peers,
-which is what a run hands out, and of the peers themselves before that, the mean over them. Heterogeneous is two digits
-each again, identical is all digits for everybody.
+which is the result of a run, and the mean of the losses of the peers before that average. Heterogeneous is two digits
+per peer, identical is all digits on all peers.
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ RATE = 0.1
 BATCH = 16
 """Samples per gradient."""
 BURN_IN = 40
-"""Gradient times that are not looked at: four times what the quadratics need to forget their start."""
+"""Gradient times before sampling begins: four times the decay time of the quadratics."""
 WINDOW = 40
-"""Gradient times that are, after that."""
-LOOKS = 4
-"""Looks per gradient time, at equal distances from the moments at which gradients are ready."""
+"""Gradient times that are sampled after that."""
+SAMPLINGS = 4
+"""Samplings per gradient time, at equal intervals that avoid the times at which gradients are ready."""
 DIMENSION = 20
 """Parameters of the quadratics."""
 SPREAD = 1.0
@@ -70,19 +72,19 @@ SPREAD = 1.0
 NOISE = 1.0
 """Standard deviation of each coordinate of a sample's gradient: as large as the spread, but averaged over a batch."""
 SAMPLES_EACH = 2048
-"""Training examples of each peer of the quadratics: more than a run draws, so that no noise comes twice."""
+"""Training examples of each peer of the quadratics: more than a run draws, so that no noise is repeated."""
 LOSS_PEERS = 16
 """Peers that train the CNN."""
 
-CONTESTANTS: dict[str, ob.Gossip] = {
+VARIANTS: dict[str, ob.Gossip] = {
     "same rate": ob.Gossip(graph=ob.graphs.Cycle(), rate=1.0),
     "double rate": ob.Gossip(graph=ob.graphs.Cycle(), rate=2.0),
     "acid": ob.GossipAcid(graph=ob.graphs.Cycle(), rate=1.0),
 }
-SAME, DOUBLE, ACID = CONTESTANTS
+SAME, DOUBLE, ACID = VARIANTS
 
 
-# What is trained
+# Workloads
 
 
 class Point(nn.Module):
@@ -90,15 +92,15 @@ class Point(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = nn.Parameter(torch.zeros(DIMENSION))
+        self.values = nn.Parameter(torch.zeros(DIMENSION))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.place.expand(len(inputs), -1)
+        return self.values.expand(len(inputs), -1)
 
 
 @dataclass(frozen=True)
 class InTurn(Split):
-    """The first part of the examples for the first worker, the next for the next."""
+    """Contiguous parts of equal size, in the order of the workers."""
 
     def indices(self, targets: Tensor, worker: int, workers: int, seed: int) -> Indices:
         each = len(targets) // workers
@@ -106,7 +108,7 @@ class InTurn(Split):
 
 
 def quadratics(peers: int, seed: int, spread: float) -> ob.Workload:
-    """½‖x − target‖², the targets of each peer being its optimum under noise that sums to zero."""
+    """½‖x − target‖²; the targets of a peer are its optimum plus noise that sums to zero."""
     random = stream(seed, "acid benchmark")
     optima = random.normal(0.0, 1.0, (peers, 1, DIMENSION)) * spread
     noise = random.normal(0.0, NOISE, (peers, SAMPLES_EACH, DIMENSION))
@@ -121,7 +123,7 @@ def quadratics(peers: int, seed: int, spread: float) -> ob.Workload:
 
 
 def cnn(split: Split) -> ob.Workload:
-    """Evaluated on what it is trained with."""
+    """Digits, evaluated on the training data."""
     built = ob.workloads.DigitsCNN(split=split).build()
     return dataclasses.replace(built, test=built.train)
 
@@ -146,13 +148,13 @@ class Task:
     case: str
     workload: str
     peers: int
-    contestant: str
+    variant: str
     seed: int
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one run has shown; losses of the CNN alone."""
+class Result:
+    """Measurements of one run; losses are those of the CNN and None otherwise."""
 
     task: Task
     distance: float
@@ -160,18 +162,18 @@ class Found:
     peer_loss: float | None = None
 
 
-class Watch:
-    """Looks at all replicas from time to time, and writes nothing down."""
+class DistanceSampler:
+    """Observer that samples the consensus distance, and record writer that discards all records."""
 
     def __init__(self) -> None:
         self.distances: list[float] = []
         self.replicas = torch.empty(0)
-        """As they were when it looked last."""
+        """Parameters of all peers at the last sampling."""
 
     def before(self, simulation: Simulation, rank: int, event: Event) -> None:
-        while simulation.now >= (len(self.distances) + 0.5) / LOOKS:
-            found = (process.node.replica() for process in simulation.processes)
-            self.replicas = torch.stack([replica for replica in found if replica is not None])
+        while simulation.now >= (len(self.distances) + 0.5) / SAMPLINGS:
+            replicas = (process.node.replica() for process in simulation.processes)
+            self.replicas = torch.stack([replica for replica in replicas if replica is not None])
             exact = self.replicas.double()
             self.distances.append(float((exact - exact.mean(0)).square().sum(1).mean()))
 
@@ -180,24 +182,24 @@ class Watch:
     def write(self, record: Record) -> None: ...
 
 
-def one_run(task: Task) -> Found:
-    """In virtual time, where a gradient takes one second."""
+def one_run(task: Task) -> Result:
+    """Simulate one run, in which a gradient takes one second of virtual time."""
     torch.set_num_threads(1)
     workload = WORKLOADS[task.case, task.workload](task.peers, task.seed)
-    strategy = dataclasses.replace(
-        CONTESTANTS[task.contestant], optimizer=ob.SGD(lr=RATE), batch=BATCH, microbatch=BATCH
-    )
+    strategy = dataclasses.replace(VARIANTS[task.variant], optimizer=ob.SGD(lr=RATE), batch=BATCH, microbatch=BATCH)
     cluster, until = ob.Cluster(seconds_per_sample=1.0 / BATCH), ob.Seconds(float(BURN_IN + WINDOW))
-    watch = Watch()
-    simulation = Simulation(Scenario(strategy, workload, cluster, task.peers, until, task.seed), watch, observer=watch)
+    sampler = DistanceSampler()
+    simulation = Simulation(
+        Scenario(strategy, workload, cluster, task.peers, until, task.seed), sampler, observer=sampler
+    )
     outcome = simulation.run()
     assert outcome.failure is None, outcome.failure
-    distance = statistics.fmean(watch.distances[BURN_IN * LOOKS :])
+    distance = statistics.fmean(sampler.distances[BURN_IN * SAMPLINGS :])
     if task.workload != CNN:
-        return Found(task, distance)
+        return Result(task, distance)
     average_loss = simulation.gradient_computer.evaluate(outcome.finishes[0].parameters, ()).loss
-    peer_losses = [simulation.gradient_computer.evaluate(replica, ())[0] for replica in watch.replicas]
-    return Found(task, distance, average_loss, statistics.fmean(peer_losses))
+    peer_losses = [simulation.gradient_computer.evaluate(replica, ())[0] for replica in sampler.replicas]
+    return Result(task, distance, average_loss, statistics.fmean(peer_losses))
 
 
 # All runs
@@ -208,9 +210,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds")
     parser.add_argument("--peers", type=int, nargs="+", default=PEERS, help="sizes of the cycle")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many runs are made at a time")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many runs at a time")
     arguments = parser.parse_args()
-    rows = [row_of(found) for found in measured(arguments.peers, arguments.seeds, arguments.processes)]
+    rows = [row_of(results) for results in measured(arguments.peers, arguments.seeds, arguments.processes)]
     figures = {case: ratios(rows, case) for case in (HETEROGENEOUS, IDENTICAL)}
     losses = {row["case"]: row["loss"] for row in rows if row["loss"] is not None}
     if arguments.json:
@@ -219,37 +221,38 @@ def main() -> None:
         show(figures, rows)
 
 
-def measured(peers: Sequence[int], seeds: int, processes: int) -> Iterable[list[Found]]:
-    """The runs of each workload and size, all contestants and seeds."""
+def measured(peers: Sequence[int], seeds: int, processes: int) -> Iterable[list[Result]]:
+    """Results of all variants and seeds, one list per workload and size."""
     settings = [
         (case, workload, size) for case, workload in WORKLOADS for size in ((LOSS_PEERS,) if workload == CNN else peers)
     ]
-    tasks = [Task(*key, contestant, seed) for key in settings for contestant in CONTESTANTS for seed in range(seeds)]
-    # The largest first, so that no process is left alone with one of them at the end.
+    tasks = [Task(*key, variant, seed) for key in settings for variant in VARIANTS for seed in range(seeds)]
+    # The largest first, so that no process still has a long run when the others are done.
     order = sorted(tasks, key=lambda task: task.peers, reverse=True)
     console = Console(stderr=True)
     with (
         ProcessPoolExecutor(processes) as pool,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
-        made = list(progress.track(pool.map(one_run, order), total=len(order), description="simulating"))
+        results = list(progress.track(pool.map(one_run, order), total=len(order), description="simulating"))
     return [
-        [found for found in made if (found.task.case, found.task.workload, found.task.peers) == key] for key in settings
+        [result for result in results if (result.task.case, result.task.workload, result.task.peers) == key]
+        for key in settings
     ]
 
 
-def row_of(found: Sequence[Found]) -> dict[str, Any]:
-    """One workload at one size."""
-    task = found[0].task
-    distances = {name: over_seeds(run.distance for run in of(found, name)) for name in CONTESTANTS}
+def row_of(results: Sequence[Result]) -> dict[str, Any]:
+    """Summary of one workload at one size."""
+    task = results[0].task
+    distances = {name: over_seeds(run.distance for run in of(results, name)) for name in VARIANTS}
     losses = None
     if task.workload == CNN:
         losses = {
             name: {
-                "average": over_seeds(run.average_loss for run in of(found, name)),
-                "peers": over_seeds(run.peer_loss for run in of(found, name)),
+                "average": over_seeds(run.average_loss for run in of(results, name)),
+                "peers": over_seeds(run.peer_loss for run in of(results, name)),
             }
-            for name in CONTESTANTS
+            for name in VARIANTS
         }
     return {
         "case": task.case,
@@ -262,8 +265,8 @@ def row_of(found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def of(found: Iterable[Found], contestant: str) -> list[Found]:
-    return [run for run in found if run.task.contestant == contestant]
+def of(results: Iterable[Result], variant: str) -> list[Result]:
+    return [run for run in results if run.task.variant == variant]
 
 
 def over_seeds(values: Iterable[float | None]) -> dict[str, Any]:
@@ -277,42 +280,44 @@ def over_seeds(values: Iterable[float | None]) -> dict[str, Any]:
 
 
 def ratios(rows: Iterable[dict[str, Any]], case: str) -> dict[int, dict[str, float]]:
-    """For each size the worse of the workloads, ratio by ratio."""
-    mine = [row for row in rows if row["case"] == case and row["workload"] != CNN]
+    """For each size, the larger ratio of the workloads."""
+    selected = [row for row in rows if row["case"] == case and row["workload"] != CNN]
     return {
         peers: {
-            name: max(row[name] for row in mine if row["peers"] == peers)
+            name: max(row[name] for row in selected if row["peers"] == peers)
             for name in ("acid_over_double_rate", "acid_over_same_rate")
         }
-        for peers in dict.fromkeys(row["peers"] for row in mine)
+        for peers in dict.fromkeys(row["peers"] for row in selected)
     }
 
 
-# The tables
+# Tables
 
 
 def show(figures: dict[str, dict[int, dict[str, float]]], rows: Sequence[dict[str, Any]]) -> None:
     console = Console()
-    contestants = (name.replace(" ", "\n") for name in CONTESTANTS)
-    heads = ["", "", "peers", *contestants, "acid/\ndouble", "acid/\nsame"]
+    variants = (name.replace(" ", "\n") for name in VARIANTS)
+    heads = ["", "", "peers", *variants, "acid/\ndouble", "acid/\nsame"]
     table = _table("Consensus distance", heads)
     for row in rows:
         table.add_row(
             row["case"],
             row["workload"],
             str(row["peers"]),
-            *(f"{row['distance'][name]['mean']:.3g}" for name in CONTESTANTS),
+            *(f"{row['distance'][name]['mean']:.3g}" for name in VARIANTS),
             f"{row['acid_over_double_rate']:.2f}",
             f"{row['acid_over_same_rate']:.2f}",
         )
     console.print(table)
     worse = ", ".join(f"{value['acid_over_double_rate']:.2f} at {n}" for n, value in figures[HETEROGENEOUS].items())
-    console.print(f"Acid over twice the rate where peers disagree, the worse of both workloads: {worse} peers.\n")
-    table = _table(f"Loss of the CNN on all training data, {LOSS_PEERS} peers", ["", "", *CONTESTANTS])
+    console.print(
+        f"Ratio of acid to twice the rate with heterogeneous data, the worse of both workloads: {worse} peers.\n"
+    )
+    table = _table(f"Loss of the CNN on all training data, {LOSS_PEERS} peers", ["", "", *VARIANTS])
     for row in rows:
         if row["loss"] is not None:
             for what in ("average", "peers"):
-                cells = (shown(row["loss"][name][what]) for name in CONTESTANTS)
+                cells = (shown(row["loss"][name][what]) for name in VARIANTS)
                 table.add_row(row["case"], f"of the {what}", *cells)
     console.print(table)
 

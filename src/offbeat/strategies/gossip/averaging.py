@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, P
 from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, GossipBase, Random
 from offbeat.strategies.gossip.membership_view import MembershipView
 from offbeat.strategies.gossip.replica import ALPHA, Replica
-from offbeat.strategies.gossip.state_codec import SavedFields
+from offbeat.strategies.node_state import Stateful
 
 TIMER = "exchange"
 QUEUED_MAX = 32
@@ -35,7 +34,8 @@ FULL_SPEED_EXCHANGES = 0.5
 """Exchanges per round trip up to which A²CiD² mixes at full speed; above, momentum would overshoot."""
 
 
-class PendingExchange(NamedTuple):
+@dataclass(frozen=True)
+class PendingExchange:
     """An exchange that this peer has started and that has no reply yet."""
 
     partner: int
@@ -43,9 +43,8 @@ class PendingExchange(NamedTuple):
     began_at: float
 
 
-@dataclass(eq=False)
-class AveragingState(SavedFields):
-    """The part of `Averaging` that a checkpoint holds, besides the schedule and the random generator."""
+class Averaging(Stateful):
+    """The exchanges of one peer; it returns actions and changes the replica."""
 
     active: bool = False
     """Whether this peer takes part in exchanges: from the start of training to its end."""
@@ -58,7 +57,7 @@ class AveragingState(SavedFields):
     pending: PendingExchange | None = None
     sequence: int = 0
     """Number of the latest offer."""
-    queue: list[tuple[int | None, int]] = field(default_factory=list)
+    queue: list[tuple[int | None, int]]
     """Exchanges to start once none is pending: partner (None: a random neighbour), and number of the pairing or 0."""
     exchanges_due: int = 0
     """Exchanges that have become due so far."""
@@ -69,14 +68,13 @@ class AveragingState(SavedFields):
     """Whether `Ready` has been sent and `Paired` has not arrived."""
     expected_offer: tuple[int, int] | None = None
     """Partner and pairing of an offer that the matchmaker has announced."""
-    early_pairings: set[int] = field(default_factory=set)
+    early_pairings: set[int]
     """Pairings whose `Offer` arrived before their `Paired`."""
-    matchmaker: Matchmaker = field(default_factory=Matchmaker)
+    matchmaker: Matchmaker
+    _schedule: ExchangeSchedule
 
-
-class Averaging(AveragingState):
     def __init__(self, config: GossipBase, view: MembershipView, replica: Replica, random: np.random.Generator) -> None:
-        super().__init__()
+        self.queue, self.early_pairings, self.matchmaker = [], set(), Matchmaker()
         self._config = config
         self._view = view
         self._replica = replica
@@ -272,12 +270,10 @@ class Averaging(AveragingState):
 
     def _close_pending(self, at: float, outcome: Outcome, distance: float | None) -> Report:
         assert self.pending is not None
-        partner, _, began_at = self.pending
+        partner, seconds = self.pending.partner, at - self.pending.began_at
         self.pending = None
         rank = self._view.rank
-        return Report(
-            Exchange(at=at, rank=rank, peer=partner, seconds=at - began_at, distance=distance, outcome=outcome)
-        )
+        return Report(Exchange(at=at, rank=rank, peer=partner, seconds=seconds, distance=distance, outcome=outcome))
 
     def peer_lost(self, at: float, rank: int) -> Iterator[Action]:
         """Expect nothing of a lost rank any more."""
@@ -296,16 +292,11 @@ class Averaging(AveragingState):
     # State
 
     def state(self) -> State:
-        return {
-            **super().state(),
-            "random": randomness.state_of(self._random),
-            "schedule": self._schedule.state(),
-        }
+        return {**super().state(), "random": randomness.state_of(self._random)}
 
     def restore(self, state: State) -> None:
         super().restore(state)
         randomness.restore(self._random, state["random"])
-        self._schedule.restore(state["schedule"])
 
 
 def _running_mean(mean: float | None, latest: float) -> float:

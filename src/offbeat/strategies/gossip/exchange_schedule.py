@@ -14,26 +14,20 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.strategies.gossip.gossip_parts import ExchangeClock, Poisson
-from offbeat.strategies.gossip.state_codec import SavedFields
+from offbeat.strategies.node_state import Stateful
 
 
-@dataclass(eq=False)
-class ScheduleState(SavedFields):
-    """The part of an `ExchangeSchedule` that a checkpoint holds."""
+class ExchangeSchedule(Stateful):
+    """When the next exchange of one peer is due."""
 
     gradients: int = 0
     """Gradients computed so far."""
     began_at: float = 0.0
     """When the current gradient began, in seconds of the run."""
-    next_position: float = 0.0
+    next_position: float
     """Position of the next exchange, in gradients; above 1 at first, since no duration has been measured yet."""
 
-
-class ExchangeSchedule(ScheduleState):
-    """When the next exchange of one peer is due."""
-
     def __init__(self, clock: ExchangeClock, per_gradient: float, random: np.random.Generator) -> None:
-        super().__init__()
         self._random = random
         self._poisson = isinstance(clock, Poisson)
         self._gap = 1.0 / per_gradient
@@ -66,7 +60,7 @@ class Pairing(NamedTuple):
 
 
 @dataclass(eq=False)
-class Matchmaker(SavedFields):
+class Matchmaker(Stateful):
     """Pairs ready ranks in the order of their `Ready` messages; runs on the root. Ranks compute while they wait."""
 
     waiting: list[int] = field(default_factory=list)

@@ -33,6 +33,8 @@ from offbeat.strategies.gossip.termination import TerminationNode
 
 
 class MembershipNode(TerminationNode):
+    """The part of a peer that tracks membership and starts training."""
+
     @abstractmethod
     def _train(self, at: float) -> Iterator[Action]:
         """Start to compute, at the start of training or after a restart from a checkpoint."""

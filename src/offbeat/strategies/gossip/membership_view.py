@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from offbeat.strategies.gossip.gossip_messages import Counts
-from offbeat.strategies.gossip.state_codec import SavedFields
+from offbeat.strategies.node_state import Stateful
 from offbeat.topology.graphs import Graph
 from offbeat.topology.topology import Constants, Topology
 
@@ -32,23 +31,21 @@ def _subgraph(graph: Graph, size: int, members: frozenset[int]) -> Topology:
     return Topology(graph, size, members)
 
 
-@dataclass(eq=False)
-class ViewState(SavedFields):
-    """The part of a `MembershipView` that a checkpoint holds."""
+class MembershipView(Stateful):
+    """Membership and sample counts of one rank."""
 
-    live: dict[int, int] = field(default_factory=dict)
+    live: dict[int, int]
     """Rank → incarnation, of ranks whose link is up."""
     absent: frozenset[int] = frozenset()
     """Lost ranks among those without a link to this one, by the root's member list."""
-    counts: list[int] = field(default_factory=list)
+    counts: list[int]
     """Samples of each rank, as far as this one knows."""
 
-
-class MembershipView(ViewState):
     def __init__(self, rank: int, size: int, graph: Graph, rate: float) -> None:
-        super().__init__(counts=[0] * size)
         self.rank = rank
         self.size = size
+        self.live = {}
+        self.counts = [0] * size
         self._graph = graph
         self._rate = rate
         self._linked = frozenset(linked_ranks(graph, rank, size))

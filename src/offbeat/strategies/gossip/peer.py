@@ -28,41 +28,30 @@ from offbeat.core.events import (
     StepReady,
     TimerFired,
 )
-from offbeat.core.strategy import NodeContext, State
+from offbeat.core.optimizers import Stepper
+from offbeat.core.strategy import NodeContext
 from offbeat.errors import ConfigurationError
-from offbeat.records.schema import Contribution, Dropped, Reason, Update
+from offbeat.records.schema import Contribution, Reason, Update
 from offbeat.strategies.gossip.averaging import TIMER
 from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, Paired, Ready, SampleCounts
 from offbeat.strategies.gossip.gossip_parts import GossipBase
 from offbeat.strategies.gossip.membership import MembershipNode
 from offbeat.strategies.gossip.peer_state import COMPLETE, ENDING, TRAINING
-from offbeat.strategies.gossip.state_codec import HasState
+from offbeat.strategies.training_node import NO_OPTIMIZER, dropped, samples_limit
 
 PROGRESS_REPORTS = 100
 """`SampleCounts` messages that a peer sends to the root in a run."""
 
 
 class Peer(MembershipNode):
+    """The node of every rank of a gossip run."""
+
+    _stepper: Stepper | None
+
     def __init__(self, config: GossipBase, context: NodeContext) -> None:
         super().__init__(config, context)
         optimizer = config.optimizer
         self._stepper = None if optimizer is None else optimizer.build(self._replica.parameters, context.layout)
-        self._parts: dict[str, HasState] = {
-            "replica": self._replica,
-            "view": self._view,
-            "averaging": self._averaging,
-            "evaluations": self._evaluations,
-        }
-        if self._stepper is not None:
-            self._parts["optimizer"] = self._stepper
-
-    def state(self) -> State:
-        return {**super().state(), **{name: part.state() for name, part in self._parts.items()}}
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        for name, part in self._parts.items():
-            part.restore(state[name])
 
     def replica(self) -> Tensor:
         return self._replica.parameters
@@ -170,9 +159,7 @@ class Peer(MembershipNode):
         if isinstance(event, StepReady):
             self._replica.parameters.add_(event.delta)
         elif self._stepper is None:
-            raise ConfigurationError(
-                "gossip has no optimizer; give it one, for example offbeat.Gossip(optimizer=offbeat.SGD(lr=0.1))"
-            )
+            raise ConfigurationError(NO_OPTIMIZER)
         else:
             rate = self._stepper.step(event.gradient.div_(event.samples), samples_before)
         self._replica.add_buffer_changes(self.buffers_before, event.buffers)
@@ -206,13 +193,12 @@ class Peer(MembershipNode):
     def _drop(self, event: GradientReady | StepReady, reason: Reason) -> Iterator[Action]:
         first, stop = event.draws
         if stop > first:
-            yield Report(Dropped(at=event.at, rank=self._rank, first=first, stop=stop, staleness=0, reason=reason))
+            yield dropped(event.at, self._rank, event.draws, 0, reason)
 
     def _is_goal_reached(self) -> bool:
         """Whether all ranks together have taken the samples asked for, as far as this one knows."""
-        until = self._context.until
-        samples_max = until.count if isinstance(until, Samples) else getattr(until, "samples_max", None)
-        return samples_max is not None and self._view.samples >= samples_max
+        limit = samples_limit(self._context.until)
+        return limit is not None and self._view.samples >= limit
 
     # Evaluation
 

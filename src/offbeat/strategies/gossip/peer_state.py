@@ -1,4 +1,4 @@
-"""The fields of a peer that a checkpoint holds, besides those of its parts."""
+"""The state of a peer, besides its parts, as a checkpoint holds it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 
 from offbeat.core.messages import Buffers
 from offbeat.strategies.gossip.gossip_messages import Average, PartialSum
-from offbeat.strategies.gossip.state_codec import SavedFields
 from offbeat.strategies.gossip.tree_reduce import TreeReduce
+from offbeat.strategies.node_state import Stateful
 
 GATHERING, TRAINING, ENDING, COMPLETE = "gathering", "training", "ending", "complete"
 """Phases: waiting for the other ranks; training; waiting for the final average; holding the final average."""
 
 
 @dataclass(eq=False)
-class PeerState(SavedFields):
+class PeerState(Stateful):
+    """Base of the peer that declares its state; some fields are used on the root only."""
+
     phase: str = GATHERING
     finished: bool = False
     """Whether `Finish` has been returned."""

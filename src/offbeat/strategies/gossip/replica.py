@@ -20,7 +20,7 @@ from offbeat.core.compression import Compression
 from offbeat.core.flat import is_averaged
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
-from offbeat.core.strategy import State
+from offbeat.strategies.node_state import Stateful
 
 ALPHA = 0.5
 """α: the share of the difference that each end applies to its parameters."""
@@ -36,7 +36,13 @@ class ExchangeResult(NamedTuple):
     """Squared Euclidean distance of the two peers before the exchange."""
 
 
-class Replica:
+class Replica(Stateful):
+    """Parameters, A²CiD² offset and buffers of one peer; restored in place, since the optimizer refers to them."""
+
+    parameters: Tensor
+    acid_offset: Tensor | None
+    buffers: Buffers
+
     def __init__(
         self, parameters: Tensor, buffers: Buffers, *, accelerated: bool, compression: Compression | None = None
     ) -> None:
@@ -115,20 +121,6 @@ class Replica:
                 mine.add_(new).sub_(old)
             else:
                 torch.maximum(mine, new, out=mine)
-
-    def state(self) -> State:
-        return {
-            "parameters": self.parameters.clone(),
-            "acid_offset": None if self.acid_offset is None else self.acid_offset.clone(),
-            "buffers": [buffer.clone() for buffer in self.buffers],
-        }
-
-    def restore(self, state: State) -> None:
-        # In place, since the optimizer holds a reference to the parameters.
-        self.parameters.copy_(state["parameters"])
-        if self.acid_offset is not None:
-            self.acid_offset.copy_(state["acid_offset"])
-        self.buffers = tuple(state["buffers"])
 
 
 def _is_finite(buffer: Tensor) -> bool:

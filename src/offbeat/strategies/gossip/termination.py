@@ -39,6 +39,13 @@ from offbeat.strategies.gossip.tree_reduce import TreeReduce, children
 
 
 class TerminationNode(PeerState, Node):
+    """The part of a peer that computes global averages and ends the run."""
+
+    _replica: Replica
+    _view: MembershipView
+    _averaging: Averaging
+    _evaluations: Evaluations
+
     def __init__(self, config: GossipBase, context: NodeContext) -> None:
         super().__init__(root=context.rank)
         self._config = config

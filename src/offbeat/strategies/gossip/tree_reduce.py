@@ -16,7 +16,7 @@ from offbeat.core.flat import is_averaged
 from offbeat.core.messages import Buffers
 from offbeat.strategies.gossip.gossip_messages import Counts, PartialSum, ReduceStart
 from offbeat.strategies.gossip.membership_view import COORDINATORS
-from offbeat.strategies.gossip.state_codec import SavedFields
+from offbeat.strategies.node_state import Stateful
 
 
 def parents(members: tuple[int, ...], direct: bool) -> dict[int, int]:
@@ -36,7 +36,7 @@ def children(rank: int, members: tuple[int, ...], direct: bool) -> list[int]:
 
 
 @dataclass(eq=False)
-class TreeReduce(SavedFields):
+class TreeReduce(Stateful):
     """One round of a global average on one rank; `create` makes it from the message that starts the round."""
 
     root: int
