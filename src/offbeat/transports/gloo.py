@@ -51,7 +51,24 @@ _log = logging.getLogger(__name__)
 
 
 class GlooTransport(QueuedTransport):
-    """The links of one rank over gloo. Rank 0 has the listener at which all ranks meet; the others know its address."""
+    """The links of one rank over gloo. Starts to connect at once; its threads end with `close`.
+
+    Args:
+        rank: of this process.
+        processes: number of ranks that are expected.
+        peers: ranks to have links with.
+        rendezvous: for rank 0 its listener, for all others the address of that listener.
+        token: secret that all ranks share; None on one machine only.
+        fingerprint: of model and strategy; ranks with different ones are rejected.
+        member: name of this process, by which rank 0 recognises it.
+        assign: answers a request with an assignment, or with the sentence of a rejection.
+        first_incarnation: of the first link to each peer.
+        is_peer: whether a rank beyond `processes` is a peer.
+        silence_seconds: a peer from which nothing was received for so long is lost.
+        checksum: send a checksum with every message.
+        chunk_bytes: tensors are cut into pieces of this size; equal on all ranks.
+        shared_memory: use shared memory between processes of one machine.
+    """
 
     def __init__(
         self,
@@ -71,24 +88,6 @@ class GlooTransport(QueuedTransport):
         chunk_bytes: int = 4 << 20,
         shared_memory: bool = True,
     ) -> None:
-        """Starts to connect at once; the threads end with `close`.
-
-        Args:
-            rank: of this process.
-            processes: number of ranks that are expected.
-            peers: ranks to have links with.
-            rendezvous: for rank 0 its listener, for all others the address of that listener.
-            token: secret that all ranks share; None on one machine only.
-            fingerprint: of model and strategy; ranks with different ones are rejected.
-            member: name of this process, by which rank 0 recognises it.
-            assign: answers a request with an assignment, or with the sentence of a rejection.
-            first_incarnation: of the first link to each peer.
-            is_peer: whether a rank beyond `processes` is a peer.
-            silence_seconds: a peer from which nothing was received for so long is lost.
-            checksum: send a checksum with every message.
-            chunk_bytes: tensors are cut into pieces of this size; equal on all ranks.
-            shared_memory: use shared memory between processes of one machine.
-        """
         if (rank == 0) != isinstance(rendezvous, Listener):
             raise ValueError("internal error: rank 0 needs a listener, and all other ranks its address")
         super().__init__()
