@@ -1,4 +1,4 @@
-"""Small data sets in all the forms that real ones come in."""
+"""Small data sets in all formats of the real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNTS = {"train": 50, "test": 20}
 
 @dataclass(frozen=True)
 class Made:
-    """A data set of the catalogue, shrunk; and what must come out when it has been decoded."""
+    """A smaller version of a data set of the catalogue, and the arrays that it must decode to."""
 
     entry: DatasetEntry
     arrays: dict[str, Any]

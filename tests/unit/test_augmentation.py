@@ -32,7 +32,7 @@ CHOICE = st.tuples(st.integers(0, 2 * PADDING), st.integers(0, 2 * PADDING), st.
 
 
 @given(st.lists(CHOICE, min_size=1, max_size=8), st.sampled_from([1, 3]))
-def test_every_image_is_cut_and_mirrored_as_its_own_bits_say(choices, channels: int) -> None:
+def test_every_image_is_cropped_and_mirrored_by_its_own_bits(choices, channels: int) -> None:
     before = images(len(choices), channels)
     after = crop_and_flip(before, np.array([bits(*choice) for choice in choices]))
     for image, result, choice in zip(before, after, choices, strict=True):
@@ -44,7 +44,7 @@ def test_what_stays_in_the_middle_unmirrored_is_the_image_itself() -> None:
     assert np.array_equal(crop_and_flip(before, np.array([bits(PADDING, PADDING, False)] * 3)), before)
 
 
-def test_all_places_and_both_sides_come_up_about_equally_often() -> None:
+def test_all_offsets_and_both_orientations_occur_about_equally_often() -> None:
     one = np.zeros((1, 1, 1, 1), dtype=np.uint8) + 9
     chances = Order(np.arange(10), 0, 0).random_bits(0, 81_000)
     marked = np.repeat(np.pad(one, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0))), 81_000, axis=0)
@@ -74,7 +74,7 @@ def test_draws_ranks_and_seeds_have_chances_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_normalised_images_have_mean_and_deviation_taken_out(channels: int) -> None:
+def test_normalised_images_have_mean_0_and_deviation_1(channels: int) -> None:
     means, deviations = (0.2, 0.5, 0.7)[:channels], (0.1, 0.3, 0.5)[:channels]
     pixels = images(4, channels)
     made = Normalisation(means, deviations).apply(pixels)

@@ -1,4 +1,4 @@
-"""The cache: what is checked when, what is found to be damaged, and that it is whole or not there."""
+"""The cache: which checks happen when, which damage is detected, and that data sets are complete or absent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_whole(one: Made) -> bool:
     return all(np.array_equal(array, one.arrays[file]) for file, array in load("mnist").arrays().items())
 
 
-def test_the_catalogue_says_what_can_be_known_beforehand() -> None:
+def test_the_catalogue_has_shapes_means_and_checksums() -> None:
     assert list(CATALOGUE) == ["mnist", "fashion-mnist", "cifar10", "cinic10", "imagenet32"]
     for name, entry in CATALOGUE.items():
         assert entry.name == name
@@ -75,7 +75,7 @@ def test_the_catalogue_says_what_can_be_known_beforehand() -> None:
         ({"OFFBEAT_DATA": "", "XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/offbeat"),
     ],
 )
-def test_where_the_cache_is(variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_of_the_cache(variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OFFBEAT_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -83,7 +83,7 @@ def test_where_the_cache_is(variables: dict[str, str], place: str, monkeypatch: 
     assert cache_directory() == Path(place)
 
 
-def test_what_is_not_there_is_answered_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_data_set_is_an_error_that_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFBEAT_DATA", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"cifar10 is not on this machine .*; type: offbeat data get cifar10"):
         load("cifar10")
@@ -91,7 +91,7 @@ def test_what_is_not_there_is_answered_with_what_to_type(tmp_path: Path, monkeyp
         load("cifar-10")
 
 
-def test_what_is_whole_is_not_got_again(mnist: Made, tmp_path: Path) -> None:
+def test_an_undamaged_data_set_is_not_downloaded_again(mnist: Made, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "raw")
     before = {path.name: path.stat().st_mtime_ns for path in here().iterdir()}
     listener = Listener()
@@ -126,7 +126,7 @@ def replace_by_folder(path: Path) -> None:
 
 
 def written_later(path: Path, data: bytes) -> None:
-    """Clocks of file systems have coarse ticks; what a person does comes at least one later."""
+    """File systems have coarse clocks; a modification by a user is at least one tick later."""
     before = path.stat().st_mtime_ns
     path.write_bytes(data)
     os.utime(path, ns=(before + 10**9, before + 10**9))
@@ -151,7 +151,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", list(DAMAGES))
-def test_a_damaged_array_is_noticed_and_got_again(damage: str, file: str, mnist: Made, tmp_path: Path) -> None:
+def test_a_damaged_array_is_detected_and_downloaded_again(damage: str, file: str, mnist: Made, tmp_path: Path) -> None:
     DAMAGES[damage](here() / file)
     assert verified(mnist.entry, everything=False) is None
     assert again(mnist, tmp_path)[0] == "what there is of mnist is damaged; getting it again"
@@ -208,7 +208,7 @@ def test_files_that_were_only_touched_or_copied_are_kept_and_noted(mnist: Made, 
     assert noted["inode"] == (here() / FILES[0]).stat().st_ino
 
 
-def test_a_change_that_left_no_trace_is_found_when_everything_is_verified(mnist: Made, tmp_path: Path) -> None:
+def test_a_change_that_kept_size_time_and_inode_is_detected_by_verify(mnist: Made, tmp_path: Path) -> None:
     path = here() / FILES[0]
     before = path.stat()
     with path.open("r+b") as file:
@@ -224,7 +224,7 @@ def test_a_change_that_left_no_trace_is_found_when_everything_is_verified(mnist:
     assert again(mnist, tmp_path, verify=True) == []
 
 
-def test_whoever_has_mapped_the_old_arrays_keeps_them(mnist: Made, tmp_path: Path) -> None:
+def test_a_process_that_has_mapped_the_old_arrays_keeps_them(mnist: Made, tmp_path: Path) -> None:
     loaded = load("mnist")
     (here() / "manifest.json").unlink()
     again(mnist, tmp_path)

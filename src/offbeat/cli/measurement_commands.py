@@ -1,4 +1,4 @@
-"""`offbeat calibrate`: measure a workload on these machines, and write the cluster that `simulate` takes."""
+"""`offbeat calibrate` writes a measured cluster for `simulate`; `offbeat microbatch` measures micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CALIBRATE_KINDS: dict[str, Any] = {"workers": int, "seconds": float, "microbatch
 
 
 def calibrate_flags() -> tuple[Flag, ...]:
-    """What is measured and for how long, how processes are kept, and the fields of the workload."""
+    """The options of `calibrate`: workers and duration, processes, and the fields of the workload."""
     texts = {
         "workers": f"workers that compute [{DEFAULT_LIVE_WORKERS}]",
         "seconds": f"how long to measure, start-up not counted [{CALIBRATE_SECONDS:g}]",
@@ -91,48 +91,50 @@ def calibrate(
         if not quiet:
             print_status(f"[{number}/{total}] {what}")
 
-    found = measure_cluster(workload, live=live_of(flag_values), watcher=_Watcher(), on_probe=begins, **sizes)
+    calibration = measure_cluster(workload, live=live_of(flag_values), watcher=_Watcher(), on_probe=begins, **sizes)
     with refuse_unwritable(path):
-        path.write_text(as_toml(found, out), encoding="utf-8")
+        path.write_text(as_toml(calibration, out), encoding="utf-8")
     if json:
-        print_json({**_calibration_to_plain(found), "file": out})
+        print_json({**_calibration_to_plain(calibration), "file": out})
     else:
-        _print_calibration(found, out)
+        _print_calibration(calibration, out)
     return 0
 
 
 class _Watcher(RunWatcher):
-    """Says once what every probe would say again, such as where workers may join."""
+    """Prints each sentence once, although every probe repeats it, such as the address at which workers join."""
 
     def __init__(self) -> None:
         super().__init__(hub_or_worker_name)
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def say(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
+        if sentence not in self._printed:
+            self._printed.add(sentence)
             super().say(sentence)
 
 
-def next_line(found: Calibration, file: str) -> str:
-    """What to type next."""
-    return f"offbeat simulate {found.workload} fmb async-fmb --cluster {file} --workers {len(found.workers)}"
-
-
-def as_toml(found: Calibration, file: str) -> str:
-    """The cluster as a file, and above it what it is."""
-    day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    count = len(found.workers)
-    head = (
-        f"# {found.workload} on {count} worker{'' if count == 1 else 's'}, measured {day}.\n"
-        "# Seconds are means; speed_trace holds what varied around them, in the order of time.\n"
-        f"# To simulate on it: {next_line(found, file)}\n\n"
+def next_line(calibration: Calibration, file: str) -> str:
+    """The command that simulates on the measured cluster."""
+    return (
+        f"offbeat simulate {calibration.workload} fmb async-fmb --cluster {file} --workers {len(calibration.workers)}"
     )
-    return head + _compact(tomli_w.dumps(to_plain(found.cluster)))
+
+
+def as_toml(calibration: Calibration, file: str) -> str:
+    """The cluster as TOML, below comments that describe it."""
+    day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    count = len(calibration.workers)
+    head = (
+        f"# {calibration.workload} on {count} worker{'' if count == 1 else 's'}, measured {day}.\n"
+        "# Seconds are means; speed_trace holds what varied around them, in the order of time.\n"
+        f"# To simulate on it: {next_line(calibration, file)}\n\n"
+    )
+    return head + _compact(tomli_w.dumps(to_plain(calibration.cluster)))
 
 
 def _compact(text: str) -> str:
-    """Lists of numbers side by side, not one a line."""
+    """Wrap lists of numbers, which tomli_w writes with one number per line."""
 
     def wrapped(match: re.Match[str]) -> str:
         return (
@@ -148,41 +150,41 @@ def _spread(worker: MeasuredWorker) -> dict[str, float]:
     return dict(zip(("p50", "p90", "max"), map(float, np.percentile(worker.speed_factors, [50, 90, 100])), strict=True))
 
 
-def _calibration_to_plain(found: Calibration) -> dict[str, Any]:
+def _calibration_to_plain(calibration: Calibration) -> dict[str, Any]:
     workers = [
         {
-            "worker": mine.worker,
-            **{f"seconds_{name}": value for name, value in dataclasses.asdict(mine.cost).items()},
-            "spread": _spread(mine),
-            "link": to_plain(mine.link),
+            "worker": worker.worker,
+            **{f"seconds_{name}": value for name, value in dataclasses.asdict(worker.cost).items()},
+            "spread": _spread(worker),
+            "link": to_plain(worker.link),
         }
-        for mine in found.workers
+        for worker in calibration.workers
     ]
-    update = found.seconds_per_update
-    cluster = to_plain(found.cluster)
-    return {"workload": found.workload, "workers": workers, "seconds_per_update": update, "cluster": cluster}
+    update = calibration.seconds_per_update
+    cluster = to_plain(calibration.cluster)
+    return {"workload": calibration.workload, "workers": workers, "seconds_per_update": update, "cluster": cluster}
 
 
-def _print_calibration(found: Calibration, file: str) -> None:
+def _print_calibration(calibration: Calibration, file: str) -> None:
     heads = ("worker", "ms/sample", "ms/call", "ms/round", "spread p50", "p90", "max", "latency ms", "MB/s")
-    console().print(table(heads, map(_cells, found.workers), right=heads))
-    print_lines("", f"an update takes {found.seconds_per_update * 1e3:.3g} ms")
-    print_lines(f"cluster: {file}", f"next:    {next_line(found, file)}", wrap=False)
+    console().print(table(heads, map(_cells, calibration.workers), right=heads))
+    print_lines("", f"an update takes {calibration.seconds_per_update * 1e3:.3g} ms")
+    print_lines(f"cluster: {file}", f"next:    {next_line(calibration, file)}", wrap=False)
 
 
-def _cells(mine: MeasuredWorker) -> Sequence[str]:
-    cost, limit = mine.cost, mine.link.bytes_per_second
+def _cells(worker: MeasuredWorker) -> Sequence[str]:
+    cost, limit = worker.cost, worker.link.bytes_per_second
     times = [cost.per_sample, cost.per_call, cost.per_round]
     return [
-        str(mine.worker),
+        str(worker.worker),
         *(f"{1e3 * value:.3g}" for value in times),
-        *(f"{value:.2f}" for value in _spread(mine).values()),
-        f"{1e3 * mine.link.latency_seconds:.3g}",
+        *(f"{value:.2f}" for value in _spread(worker).values()),
+        f"{1e3 * worker.link.latency_seconds:.3g}",
         "-" if limit is None else f"{limit / 1e6:,.0f}",
     ]
 
 
-# `offbeat microbatch`: how large micro-batches should be, for a workload on this machine.
+# offbeat microbatch
 
 
 MICROBATCH_KINDS: dict[str, Any] = {"batch": int, "sizes": tuple[int, ...], "seconds": float}
@@ -193,7 +195,7 @@ PUBLISHED = (
 
 
 def microbatch_flags() -> tuple[Flag, ...]:
-    """What is measured and for how long, and the fields of the workload."""
+    """The options of `microbatch`: sizes and duration, and the fields of the workload."""
     texts = {
         "batch": f"samples per update that you will train with [{BATCH}]",
         "sizes": "sizes of micro-batches to measure, such as 8,16,32 [the powers of two up to the batch]",
@@ -234,26 +236,26 @@ def microbatch(
 
 
 def sentences(curve: MicrobatchCurve) -> list[str]:
-    """What follows from the curve: a size to take, what it costs, and what to beware of."""
+    """The recommended size, its cost, and warnings."""
     size, knee, largest = curve.recommendation, curve.knee, curve.rows[-1].size
     parts = -(-curve.batch // size)
     took = f"a batch of {curve.batch} takes {_time(curve.seconds_per_step(size))} in {_parts(parts)}"
     if largest == curve.batch and size != largest:
         change = curve.seconds_per_step(size) / curve.seconds_per_step(largest) - 1.0
         took += f", {percent(abs(change))} {'more' if change >= 0 else 'less'} than in one part"
-    said = [f"Take --microbatch {size}: {took}."]
+    lines = [f"Take --microbatch {size}: {took}."]
     if size == knee:
-        said.append(f"The knee is at {knee}, the smallest size whose time per sample is within 5% of the best.")
+        lines.append(f"The knee is at {knee}, the smallest size whose time per sample is within 5% of the best.")
     if knee == largest and len(curve.rows) > 1:
-        said.append("Time per sample still falls at the largest size, so a larger one may be faster yet.")
+        lines.append("Time per sample still falls at the largest size, so a larger one may be faster yet.")
     if curve.batch_norm and min(knee, size) < BATCH_NORM_MIN:
-        said.append(_about_batch_norm(knee, size))
+        lines.append(_about_batch_norm(knee, size))
     if curve.refused:
-        said.append("Batch norm has no statistics of a single sample, so 1 was not measured.")
+        lines.append("Batch norm has no statistics of a single sample, so 1 was not measured.")
     if curve.left_out:
         missing = ", ".join(map(str, curve.left_out))
-        said.append(f"There was no time for {missing}; add --seconds.")
-    return said
+        lines.append(f"There was no time for {missing}; add --seconds.")
+    return lines
 
 
 def _about_batch_norm(knee: int, size: int) -> str:
