@@ -47,14 +47,9 @@ class Snapshot(Message):
 
 
 @dataclass(frozen=True)
-class Replace(Message):
+class Replace(Snapshot):
     """As `Snapshot`. The receiver sends `replacements` in its messages from now on."""
 
-    parameters: Tensor
-    buffers: Buffers
-    state: Buffers
-    structure: str
-    settings: int
     replacements: int
     version: int
 

@@ -154,7 +154,7 @@ class PopulationServer(ServerNode):
             message.replacements,
         )
         if self._context.evaluate is None:
-            yield from self._score(at, rank, report)
+            yield from self._score(rank, report)
         elif rank in self._being_scored:
             self._queued[rank] = report
         else:
@@ -183,17 +183,17 @@ class PopulationServer(ServerNode):
     def _evaluated(self, event: Evaluated) -> Iterable[Action]:
         if event.version not in self._scoring:
             return super()._evaluated(event)
-        return self._score_arrived(event.at, self._scoring.pop(event.version), event.loss)
+        return self._score_arrived(self._scoring.pop(event.version), event.loss)
 
-    def _score_arrived(self, at: float, rank: int, loss: float) -> Iterator[Action]:
+    def _score_arrived(self, rank: int, loss: float) -> Iterator[Action]:
         score = loss if math.isfinite(loss) else math.inf
-        yield from self._score(at, rank, replace(self._being_scored.pop(rank), score=score))
+        yield from self._score(rank, replace(self._being_scored.pop(rank), score=score))
         if rank in self._queued and not self._is_stopping:
             yield from self._request_score(rank, self._queued.pop(rank))
 
     # Answers
 
-    def _score(self, at: float, rank: int, report: MemberReport) -> Iterator[Action]:
+    def _score(self, rank: int, report: MemberReport) -> Iterator[Action]:
         """Compare a report that has a score with those of the others, and answer its sender."""
         is_connected = self._live.get(rank) == report.incarnation
         if self._is_stopping or (is_connected and report.replacements != self._replacements[rank]):
@@ -205,8 +205,8 @@ class PopulationServer(ServerNode):
 
     def _replace_if_worse(self, rank: int, score: float) -> Iterator[Action]:
         """Request a snapshot of the best member to replace this one, if its score is far worse."""
-        connected = [other for other, incarnation in self._live.items() if self._has_reported(other, incarnation)]
-        best = self._best(connected)
+        reports = self._scored.items()
+        best = self._best(other for other, report in reports if self._live.get(other) == report.incarnation)
         if self._preempt_above is None or best is None or best == rank or rank in self._replacing:
             return
         limit = max(0.0, self._scored[best].score) * self._preempt_above
@@ -215,9 +215,6 @@ class PopulationServer(ServerNode):
             self._replacing[rank] = best
             if not is_requested:
                 yield Send(best, SnapshotRequest())
-
-    def _has_reported(self, rank: int, incarnation: int) -> bool:
-        return rank in self._scored and self._scored[rank].incarnation == incarnation
 
     def _acknowledge(self, rank: int, exchange: int) -> Send:
         """An update without values; a member without any answer skips exchanges."""
