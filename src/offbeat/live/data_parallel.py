@@ -57,7 +57,19 @@ class AsyncDataParallel(SessionBase):
 
     The constructor returns once all peers are connected and the model holds their common initial parameters. Call
     `step` instead of `optimizer.step()`. After `close()`, or the `with` block, the models of all ranks hold the
-    average, and `summary` has the metrics of the run.
+    average, and `summary` has the metrics of the run. Raises `ConfigurationError` for values it cannot use.
+
+    model: the model to train, not wrapped in DDP.
+    optimizer: steps all trainable parameters of the model, and no others.
+    graph: the name of the communication graph, such as "cycle", "exponential" or "complete".
+    acid: whether to use the A²CiD² momentum.
+    rate: averagings that a peer takes part in per gradient.
+    partner: how a peer chooses the next partner: "random", "first-available" or "matchings".
+    clock: when to average: at random times, "poisson", or at equal intervals, "regular".
+    strategy: a decentralized strategy instead of these five settings.
+    until: how long all peers together train, such as `Samples(1_000_000)` or `Seconds(90)`; None: every peer trains
+        until it calls `close`.
+    evaluate, every, seed, out: as for `offbeat.join`.
     """
 
     _result_event = StepReady
@@ -79,20 +91,6 @@ class AsyncDataParallel(SessionBase):
         seed: int = 0,
         out: str | Path | None = None,
     ) -> None:
-        """Connect to the other peers; raises `ConfigurationError` for values it cannot use.
-
-        model: the model to train, not wrapped in DDP.
-        optimizer: steps all trainable parameters of the model, and no others.
-        graph: the name of the communication graph, such as "cycle", "exponential" or "complete".
-        acid: whether to use the A²CiD² momentum.
-        rate: averagings that a peer takes part in per gradient.
-        partner: how a peer chooses the next partner: "random", "first-available" or "matchings".
-        clock: when to average: at random times, "poisson", or at equal intervals, "regular".
-        strategy: a decentralized strategy instead of these five settings.
-        until: how long all peers together train, such as `Samples(1_000_000)` or `Seconds(90)`; None: every peer trains
-            until it calls `close`.
-        evaluate, every, seed, out: as for `offbeat.join`.
-        """
         check_unwrapped(model)
         check_optimizer(optimizer, model)
         check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")

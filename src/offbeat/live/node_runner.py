@@ -125,7 +125,7 @@ LEAVE_SECONDS = 10.0
 ResultEvent = Callable[..., GradientReady | StepReady]
 """Creates the event that ends a computation; both kinds have the same fields in the same order."""
 
-RECORDS_KEY = "journal "
+RECORDS_KEY = "records "
 """Prefix of the keys of `RecordLines` messages, which the node has not sent and gets no `Sent` for."""
 RECORDS_FLUSH_SECONDS = 1.0
 TRAFFIC_RECORD_SECONDS = 1.0
@@ -144,7 +144,24 @@ Due = str | Arrived | Lost | OutboxDue
 
 
 class NodeRunner:
-    """Drives one node: feeds it events and carries out its actions. Methods may be called from any thread."""
+    """Drives one node: feeds it events and carries out its actions, from `start` on.
+
+    Methods may be called from any thread.
+
+    node: the node to drive.
+    transport: the links of this rank.
+    rank: this rank.
+    clock: time since the start of the run; synchronized with rank 0 at the first join.
+    writer: receives the records of this rank.
+    load: copies the parameters and buffers of a `Compute` into the model; None for a rank that does not compute.
+    evaluate: measures loss and accuracy, on a thread of its own; None if this rank does not evaluate.
+    injected_delay: delay added on purpose; None for none.
+    on_remote_records: receives the records that other ranks send here.
+    device: where the node's tensors are; received tensors are copied there.
+    irreplaceable: peers that cannot come back; the run fails once all of them are lost.
+    is_rejoining: this rank was restarted; the run fails if all peers are lost before it got their state.
+    bytes_per_second: rate limit per peer; None for no limit.
+    """
 
     finish: Finish | None = None
     linked_at_end: frozenset[int] = frozenset()
@@ -179,22 +196,6 @@ class NodeRunner:
         is_rejoining: bool = False,
         bytes_per_second: float | None = None,
     ) -> None:
-        """Build the runner; nothing happens before `start`.
-
-        node: the node to drive.
-        transport: the links of this rank.
-        rank: this rank.
-        clock: time since the start of the run; synchronized with rank 0 at the first join.
-        writer: receives the records of this rank.
-        load: copies the parameters and buffers of a `Compute` into the model; None for a rank that does not compute.
-        evaluate: measures loss and accuracy, on a thread of its own; None if this rank does not evaluate.
-        injected_delay: delay added on purpose; None for none.
-        on_remote_records: receives the records that other ranks send here.
-        device: where the node's tensors are; received tensors are copied there.
-        irreplaceable: peers that cannot come back; the run fails once all of them are lost.
-        is_rejoining: this rank was restarted; the run fails if all peers are lost before it got their state.
-        bytes_per_second: rate limit per peer; None for no limit.
-        """
         self.rank = rank
         self.clock = clock
         self._node = node

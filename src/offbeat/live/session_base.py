@@ -48,7 +48,7 @@ def parse_until(until: Budget | int | str) -> Budget:
 
 
 def rank_info_for(out: str | Path | None) -> RankInfo:
-    """The rank of this process; its records go to `out`, if given, otherwise where its launcher says."""
+    """The rank of this process; its records go to `out`, if given, otherwise to the directory of its launcher."""
     rank_info = read_rank_info()
     return rank_info if out is None else dataclasses.replace(rank_info, directory=Path(out))
 

@@ -119,18 +119,8 @@ class Rounds:
             event_type, value = StepReady, self._user_step(process, action.parameters, gradient, computation.samples)
         else:
             event_type, value = GradientReady, gradient  # type: ignore[assignment]
-        return event_type(
-            now,
-            value,
-            computation.samples,
-            result.loss,
-            result.buffers,
-            action.version,
-            draws,
-            seconds,
-            induced,
-            finite,
-        )
+        samples, loss, buffers, version = computation.samples, result.loss, result.buffers, action.version
+        return event_type(now, value, samples, loss, buffers, version, draws, seconds, induced, finite)
 
     def _user_step(self, process: Process, parameters: Tensor, gradient: Tensor, samples: int) -> Tensor:
         """The step of the worker's own optimizer for this gradient."""

@@ -60,7 +60,7 @@ class Simulation(SimulationState):
         writer: receives the records.
         observer: is called before and after each event that a node handles.
         strict: overwrite the tensors of an event after it was handled, unless the node kept, copied or sent them.
-        events_max: raise `ContractViolation` if the run has not ended after so many events.
+        events_max: raise `ContractViolation` if the run has not ended after this many events.
         """
         super().__init__(scenario, writer, strict=strict)
         self.events = 0

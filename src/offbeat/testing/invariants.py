@@ -88,7 +88,7 @@ class Invariants:
     def _check_update(self, update: Update) -> None:
         self._advance_version(update.rank, update.version)
         contributed = sum(part.stop - part.first for part in update.contributions)
-        verify(contributed == update.samples, f"{update} says {update.samples} samples, but {contributed} are in it")
+        verify(contributed == update.samples, f"{update} has {update.samples} samples, but {contributed} contributed")
         verify(update.samples > 0 or update.messages > 0, f"{update} has nothing in it")
         total = self._samples_total + update.samples
         least = update.samples if self._is_decentralized else total

@@ -77,7 +77,8 @@ def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
     trace: receives a line for every event of the first run.
     """
     strategy = case.scenario.strategy
-    records, finishes = _run(case, Invariants(strategy), strict=False, trace=trace)
+    invariants = Invariants(strategy) if trace is None else _Tracing(strategy, trace)
+    records, finishes = _run(case, invariants, strict=False)
     swapped_records, swapped_finishes = _run(case, _Swapping(strategy, case.scenario.seed), strict=True)
     changed = "a node that went through state() and restore(), or had its leases revoked, behaved differently; "
     equal = record_bytes(records) == record_bytes(swapped_records)
@@ -87,12 +88,9 @@ def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
         verify(equal, f"{changed}rank {rank} ended with different parameters")
 
 
-def _run(
-    case: Case, invariants: Invariants, *, strict: bool, trace: Callable[[str], None] | None = None
-) -> tuple[list[Record], dict[int, Finish]]:
+def _run(case: Case, invariants: Invariants, *, strict: bool) -> tuple[list[Record], dict[int, Finish]]:
     """Run a case and check its invariants; returns its records, and the `Finish` of each rank."""
-    observer = invariants if trace is None else _Tracing(invariants, trace)
-    simulation = Simulation(case.scenario, invariants, observer=observer, strict=strict, events_max=EVENTS_MAX)
+    simulation = Simulation(case.scenario, invariants, observer=invariants, strict=strict, events_max=EVENTS_MAX)
     outcome = simulation.run()
     invariants.check_end(simulation, outcome)
     verify(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")
@@ -125,20 +123,17 @@ class _Swapping(Invariants):
             simulation.processes[rank].node = node
 
 
-class _Tracing:
+class _Tracing(Invariants):
     """Calls `trace` with a line for every event."""
 
-    def __init__(self, invariants: Invariants, trace: Callable[[str], None]) -> None:
-        self._invariants = invariants
+    def __init__(self, strategy: Strategy, trace: Callable[[str], None]) -> None:
+        super().__init__(strategy)
         self._trace = trace
-
-    def before(self, simulation: Simulation, rank: int, event: Event) -> None:
-        self._invariants.before(simulation, rank, event)
 
     def after(self, simulation: Simulation, rank: int, event: Event, actions: list[Action]) -> None:
         requested = ", ".join(_summary_line(action) for action in actions) or "nothing"
         self._trace(f"{simulation.now:10.4f}  rank {rank:3d}  {_summary_line(event)} → {requested}")
-        self._invariants.after(simulation, rank, event, actions)
+        super().after(simulation, rank, event, actions)
 
 
 def _summary_line(item: Any) -> str:

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -117,7 +117,8 @@ def check_transport(case: TransportCase, *, only: str | None = None) -> list[str
         names = [only]
     for name in names:
         try:
-            _CHECKS[name].run(case)
+            run, _ = _CHECKS[name]
+            run(case)
         except Violation as error:
             raise Violation(f"{type(case).__name__}, {name}: {error}") from error
         finally:
@@ -127,20 +128,16 @@ def check_transport(case: TransportCase, *, only: str | None = None) -> list[str
 
 def transport_checks(case: TransportCase) -> list[str]:
     """The names of the checks that apply to a case."""
-    return [name for name, check in _CHECKS.items() if check.needs is None or check.needs in case.abilities]
+    return [name for name, (_, needs) in _CHECKS.items() if needs is None or needs in case.abilities]
 
 
-class _Check(NamedTuple):
-    run: Callable[[TransportCase], None]
-    needs: Ability | None
-
-
-_CHECKS: dict[str, _Check] = {}
+_CHECKS: dict[str, tuple[Callable[[TransportCase], None], Ability | None]] = {}
+"""name → the check, and the ability that it needs"""
 
 
 def _check(needs: Ability | None = None) -> Callable[[Callable[[TransportCase], None]], None]:
     def register(run: Callable[[TransportCase], None]) -> None:
-        _CHECKS[run.__name__] = _Check(run, needs)
+        _CHECKS[run.__name__] = run, needs
 
     return register
 
