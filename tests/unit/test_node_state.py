@@ -14,7 +14,7 @@ from offbeat.core.messages import Buffers, Stop
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.schema import Contribution
 from offbeat.strategies.node_state import Stateful
-from offbeat.testing.strategy_conformance import plain_copy, same
+from offbeat.testing.strategy_conformance import is_equal, plain_copy
 
 
 @dataclass
@@ -73,7 +73,7 @@ def filled() -> Whole:
 def test_every_annotated_attribute_is_restored_with_its_type() -> None:
     original, again = filled(), Whole()
     again.restore(plain_copy(original.state(), "state"))
-    assert same(plain_copy(original.state(), ""), plain_copy(again.state(), ""))
+    assert is_equal(plain_copy(original.state(), ""), plain_copy(again.state(), ""))
     assert (again._ranks, again._fixed, again._pairs) == ({1, 3}, frozenset({2}), [(1, 0.5)])
     assert again._by_pair[1, -1].by_rank == {2: 0.25}
     assert again._ledgers[1].ranges == [(0, 4), (8, 9)]
