@@ -38,7 +38,7 @@ def token_in(directory: Path, text: str = "a secret of this test") -> str:
     return str(path)
 
 
-def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         there = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main([*TRAIN, "--listen", there, "--out", str(tmp_path)]) == 2

@@ -135,7 +135,7 @@ def test_under_srun(tmp_path: Path) -> None:
 
 
 def free_port(first: int, stop: int) -> int:
-    """A port in this range that nobody uses; begins at another place in every process."""
+    """A free port in this range; the search starts at another port in every process."""
     for number in range(stop - first):
         port = first + (os.getpid() * 7 + number) % (stop - first)
         with socket.socket() as trial:

@@ -138,6 +138,15 @@ def test_the_options_of_a_command_change_only_on_purpose(command: str) -> None:
     assert sorted(name for name in names if name.startswith("--")) == COMMANDS[command].split()
 
 
+@pytest.mark.parametrize("command", ["launch", "topology", "reproduce", "data", "strategies"])
+def test_the_help_page_shows_every_option_with_a_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    rows = re.findall(r"│ (--[^│]*)│", capsys.readouterr().out)
+    shown = {row.split()[0]: row for row in rows}
+    assert set(shown) >= set(COMMANDS[command].split())
+    assert all(re.search(r"  \w", row.strip()) for row in rows)
+
+
 def test_the_commands_change_only_on_purpose() -> None:
     assert list(cli.COMMANDS) == list(COMMANDS)
 
@@ -162,7 +171,7 @@ def test_every_flag_is_explained() -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"]])
-def test_without_a_command_it_says_what_commands_there_are(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
@@ -173,7 +182,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == offbeat.__version__
 
 
-def test_it_is_quiet_when_nobody_reads_its_output() -> None:
+def test_it_is_quiet_when_its_output_is_closed() -> None:
     script = "import sys; from offbeat.cli import main; sys.exit(main(['--help']))"
     read, write = os.pipe()
     os.close(read)
@@ -253,7 +262,7 @@ def test_seeds_are_a_number_or_a_list(argv: list[str], seeds: tuple[int, ...]) -
     assert plan("quadratic", "fmb", *argv).seeds == seeds
 
 
-def test_none_can_be_said_to_a_field_whose_default_is_something_and_survives_a_file() -> None:
+def test_a_field_with_a_default_can_be_set_to_none_and_that_survives_a_file() -> None:
     made = plan("quadratic", "async-timed", "--samples-max", "none", "--evaluate", "none")
     assert made.strategies[0].samples_max is None  # type: ignore[attr-defined]
     again = Plan.from_plain(made.to_plain(), "again")
@@ -347,7 +356,7 @@ def test_what_was_run_can_be_run_again_from_its_experiment_file() -> None:
         assert (Path("first") / run / file).read_bytes() == (Path("second") / run / file).read_bytes()
 
 
-def test_compare_takes_what_the_command_line_says_over_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_compare_flags_replace_settings_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("e.toml").write_text('workload = "quadratic"\nstrategy = ["fmb", "amb"]\nseeds = 3\ncluster = "thin"\n')
     argv = ["--workers", "2", "--seed", "7", "--until", "1000", "--target", "loss:5", "--straggle", "niagara"]
     assert main(["compare", "e.toml", *argv, "--json", "--quiet", "--no-report", "--out", "o"]) == 0
@@ -404,7 +413,7 @@ def test_without_matplotlib_everything_but_the_page_is_there(
     assert "page:" not in said.out
 
 
-def test_an_interrupt_is_one_line_that_says_what_is_kept(
+def test_an_interrupt_is_one_line_that_names_the_finished_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from offbeat.cli import experiment_commands
@@ -447,7 +456,7 @@ def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsy
 # Reports, lists, replays
 
 
-def test_report_draws_the_page_beside_the_runs_or_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_draws_the_page_beside_the_runs_or_at_the_given_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "quadratic", "fmb", "amb", "--no-report", "--quiet", "--out", "o", *QUICK]) == 0
     assert main(["report", "o"]) == 0
     assert main(["report", "o/fmb-seed0", "o/amb-seed0", "--out", "elsewhere/p.html", "--baseline", "amb"]) == 0
@@ -479,7 +488,7 @@ def test_one_strategy_is_shown_with_its_fields_and_defaults(capsys: pytest.Captu
     assert "seconds between updates" in shown
 
 
-def test_replay_says_that_a_run_repeats_itself_or_where_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_identical_records_or_the_first_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "quadratic", "async-timed", "--no-report", "--quiet", "--out", "o", *QUICK]) == 0
     capsys.readouterr()
     assert main(["replay", "o/async-timed-seed0"]) == 0
@@ -498,7 +507,7 @@ def test_replay_says_that_a_run_repeats_itself_or_where_it_does_not(capsys: pyte
 @pytest.mark.parametrize(
     "error", [AssertionError("a sample was applied twice"), RunFailed("a sample was applied twice")]
 )
-def test_replay_of_a_seed_says_what_went_wrong(
+def test_replay_of_a_seed_prints_the_violation(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from offbeat import testing

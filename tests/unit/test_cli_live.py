@@ -129,7 +129,7 @@ def test_a_run_that_fails_is_one_of_the_runs_and_makes_the_exit_code_1(
     assert "records: runs/quadratic-001" in said.out
 
 
-def test_an_interrupt_says_how_to_go_on(
+def test_an_interrupt_prints_how_to_resume(
     runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.raises = KeyboardInterrupt()
@@ -238,7 +238,7 @@ def test_a_mistake_is_answered_by_one_sentence(
     assert not Path("runs").exists()
 
 
-def test_a_port_that_is_taken_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     Path("script.py").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -293,7 +293,7 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
 # One process of a run
 
 
-def test_a_member_loads_what_the_run_names_and_takes_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_process_loads_the_classes_of_the_run_and_runs_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
 
     def worker_main(directory: Path, place: Any) -> int:

@@ -3,7 +3,8 @@
 0 done · 1 the run failed · 2 the command was wrong · 130 interrupted · 141 standard output was closed by its reader
 
 Command functions are in the modules `*_command.py` and `*_commands.py`; each is imported when its command is called,
-since deriving flags takes all strategies, workloads and torch. May import everything but `api`.
+since deriving flags takes all strategies, workloads and torch. Where an option has no help of its own, cyclopts takes
+its text from the docstring of the function. May import everything but `api`.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ def application() -> cyclopts.App:
         exit_on_error=False,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
+        default_parameter=cyclopts.Parameter(show_default=False),
     )
     for order, (name, command) in enumerate(COMMANDS.items()):
         # Paragraphs without the line breaks of the source fill the terminal.

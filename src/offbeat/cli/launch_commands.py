@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from offbeat.cli.class_lookup import load_files
 from offbeat.cli.live_view import LineWatcher, RunWatcher
 from offbeat.cli.mpirun import exec_mpirun
-from offbeat.cli.options import QuietFlag, number, option
+from offbeat.cli.options import Directory, File, HostPort, Name, QuietFlag, RunDirectory, Switch, number
 from offbeat.cli.output import new_directory, prepare_directory, print_status
 from offbeat.cli.run_state import RunState
 from offbeat.core.validation import require
@@ -34,26 +34,31 @@ EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
 
 
 def launch(
-    *script: Annotated[str, Parameter(name="SCRIPT", help="the script and its arguments")],
-    n: Annotated[
-        int | None, number("processes to start, including the hub", "N", ("-n", "--processes"), least=1)
-    ] = None,
-    out: Annotated[
-        str | None, option("directory for records and checkpoints [runs/SCRIPT-NNN, the next that is free]", "DIR")
-    ] = None,
-    overwrite: Annotated[bool, option("replace the run that --out holds already")] = False,
-    resume: Annotated[str | None, option("continue the run in this directory from its last checkpoint", "RUN")] = None,
-    restarts: Annotated[int | None, number("times that a process which died is started again [3]")] = None,
-    listen: Annotated[str | None, option("for workers on other machines [this machine alone]", "HOST:PORT")] = None,
-    token_file: Annotated[
-        str | None, option("file with the secret that workers must present; needed with --listen", "FILE")
-    ] = None,
-    transport: Annotated[
-        str | None, option("how messages travel: gloo, or mpi, which calls mpirun [gloo]", "NAME")
-    ] = None,
+    *script: str,
+    n: Annotated[int | None, number("N", ("-n", "--processes"), least=1)] = None,
+    out: Directory = None,
+    overwrite: Switch = False,
+    resume: RunDirectory = None,
+    restarts: Annotated[int | None, number()] = None,
+    listen: HostPort = None,
+    token_file: File = None,
+    transport: Name = None,
     quiet: QuietFlag = False,
 ) -> int:
-    """Start the script in `n` processes and supervise them until its rank 0 has ended."""
+    """Start a script in several processes and supervise them until its rank 0 has ended.
+
+    Args:
+        script: the script and its arguments
+        n: processes to start, including the hub
+        out: directory for records and checkpoints [runs/SCRIPT-NNN, the next that is free]
+        overwrite: replace the run that --out holds already
+        resume: continue the run in this directory from its last checkpoint
+        restarts: times that a process which died is started again [3]
+        listen: for workers on other machines [this machine alone]
+        token_file: file with the secret that workers must present; needed with --listen
+        transport: how messages travel: gloo, or mpi, which calls mpirun [gloo]
+        quiet: show no progress while it runs
+    """
     require(bool(script), f"no script is named; {EXAMPLE}")
     require(Path(script[0]).is_file(), f"there is no script {script[0]}; {EXAMPLE}")
     require(n is not None, f"-n says how many processes to start; {EXAMPLE}")
@@ -157,16 +162,22 @@ def _rank_name(rank: int) -> str:
 
 
 def work(
-    address: Annotated[str, Parameter(name="HOST:PORT", help="where the run listens: the address of its --listen")],
+    address: Annotated[str, Parameter(name="HOST:PORT")],
     /,
-    *script: Annotated[str, Parameter(name="SCRIPT", help="if the run trains a script: that script and its arguments")],
-    token_file: Annotated[
-        str | None, option("file with the token of the run; needed unless it runs on this machine", "FILE")
-    ] = None,
-    wait: Annotated[float, number("how long to retry while the address does not answer [60]", "SECONDS")] = 60.0,
-    threads: Annotated[int | None, number("threads to compute with [as the run sets]", least=1)] = None,
+    *script: str,
+    token_file: File = None,
+    wait: Annotated[float, number("SECONDS")] = 60.0,
+    threads: Annotated[int | None, number(least=1)] = None,
 ) -> int:
-    """Join as a worker until the run ends."""
+    """Join as a worker until the run ends.
+
+    Args:
+        address: where the run listens: the address of its --listen
+        script: if the run trains a script: that script and its arguments
+        token_file: file with the token of the run; needed unless it runs on this machine
+        wait: how long to retry while the address does not answer [60]
+        threads: threads to compute with [as the run sets]
+    """
     there = Address.parse(address)
     if script:
         require(threads is None, "a script sets its threads itself, with torch.set_num_threads; leave out --threads")

@@ -40,15 +40,15 @@ def option(
         name: the flag or flags, where they do not follow from the name of the function's parameter.
         section: the section of the help page, one of `GROUPS`; none for the page's general section.
     """
-    group = None if section is None else GROUPS[section]
-    return Parameter(name=name, help=text, metavar=metavar, group=group, negative=(), show_default=False)
+    parameter = Parameter(name=name, help=text, metavar=metavar, negative=(), show_default=False)
+    # Not group=None: cyclopts would leave the option out of the help page.
+    return parameter if section is None else Parameter.combine(parameter, Parameter(group=GROUPS[section]))
 
 
-def number(text: str, metavar: str = "N", name: str | Iterable[str] | None = None, *, least: float = 0) -> Parameter:
-    """Describe an option that takes a number, whole if the parameter is annotated as `int`.
+def number(metavar: str = "N", name: str | Iterable[str] | None = None, *, least: float = 0) -> Parameter:
+    """Describe an option that takes a number, whole if the parameter is annotated as `int`; see `Switch` for its text.
 
     Args:
-        text: the help text, with the default in brackets at its end.
         metavar: what stands for the value on the help page.
         name: the flag or flags, where they do not follow from the name of the function's parameter.
         least: smaller numbers are refused.
@@ -60,10 +60,17 @@ def number(text: str, metavar: str = "N", name: str | Iterable[str] | None = Non
         require(value >= least, f"{flag} must be {least:g} or more, but is {value:g}")
         return value
 
-    return Parameter(
-        name=name, help=text, metavar=metavar, converter=convert, n_tokens=1, negative=(), show_default=False
-    )
+    return Parameter(name=name, metavar=metavar, converter=convert, n_tokens=1)
 
+
+Switch = Annotated[bool, Parameter(negative=())]
+"""An option without a value. The text of this and the following is in the docstring of the command's function."""
+Directory = Annotated[str | None, Parameter(metavar="DIR")]
+File = Annotated[str | None, Parameter(metavar="FILE")]
+HostPort = Annotated[str | None, Parameter(metavar="HOST:PORT")]
+Label = Annotated[str | None, Parameter(metavar="LABEL")]
+Name = Annotated[str | None, Parameter(metavar="NAME")]
+RunDirectory = Annotated[str | None, Parameter(metavar="RUN")]
 
 _JSON, _QUIET = "print one JSON object and nothing else", "show no progress while it runs"
 JsonFlag = Annotated[bool, option(_JSON)]

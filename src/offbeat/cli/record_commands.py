@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import find_strategy, strategies
 from offbeat.cli.experiment_commands import read_experiment
-from offbeat.cli.options import number, option
+from offbeat.cli.options import Directory, Label, Switch, number
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.validation import require
 from offbeat.lab.plots.figures import write_figures
@@ -35,16 +35,21 @@ SHOWN_MAX = 200
 
 
 def replay(
-    what: Annotated[str, Parameter(name="RUN|STRATEGY", help="the directory of a run, or the name of a strategy")],
+    what: Annotated[str, Parameter(name="RUN|STRATEGY")],
     /,
     *,
-    seed: Annotated[
-        int | None, number("the seed of a test of this strategy under random faults, as a failure prints it")
-    ] = None,
-    trace: Annotated[bool, option("with --seed: print every event and action")] = False,
-    no_faults: Annotated[bool, option("with --seed: a cluster without faults")] = False,
+    seed: Annotated[int | None, number()] = None,
+    trace: Switch = False,
+    no_faults: Switch = False,
 ) -> int:
-    """Repeat a test of a strategy if a seed is given, and a recorded run otherwise."""
+    """Repeat a test of a strategy if a seed is given, and a recorded run otherwise.
+
+    Args:
+        what: the directory of a run, or the name of a strategy
+        seed: the seed of a test of this strategy under random faults, as a failure prints it
+        trace: with --seed: print every event and action
+        no_faults: with --seed: a cluster without faults
+    """
     if seed is not None:
         return _replay_test(what, seed, trace, not no_faults)
     require(
@@ -100,26 +105,23 @@ def _likely_reason(header: RunHeader) -> str:
 
 
 def report(
-    *runs: Annotated[str, Parameter(name="RUN...", help="directories of runs, or directories that hold some")],
-    out: Annotated[str | None, option("the page to write [report.html beside the runs]", "PAGE")] = None,
-    baseline: Annotated[
-        str | None, option("the label that speed-ups refer to [fmb, or else the first]", "LABEL")
-    ] = None,
-    figures: Annotated[
-        str | None, option("also write each figure as files of its own, into this directory", "DIR")
-    ] = None,
+    *runs: Annotated[str, Parameter(name="RUN...")],
+    out: Annotated[str | None, Parameter(metavar="PAGE")] = None,
+    baseline: Label = None,
+    figures: Directory = None,
     format: Annotated[
-        tuple[Literal["png", "svg", "pdf"], ...],
-        Parameter(
-            help="what --figures writes: png, svg or pdf, once for each that is wanted [all three]",
-            negative="",
-            show_default=False,
-            show_choices=False,
-            metavar="FORMAT",
-        ),
+        tuple[Literal["png", "svg", "pdf"], ...], Parameter(negative="", show_choices=False, metavar="FORMAT")
     ] = (),
 ) -> int:
-    """Draw the page and print the table."""
+    """Draw the page and print the table.
+
+    Args:
+        runs: directories of runs, or directories that hold some
+        out: the page to write [report.html beside the runs]
+        baseline: the label that speed-ups refer to [fmb, or else the first]
+        figures: also write each figure as files of its own, into this directory
+        format: what --figures writes: png, svg or pdf, once for each that is wanted [all three]
+    """
     require(bool(runs), "no run is named; type, for example: offbeat report runs/digits-001")
     require(
         figures is not None or not format, "--format is for figures; add --figures DIR, the directory to write them to"

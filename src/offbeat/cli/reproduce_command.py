@@ -11,7 +11,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.table import Table
 
-from offbeat.cli.options import JsonFlag, QuietFlag, number, option
+from offbeat.cli.options import Directory, JsonFlag, QuietFlag, Switch, number
 from offbeat.cli.output import console, new_directory, print_json, print_lines, print_status, table
 from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
@@ -37,27 +37,35 @@ from offbeat.records.comparison import Comparison
 
 
 def reproduce(
-    name: Annotated[str | None, Parameter(name="NAME", help="a study; --list shows them", show_default=False)] = None,
+    name: Annotated[str | None, Parameter(name="NAME")] = None,
     /,
     *,
-    list_: Annotated[bool, option("list the studies, and do nothing else", name="--list")] = False,
-    scale: Annotated[
-        str, option(f"{' or '.join(SCALES)}: sizes for this machine, or the original's [default]")
-    ] = SCALES[0],
-    seeds: Annotated[int | None, number("how many seeds to run, from 0 on [as the study sets]", least=1)] = None,
-    processes: Annotated[int | None, number("simulations at a time [one per core]", least=1)] = None,
-    out: Annotated[
-        str | None, option("directory for records and figures; an interrupted study continues [runs/NAME-NNN]", "DIR")
-    ] = None,
-    redraw: Annotated[
-        str | None, option("draw and print again from a directory or an archive, without any training", "PLACE")
-    ] = None,
-    save: Annotated[str | None, option("write all records to one archive, for --redraw", "FILE.zip")] = None,
-    no_figures: Annotated[bool, option("draw no figures", name="--no-figures")] = False,
+    list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
+    scale: Annotated[str, Parameter(metavar="SCALE")] = SCALES[0],
+    seeds: Annotated[int | None, number(least=1)] = None,
+    processes: Annotated[int | None, number(least=1)] = None,
+    out: Directory = None,
+    redraw: Annotated[str | None, Parameter(metavar="PLACE")] = None,
+    save: Annotated[str | None, Parameter(metavar="FILE.zip")] = None,
+    no_figures: Switch = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> int:
-    """Repeat a study: its runs, its figures, a table with intervals, and sentences that compare with the original."""
+    """Repeat a study: its runs, its figures, a table with intervals, and sentences that compare with the original.
+
+    Args:
+        name: a study; --list shows them
+        list_: list the studies, and do nothing else
+        scale: default or full: sizes for this machine, or the original's [default]
+        seeds: how many seeds to run, from 0 on [as the study sets]
+        processes: simulations at a time [one per core]
+        out: directory for records and figures; an interrupted study continues [runs/NAME-NNN]
+        redraw: draw and print again from a directory or an archive, without any training
+        save: write all records to one archive, for --redraw
+        no_figures: draw no figures
+        json: print one JSON object and nothing else
+        quiet: show no progress while it runs
+    """
     if list_:
         return _list(json)
     if redraw is not None:

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.options import JsonFlag, number, option
+from offbeat.cli.options import File, JsonFlag, number
 from offbeat.cli.output import console, print_json, print_lines, refuse_unwritable, table
 from offbeat.core.configuration import to_plain
 from offbeat.core.validation import require
@@ -38,19 +38,23 @@ Dots = NDArray[np.bool_]
 
 
 def topology(
-    graph: Annotated[
-        str, Parameter(name="GRAPH", help="complete, cycle, exponential or star, or a file with an edge a line")
-    ],
+    graph: Annotated[str, Parameter(name="GRAPH")],
     /,
     *,
-    n: Annotated[
-        int | None, number("how many peers [16; an edge list: its own]", "N", ("-n", "--peers"), least=1)
-    ] = None,
-    rate: Annotated[float, number("averagings of a peer per gradient [1]", "RATE", least=-math.inf)] = 1.0,
-    plot: Annotated[str | None, option("draw the graph to this file, .png or .svg [none]", "FILE")] = None,
+    n: Annotated[int | None, number("N", ("-n", "--peers"), least=1)] = None,
+    rate: Annotated[float, number("RATE", least=-math.inf)] = 1.0,
+    plot: File = None,
     json: JsonFlag = False,
 ) -> int:
-    """Print the constants of a graph, and draw it."""
+    """Print the constants of a graph, and draw it.
+
+    Args:
+        graph: complete, cycle, exponential or star, or a file with an edge a line
+        n: how many peers [16; an edge list: its own]
+        rate: averagings of a peer per gradient [1]
+        plot: draw the graph to this file, .png or .svg [none]
+        json: print one JSON object and nothing else
+    """
     shape: Graph = Graph.shorthand(graph)
     peers = n or (shape.peers if isinstance(shape, Edges) else PEERS)
     require(peers <= PEERS_MAX, f"constants are computed for up to {PEERS_MAX} peers, but {peers} were asked for")
