@@ -77,20 +77,30 @@ def reproduce(
     require(save is None or Path(save).suffix == ".zip", f"--save writes an archive; type --save {save}.zip")
     chosen = None if seeds is None else tuple(range(seeds))
     study = load_study(name, scale, chosen)  # type: ignore[arg-type]
-    check_study(study)
-    for workload in dict.fromkeys(case.plan.workload for case in study.cases):
-        build_workload(workload)  # missing data is refused before anything is created
+    _check_data(study)
     directory = new_directory(study.name) if out is None else Path(out)
     claim_directory(study, directory, chosen)
     try:
         runs, timed = _run_study(study, directory, processes or cores(), quiet)
     except KeyboardInterrupt:
-        options = [*(["--scale", "full"] if scale == "full" else []), *(["--seeds", str(seeds)] if seeds else [])]
-        again = ["offbeat", "reproduce", str(study.own or study.name), *options, "--out", str(directory)]
-        raise KeyboardInterrupt(f"finished runs are in {directory}; to continue: {shlex.join(again)}") from None
+        again = _resume_command(study, directory, seeds)
+        raise KeyboardInterrupt(f"finished runs are in {directory}; to continue: {again}") from None
     if save is not None:
         archive(directory, Path(save))
     return _print_results(study, runs, timed, directory, None if no_figures else directory, json)
+
+
+def _resume_command(study: Study, directory: Path, seeds: int | None) -> str:
+    """The command that continues an interrupted study."""
+    options = [*(["--scale", "full"] if study.scale == "full" else []), *(["--seeds", str(seeds)] if seeds else [])]
+    return shlex.join(["offbeat", "reproduce", str(study.own or study.name), *options, "--out", str(directory)])
+
+
+def _check_data(study: Study) -> None:
+    """Refuse a study whose data is missing, before a directory is created."""
+    check_study(study)
+    for workload in dict.fromkeys(case.plan.workload for case in study.cases):
+        build_workload(workload)
 
 
 def _run_study(study: Study, directory: Path, processes: int, quiet: bool) -> tuple[list[StudyRun], list[BatchTiming]]:
