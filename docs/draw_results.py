@@ -36,17 +36,17 @@ is said each time, agreement is of ratios, and an accuracy is not the original's
 
 def section(study: Study, runs: list[StudyRun], timed: list[BatchTiming]) -> str:
     """One study as text."""
-    said, findings = study.description, compute_findings(study, runs)
+    text, findings = study.description, compute_findings(study, runs)
     parts = [
-        f"## {study.name}: {said.title}",
-        f"- The original: {said.original}.\n- Here: {said.scaled}.\n- To be expected: {said.expect}.",
+        f"## {study.name}: {text.title}",
+        f"- The original: {text.original}.\n- Here: {text.scaled}.\n- To be expected: {text.expect}.",
         *(finding.sentence for finding in findings.sentences),
         table(study, findings),
     ]
     if timed:
         parts.append(timing_table(timed))
-    captions = {drawing.file: drawing.caption for drawing in said.figures}
-    if said.timing is not None:
+    captions = {figure.file: figure.caption for figure in text.figures}
+    if text.timing is not None:
         captions[TIMING_FILE] = TIMING_CAPTION
     for file, caption in captions.items():
         parts.append(f"![{caption}](images/results/{study.name}/{file}.svg)\n\n*{caption}*")

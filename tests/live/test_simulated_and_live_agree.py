@@ -29,7 +29,7 @@ def regression() -> ob.Workload:
     targets = inputs @ torch.randn(6, 1, generator=random, dtype=torch.float64)
     return ob.Workload(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
-        loss=lambda outputs, wanted: (outputs - wanted).square().sum(1),
+        loss=lambda outputs, targets: (outputs - targets).square().sum(1),
         train=(inputs, targets),
         optimizer=ob.SGD(lr=0.02, momentum=0.9),
     )
@@ -52,12 +52,12 @@ def test_fixed_minibatch_parameter_for_parameter_over_fifty_updates() -> None:
 
 
 def contributions(run: RunRecords) -> list[list[tuple[int, int, int, int]]]:
-    """Who gave what to each update."""
+    """The contributions of each update: rank, first and last draw, staleness."""
     return [[(c.rank, c.first, c.stop, c.staleness) for c in update.contributions] for update in of_kind(run, Update)]
 
 
 class Replayed(WorkSizing):
-    """Tells every worker to compute as many samples as it did in a recorded run."""
+    """Budgets with the numbers of samples of a recorded run."""
 
     def __init__(self, counts: dict[int, list[int]]) -> None:
         self._left = {rank: deque(of_rank) for rank, of_rank in counts.items()}

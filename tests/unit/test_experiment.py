@@ -13,7 +13,7 @@ from offbeat.lab.experiment import Plan
 from offbeat.records.files import read_run
 
 
-def test_a_simulated_run_hands_back_the_model_that_it_trained() -> None:
+def test_a_simulated_run_returns_the_trained_model() -> None:
     run = ob.simulate(
         ob.workloads.Digits(), ob.AsyncTimed(), ob.Cluster(straggle=ob.stragglers.NIAGARA), seed=1, workers=10
     )
@@ -25,7 +25,7 @@ def test_a_simulated_run_hands_back_the_model_that_it_trained() -> None:
     assert "target reached after" in repr(run)
 
 
-def test_a_workload_of_ones_own_is_a_first_class_citizen(tmp_path: Path) -> None:
+def test_a_workload_without_a_name_can_be_compared_and_recorded(tmp_path: Path) -> None:
     inputs = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
     workload = ob.Workload(
         model=lambda: torch.nn.Linear(5, 3),
@@ -45,7 +45,7 @@ def test_a_workload_of_ones_own_is_a_first_class_citizen(tmp_path: Path) -> None
     assert read_run(tmp_path / "fmb-seed0").header.experiment is None, "it holds functions, which have no name"
 
 
-def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+def test_a_plan_is_equal_after_a_roundtrip_through_plain_data(tmp_path: Path) -> None:
     text = """
         workload = {name = "digits-cnn", width = 8, split = "sharded"}
         workers = 4
@@ -86,7 +86,7 @@ def test_runs_without_evaluation_have_no_time_to_target() -> None:
     assert run.summary.updates == 10
 
 
-def test_a_failed_run_is_a_result_too() -> None:
+def test_a_failed_run_has_a_summary_with_its_failure() -> None:
     cluster = ob.Cluster(faults=(ob.faults.Corrupt(1, 0.0, 1e9),))
     run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), cluster, ob.Samples(90_000), workers=2)
     assert run.summary.failure is not None

@@ -1,4 +1,4 @@
-"""Figures: how strategies look, that axes have units, and that files come out the same."""
+"""Figures: looks of strategies, units of axes, and reproducible files."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_a_new_strategy_needs_no_entry_to_have_a_look_of_its_own(monkeypatch: py
 
 
 @pytest.mark.parametrize("others", [[], ["amb"], ["x", "y", "fmb batch=64"], ["amb, fixed limit", "apam"]])
-def test_a_strategy_looks_the_same_whatever_is_beside_it(others: list[str]) -> None:
+def test_a_strategy_has_the_same_look_beside_any_other(others: list[str]) -> None:
     for labels in itertools.permutations([*others, "fmb"]):
         assert looks(labels)["fmb"] == NAMED["fmb"]
 
 
-def test_what_is_of_one_strategy_has_shades_of_its_colour() -> None:
+def test_labels_of_one_strategy_have_shades_of_its_colour() -> None:
     style = looks(["fmb", "quick", "slow", "amb, fixed limit", "amb-2"], {"quick": "fmb", "slow": "fmb"})
     assert style["amb, fixed limit"] == NAMED["amb"], "the first of a strategy that is not there by name"
     assert len({look.colour for look in style.values()}) == 5
@@ -98,27 +98,29 @@ def test_what_is_of_one_strategy_has_shades_of_its_colour() -> None:
     assert min(blue + red) > 50, "light and dark, each is still the strategy's own hue"
 
 
-def test_labels_of_no_known_strategy_are_told_apart_as_long_as_can_be() -> None:
+def test_labels_of_unknown_strategies_have_different_looks() -> None:
     many = looks(f"mine {index}" for index in range(40))
     assert len(without_colour(many)) == 40
     assert len(set(looks(f"mine {index}" for index in range(120)).values())) == 120
     assert not {look.colour for look in looks(["fmb", "x", "y"]).values() if look != NAMED["fmb"]} & {"#0072b2"}
 
 
-def test_figures_know_the_strategy_of_a_label_from_the_run() -> None:
+def test_the_look_of_a_label_follows_from_the_strategy_in_the_header() -> None:
     header = {"experiment": {"strategy": {"name": "amb"}}}
     (line, *_) = plot([timed("a limit of 6.43 s", 1, 4.0, **header)], "accuracy over time").axes[0].lines
     assert (line.get_color(), line.get_marker()) == (NAMED["amb"].colour, NAMED["amb"].marker)
 
 
 def test_lines_carry_markers_but_few_of_them(mixed: list[RunRecords]) -> None:
-    for line in plot(mixed, "samples over time").axes[0].lines:
+    lines = plot(mixed, "samples over time").axes[0].lines
+    assert len(lines) == 4
+    for line in lines:
         assert line.get_marker() == NAMED[str(line.get_label())].marker
         assert isinstance(line.get_markevery(), tuple)
 
 
 def test_lines_of_equal_colour_differ_in_grey(tmp_path: Path) -> None:
-    """Two strategies in turn, drawn in the same colour: what is left of the difference is dashes and markers."""
+    """Strategies drawn in the same colour differ in dashes and markers."""
     import numpy
     from matplotlib.image import imread
 
@@ -143,13 +145,13 @@ def drawn_figures(runs: list[RunRecords]) -> Iterator[Figure]:
 
 
 def all_axes(figure: Figure) -> Iterator[Axes]:
-    """Those that are there to be read, those within others among them."""
+    """The visible axes, and the inset axes in them."""
     for axes in (axes for axes in figure.axes if axes.axison):
         yield axes
         yield from (child for child in axes.child_axes if hasattr(child, "xaxis"))
 
 
-def says_its_unit(text: str) -> bool:
+def has_unit(text: str) -> bool:
     unit = re.search(r"\(([^()]+)\)$", text.replace("\n", " "))
     return text in WITHOUT_UNIT or (unit is not None and unit[1] in UNITS)
 
@@ -159,10 +161,10 @@ def is_explained(axis: Axis, figure: Figure) -> bool:
     texts = [axis.get_label_text(), figure.get_supylabel() if axis.axis_name == "y" else ""]
     siblings = getattr(axis.axes, f"get_shared_{axis.axis_name}_axes")().get_siblings(axis.axes)
     texts += [getattr(other, f"{axis.axis_name}axis").get_label_text() for other in siblings]
-    return any(says_its_unit(text) for text in texts if text)
+    return any(has_unit(text) for text in texts if text)
 
 
-def test_every_axis_of_every_figure_says_its_unit(mixed: list[RunRecords]) -> None:
+def test_every_axis_of_every_figure_has_a_unit(mixed: list[RunRecords]) -> None:
     checked = 0
     for figure in drawn_figures(mixed):
         for axes in all_axes(figure):
@@ -184,7 +186,7 @@ def test_a_panel_has_a_plot_for_each_name_and_one_legend_for_all(mixed: list[Run
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_every_cell_can_be_drawn_of_much_of_little_and_of_nothing(name: str, mixed: list[RunRecords]) -> None:
+def test_every_cell_can_be_drawn_from_many_few_and_no_records(name: str, mixed: list[RunRecords]) -> None:
     for runs in (mixed, [a_small_run()], [run([])]):
         figure = panel(runs, [[name]])
         assert ElementTree.fromstring(svg_text(figure)).tag == "{http://www.w3.org/2000/svg}svg"
@@ -197,14 +199,14 @@ def test_every_cell_can_be_drawn_of_much_of_little_and_of_nothing(name: str, mix
             assert is_empty == (name == "top-5 over time")
 
 
-def test_a_cell_that_is_not_known_is_answered_with_the_nearest() -> None:
+def test_an_unknown_cell_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'accuracy over time'"):
         panel([a_small_run()], [["acuracy over time"]])
     with pytest.raises(ConfigurationError, match="a panel needs a cell"):
         panel([a_small_run()], [])
 
 
-def test_distributions_leave_out_what_was_recorded_nowhere() -> None:
+def test_distributions_leave_out_quantities_without_records() -> None:
     rounds = [a_round(1, 0.0, 1.0), a_round(1, 1.0, 2.0)]
     plain = distributions([run([*rounds, an_update(1.0, 10, (1, 0, 10, 0))])])
     labels = [axes.get_xlabel().replace("\n", " ") for axes in plain.axes]
@@ -214,7 +216,7 @@ def test_distributions_leave_out_what_was_recorded_nowhere() -> None:
     assert [label for label in labels if label] == ["compute time (s)", "induced delay (s)", "waiting time (s)"]
 
 
-def test_bars_are_shares_of_all_values_and_what_is_beyond_is_told() -> None:
+def test_bars_are_shares_of_all_values_and_the_share_beyond_is_written() -> None:
     usual = [a_round(1, float(start), 1.0, idle=0.1 * (start % 5)) for start in range(300)]
     figure = distributions([run([*usual, a_round(1, 400.0, 1.0, idle=90.0)])])
     compute, waiting = figure.axes
@@ -286,23 +288,23 @@ def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / f"one.{form}").read_bytes() == (tmp_path / f"other.{form}").read_bytes(), form
 
 
-def test_the_command_writes_figures_where_it_is_told(
+def test_the_command_writes_figures_to_the_given_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["simulate", "quadratic", "amb", "fmb", "--until", "2000", "--workers", "2", "--no-report", "--quiet"]
     assert main([*argv, "--out", "o"]) == 0
     assert main(["report", "o", "--figures", "f", "--format", "svg", "--format", "pdf"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     names = {path.name for path in Path("f").iterdir()}
     assert {"loss-over-time.svg", "loss-over-time.pdf"} <= names
-    assert f"figures: f ({len(names) // 2}, each as svg, pdf)" in said
-    assert said.index("\namb") < said.index("\nfmb"), "as they were given"
+    assert f"figures: f ({len(names) // 2}, each as svg, pdf)" in output
+    assert output.index("\namb") < output.index("\nfmb"), "as they were given"
     assert main(["report", "o", "--format", "svg"]) == 2
     assert "--figures DIR" in capsys.readouterr().err
 
 
-def test_pairs_have_their_unit_too() -> None:
+def test_the_totals_of_exchanges_have_a_unit() -> None:
     figure = exchange_maps([run([an_exchange(1.0, 0, 1)], workers=2)])
     inset = figure.axes[0].child_axes[0]
     assert inset.get_xlabel() == "with any (exchanges)"

@@ -1,4 +1,4 @@
-"""Runs of several experiments are called by what tells them apart."""
+"""Labels of runs of several experiments have the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_comparison_keeps_its_labels_and_seeds_are_no_difference() -> None:
     ]
 
 
-def test_what_is_called_the_same_is_told_apart_by_what_differs() -> None:
+def test_equal_labels_get_the_settings_that_differ() -> None:
     assert labels(made(), made(strategy__batch=256), made(seed=1)) == ["fmb batch=64", "fmb batch=256", "fmb batch=64"]
     lr = made(strategy__optimizer={"name": "sgd", "lr": 0.05})
     assert labels(made(), lr) == ["fmb lr=0.1", "fmb lr=0.05"]
@@ -79,7 +79,7 @@ def test_as_few_settings_are_named_as_suffice() -> None:
     assert labels(*both) == ["fmb microbatch=8", "fmb microbatch=16"]
 
 
-def test_one_label_may_need_more_words_than_another() -> None:
+def test_only_labels_that_are_equal_get_settings() -> None:
     assert labels(made(), made(strategy__batch=256), made("amb", strategy__name="amb")) == [
         "fmb batch=64",
         "fmb batch=256",
@@ -98,8 +98,8 @@ def test_one_label_may_need_more_words_than_another() -> None:
         ({"bytes_per_second": 1e6}, "bytes_per_second=none", "bytes_per_second=1000000.0"),
     ],
 )
-def test_another_setting_around_strategies_is_said_of_all(changed: dict[str, Any], one: str, other: str) -> None:
-    """Even of labels that differ anyway: nobody should take one for the cause of the other."""
+def test_a_shared_setting_that_differs_is_in_all_labels(changed: dict[str, Any], one: str, other: str) -> None:
+    """Also labels that differ anyway, so that the strategy is not taken for the cause of a difference."""
     assert labels(made(), made(**changed)) == [f"fmb {one}", f"fmb {other}"]
     assert labels(made(), made("amb", strategy__name="amb", **changed)) == [f"fmb {one}", f"amb {other}"]
 
@@ -109,7 +109,7 @@ def test_the_simulated_and_the_live_run_of_one_experiment_are_two() -> None:
     assert labels(made(), live) == ["fmb simulated", "fmb live"]
 
 
-def test_lists_and_long_values_are_no_labels() -> None:
+def test_lists_and_long_values_are_not_in_labels() -> None:
     mixtures = [[[0.0, 0.1 * number, 0.5], [1.0, 2.0, 0.5]] for number in (1, 2)]
     first, second = (
         made(directory=f"runs/{place}/fmb-seed0", cluster__straggle={"name": "mixture", "components": mixture})
@@ -118,7 +118,7 @@ def test_lists_and_long_values_are_no_labels() -> None:
     assert labels(first, second) == ["fmb a", "fmb b"]
 
 
-def test_runs_that_do_not_say_what_they_are_go_by_their_directories() -> None:
+def test_runs_without_a_configuration_are_labelled_by_directory() -> None:
     seeds = [unknown("fmb", f"runs/mine-001/fmb-seed{seed}", seed) for seed in (0, 1)]
     assert labels(*seeds) == ["fmb", "fmb"]
     assert labels(*seeds, unknown("fmb", "runs/script-004")) == ["fmb mine-001", "fmb mine-001", "fmb script-004"]
@@ -134,7 +134,7 @@ def test_a_known_and_an_unknown_run_are_two() -> None:
     assert labels(made(directory="a/fmb-seed0", workers=2), unknown("fmb", "b")) == ["fmb a", "fmb b"]
 
 
-def test_in_memory_there_are_no_directories_and_numbers_have_to_do() -> None:
+def test_runs_in_memory_are_numbered() -> None:
     mixtures = [made(cluster__straggle={"name": "mixture", "components": [[0.1 * number] * 9]}) for number in (1, 2)]
     assert labels(*mixtures) == ["fmb 1", "fmb 2"]
 
@@ -148,9 +148,9 @@ def test_the_command_takes_directories_in_the_order_given(
         assert main(["simulate", "quadratic", "fmb", "amb", f"fmb.batch={batch}", "--out", out, *quick]) == 0
     capsys.readouterr()
     assert main(["report", "small", "large", "--out", "p.html"]) == 0
-    said, complained = capsys.readouterr()
-    assert "1 of 4 runs repeat another record for record" in complained
-    first_words = [line.split("  ")[0] for line in said.splitlines()]
+    captured = capsys.readouterr()
+    assert "1 of 4 runs repeat another record for record" in captured.err
+    first_words = [line.split("  ")[0] for line in captured.out.splitlines()]
     assert [word for word in first_words if word.startswith(("fmb", "amb"))][:3] == [
         "fmb batch=64",
         "amb",

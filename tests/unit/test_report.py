@@ -1,4 +1,4 @@
-"""What people read: the headline, the table, the figures and the page."""
+"""The report: headline, table, figures and page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offbeat.records.schema import Ended, Notice, RunRecords
 NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
 
 
-def say(*runs: RunRecords) -> str:
+def headline_of(*runs: RunRecords) -> str:
     return headline(Comparison.of(runs))
 
 
@@ -42,48 +42,50 @@ def page(toys: list[RunRecords]) -> str:
     return report_page(toys)
 
 
-def test_the_headline_says_how_much_sooner_and_how_sure() -> None:
-    assert say(*seeds("fmb", 10.0, 11.0, 12.0), *seeds("amb", 5.0, 5.4, 6.1)) == (
+def test_the_headline_has_the_speedup_and_its_interval() -> None:
+    assert headline_of(*seeds("fmb", 10.0, 11.0, 12.0), *seeds("amb", 5.0, 5.4, 6.1)) == (
         "amb reaches 0.9 accuracy 2.00× sooner than fmb (95% interval 1.91 to 2.09, 3 seeds)."
     )
 
 
-def test_the_headline_admits_when_it_is_slower() -> None:
-    assert say(*seeds("fmb", 8.0), *seeds("amb", 10.0)) == (
+def test_the_headline_reports_a_slower_strategy() -> None:
+    assert headline_of(*seeds("fmb", 8.0), *seeds("amb", 10.0)) == (
         "amb reaches 0.9 accuracy later than fmb: it is 0.80× as quick (1 seed, so without an interval)."
     )
-    assert say(*seeds("fmb", 8.0), *seeds("amb", 10.0), *seeds("apam", 16.0)).startswith(
+    assert headline_of(*seeds("fmb", 8.0), *seeds("amb", 10.0), *seeds("apam", 16.0)).startswith(
         "No strategy reaches 0.9 accuracy sooner than fmb; the nearest, amb, is 0.80× as quick"
     )
 
 
-def test_the_headline_admits_when_it_may_be_chance() -> None:
-    assert "the interval includes 1, so this may be chance" in say(*seeds("fmb", 10.0, 10.0), *seeds("amb", 5.0, 11.0))
+def test_the_headline_reports_an_interval_that_includes_one() -> None:
+    assert "the interval includes 1, so this may be chance" in headline_of(
+        *seeds("fmb", 10.0, 10.0), *seeds("amb", 5.0, 11.0)
+    )
 
 
-def test_the_headline_prefers_what_always_arrives_to_what_was_lucky_once() -> None:
-    said = say(*seeds("fmb", 10.0, 10.0), *seeds("lucky", 1.0, None), *seeds("amb", 8.0, 8.0))
-    assert said.startswith("amb, the quickest of 2,")
-    assert "1 more seed missed the target" in say(*seeds("fmb", 10.0, 10.0), *seeds("lucky", 1.0, None))
+def test_the_headline_prefers_a_strategy_that_reaches_the_target_on_more_seeds() -> None:
+    sentence = headline_of(*seeds("fmb", 10.0, 10.0), *seeds("lucky", 1.0, None), *seeds("amb", 8.0, 8.0))
+    assert sentence.startswith("amb, the quickest of 2,")
+    assert "1 more seed missed the target" in headline_of(*seeds("fmb", 10.0, 10.0), *seeds("lucky", 1.0, None))
 
 
-def test_the_headline_knows_targets_that_are_not_reached() -> None:
-    assert say(*seeds("fmb", None), *seeds("amb", None)) == (
+def test_the_headline_reports_targets_that_are_not_reached() -> None:
+    assert headline_of(*seeds("fmb", None), *seeds("amb", None)) == (
         "No strategy reaches 0.9 accuracy in the time it had; fmb comes nearest and ends at 0.5."
     )
-    assert say(*seeds("fmb", None, None), *seeds("amb", 4.0, None)) == (
+    assert headline_of(*seeds("fmb", None, None), *seeds("amb", 4.0, None)) == (
         "amb reaches 0.9 accuracy after 4 s (1 of 2 seeds); fmb, the baseline, does not reach it."
     )
-    assert say(*seeds("fmb", 20.0), *seeds("amb", None)) == (
+    assert headline_of(*seeds("fmb", 20.0), *seeds("amb", None)) == (
         "fmb reaches 0.9 accuracy after 20.0 s (1 seed); no other strategy does."
     )
-    assert say(*seeds("fmb", 20.0)) == "fmb reaches 0.9 accuracy after 20.0 s (1 seed)."
+    assert headline_of(*seeds("fmb", 20.0)) == "fmb reaches 0.9 accuracy after 20.0 s (1 seed)."
 
 
-def test_the_headline_without_a_target_tells_where_runs_ended() -> None:
+def test_the_headline_without_a_target_has_the_best_final_value() -> None:
     untimed = [run(losses([2.0, value]), label=label, target=None) for label, value in (("fmb", 0.5), ("amb", 0.4))]
-    assert say(*untimed) == "amb ends at loss 0.4, the lowest of 2; no target was set, so nothing is timed."
-    assert say(run([], target=None)).startswith("No target was set and nothing was evaluated")
+    assert headline_of(*untimed) == "amb ends at loss 0.4, the lowest of 2; no target was set, so nothing is timed."
+    assert headline_of(run([], target=None)).startswith("No target was set and nothing was evaluated")
 
 
 def printed(comparison: Comparison, width: int = 100) -> str:
@@ -102,14 +104,14 @@ def test_the_table_of_seven_strategies_fits_in_a_hundred_columns() -> None:
     assert "…" not in text
 
 
-def test_the_table_leaves_out_what_was_not_measured() -> None:
+def test_the_table_has_no_column_without_values() -> None:
     text = printed(Comparison.of([run(losses([2.0, 1.0]), target=None)]))
     assert "loss" in text
     assert "accuracy" not in text
     assert "target" not in text
 
 
-def test_the_table_tells_how_many_seeds_reached_the_target() -> None:
+def test_the_table_shows_how_many_seeds_reached_the_target() -> None:
     text = printed(Comparison.of([*seeds("fmb", 4.0, None), *seeds("amb", None, None)]), width=140)
     assert "4.00 (1/2)" in text
     assert "not reached" in text
@@ -140,7 +142,7 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_well_formed_and_no_id_stands_for_two_things(page: str) -> None:
+def test_the_page_is_well_formed_and_its_ids_are_unique(page: str) -> None:
     outline = Outline()
     outline.feed(page)
     assert outline.open == []
@@ -150,7 +152,7 @@ def test_the_page_is_well_formed_and_no_id_stands_for_two_things(page: str) -> N
     assert set(referred) <= set(outline.ids)
 
 
-def test_the_page_opens_without_a_network(page: str) -> None:
+def test_the_page_needs_no_network(page: str) -> None:
     for namespace in NAMESPACES:
         page = page.replace(f'="{namespace}"', "")
     assert "http://" not in page
@@ -170,7 +172,7 @@ def test_the_same_records_give_the_same_bytes(toys: list[RunRecords], page: str,
     assert path.read_text(encoding="utf-8") == page
 
 
-def test_the_page_escapes_everything_that_a_user_named() -> None:
+def test_the_page_escapes_labels_and_texts_of_users() -> None:
     evil = '<script>alert("$1 & 2")</script>'
     small = a_small_run(label=evil, workload=evil, experiment={"name": evil})
     noticed = run(
@@ -202,14 +204,14 @@ def test_the_page_of_a_run_that_recorded_nothing_still_opens() -> None:
     assert "cannot be written down" in page
 
 
-def test_a_place_that_cannot_be_written_is_answered_with_a_sentence(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot write the report"):
         write_report([run([])], tmp_path / "file" / "report.html")
 
 
 @pytest.mark.parametrize("spec", REPORT_FIGURES, ids=lambda spec: spec.key)
-def test_every_figure_can_be_drawn_of_much_of_little_and_of_nothing(spec: FigureSpec, toys: list[RunRecords]) -> None:
+def test_every_figure_can_be_drawn_from_many_few_and_no_records(spec: FigureSpec, toys: list[RunRecords]) -> None:
     for runs in (toys, [a_small_run()], [run([])]):
         figure = spec.draw(runs)
         assert ElementTree.fromstring(svg_text(figure)).tag == "{http://www.w3.org/2000/svg}svg"
@@ -218,7 +220,7 @@ def test_every_figure_can_be_drawn_of_much_of_little_and_of_nothing(spec: Figure
             assert content
 
 
-def test_drawing_leaves_no_setting_behind(toys: list[RunRecords], tmp_path: Path) -> None:
+def test_drawing_leaves_the_settings_of_matplotlib_unchanged(toys: list[RunRecords], tmp_path: Path) -> None:
     import matplotlib
 
     # A copy that does not choose a backend, as reading each setting would.
@@ -239,11 +241,11 @@ def test_a_timeline_of_many_ranks_shows_some_and_says_so() -> None:
     assert "16 of 40 ranks shown" in svg_text(timeline([a_toy("fmb", 1, workers=40, seconds=5.0)]))
 
 
-def test_labels_stay_as_they_were_written() -> None:
+def test_labels_are_not_interpreted_as_mathematics() -> None:
     assert ">0.12345 $x$<" in svg_text(plot([timed("0.12345 $x$", 1, 2.0)], "accuracy over time"))
 
 
-def test_without_matplotlib_the_answer_is_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match=r"pip install 'offbeat\[report\]'"):
         report_page([a_small_run()])

@@ -1,4 +1,4 @@
-"""Studies: that those that ship are sound, and what `offbeat reproduce` does with one."""
+"""Studies: those of the package are consistent, and `offbeat reproduce` runs, stores and redraws one."""
 
 from __future__ import annotations
 
@@ -114,30 +114,30 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", names())
-def test_what_a_study_speaks_of_is_there(name: str, scale: Scale) -> None:
+def test_a_study_names_only_quantities_plots_and_cases_that_exist(name: str, scale: Scale) -> None:
     study = load_study(name, scale)
-    said = study.description
+    description = study.description
     sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
     labels = {label for _, label in sides}
-    assert set(said.columns) <= set(QUANTITIES)
-    for drawing in said.figures:
+    assert set(description.columns) <= set(QUANTITIES)
+    for drawing in description.figures:
         assert bool(drawing.cells) != bool(drawing.y), drawing.file
         assert {cell for row in drawing.cells for cell in row} <= set(CELLS)
         assert set(drawing.cases) <= {case.label for case in study.cases}
         assert {*drawing.strategies, *drawing.published} <= labels
         assert not drawing.y or drawing.y in QUANTITIES
         assert not drawing.y or any(case.x is not None for case in study.cases)
-    assert said.claims, "a study compares with what was published"
-    for claim in said.claims:
+    assert description.claims, "a study compares with what was published"
+    for claim in description.claims:
         assert claim.quantity in QUANTITIES
         assert "{ours}" in claim.sentence
         for side in (claim.of, claim.over):
             assert side is None or (side.case, side.strategy) in sides
-    assert len({drawing.file for drawing in said.figures}) == len(said.figures)
+    assert len({drawing.file for drawing in description.figures}) == len(description.figures)
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_head_of_a_study_says_what_was_done_and_how_to_run_it(name: str) -> None:
+def test_the_comment_at_the_top_of_a_study_describes_the_original_and_the_command(name: str) -> None:
     text = (directory() / f"{name}.toml").read_text(encoding="utf-8")
     head = "\n".join(line for line in text.split("title =")[0].splitlines() if line.startswith("#"))
     for words in ("The original:", "Scaled down by default:", f"offbeat reproduce {name}"):
@@ -145,7 +145,7 @@ def test_the_head_of_a_study_says_what_was_done_and_how_to_run_it(name: str) -> 
     assert "expect" in head.lower()
 
 
-def test_the_full_scale_takes_the_place_of_the_default(own: Path) -> None:
+def test_the_full_scale_replaces_the_default(own: Path) -> None:
     assert {case.plan.workers for case in load_study(str(own)).cases} == {3}
     assert {case.plan.workers for case in load_study(str(own), "full").cases} == {5}
     assert all(strategy.microbatch == 8 for strategy in load_study(str(own)).cases[0].plan.strategies)  # type: ignore[attr-defined]
@@ -153,36 +153,36 @@ def test_the_full_scale_takes_the_place_of_the_default(own: Path) -> None:
 
 def reproduce(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = main(["reproduce", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
-def test_a_study_is_run_told_kept_and_drawn_again(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_run_printed_archived_and_redrawn(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = reproduce(str(own), "--out", "here", "--json", "--save", "kept.zip", capsys=capsys)
     assert code == 0, err
-    told: dict[str, Any] = json.loads(out)
-    assert [(row["case"], row["strategy"], row["runs"]) for row in told["rows"]] == [
+    result: dict[str, Any] = json.loads(out)
+    assert [(row["case"], row["strategy"], row["runs"]) for row in result["rows"]] == [
         ("even", "fmb", 2), ("even", "amb", 2), ("niagara", "fmb", 2), ("niagara", "amb", 2),
     ]  # fmt: skip
-    for row in told["rows"]:
+    for row in result["rows"]:
         cell = row["seconds_per_epoch"]
         assert cell["low"] <= cell["mean"] <= cell["high"]
         assert cell["count"] == 2
-    (finding,) = told["findings"]
+    (finding,) = result["findings"]
     assert finding["ours"]["mean"] > 1
     assert finding["sentence"].startswith("AMB was ")
-    assert set(told["cases"]) == {"even", "niagara"}
-    assert set(told["cases"]["niagara"]) >= {"runs", "speedup", "baseline", "target"}
+    assert set(result["cases"]) == {"even", "niagara"}
+    assert set(result["cases"]["niagara"]) >= {"runs", "speedup", "baseline", "target"}
     figures = {f"{file}.{form}" for file in ("curves", "against") for form in ("png", "svg", "pdf")}
-    assert {Path(path).name for path in told["figures"]} == figures
-    assert all(Path(path).stat().st_size > 1000 for path in told["figures"])
+    assert {Path(path).name for path in result["figures"]} == figures
+    assert all(Path(path).stat().st_size > 1000 for path in result["figures"])
     assert len(err.splitlines()) == 8  # a line for each run that has ended
 
     # From the archive: the same, and nothing is trained.
     code, out, err = reproduce("--redraw", "kept.zip", "--out", "again", "--json", capsys=capsys)
     assert code == 0, err
     again: dict[str, Any] = json.loads(out)
-    assert (again["rows"], again["findings"]) == (told["rows"], told["findings"])
+    assert (again["rows"], again["findings"]) == (result["rows"], result["findings"])
     for path in Path("here").glob("*.svg"):
         assert (Path("again") / path.name).read_bytes() == path.read_bytes()
 
@@ -194,7 +194,7 @@ def test_a_study_is_run_told_kept_and_drawn_again(own: Path, capsys: pytest.Capt
     assert finding["sentence"] in out
 
 
-def test_what_is_finished_is_not_run_again(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_repeated(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(own), "--out", "here", "--seeds", "1", "--quiet", "--json", *INLINE)
     code, before, err = reproduce(*words, capsys=capsys)
     assert (code, err) == (0, "")
@@ -209,7 +209,7 @@ def test_what_is_finished_is_not_run_again(own: Path, capsys: pytest.CaptureFixt
     assert {run: (run / RECORDS).stat().st_mtime_ns for run in stamps} == stamps
 
 
-def test_a_directory_of_something_else_is_left_alone(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_with_other_runs_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "digits", "fmb", "--workers", "2", "--until", "200", "--out", "other", "--no-report"]) == 0
     capsys.readouterr()
     code, _, err = reproduce(str(own), "--out", "other", capsys=capsys)
@@ -226,7 +226,7 @@ def test_a_directory_of_something_else_is_left_alone(own: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         ([], "no study is named; type one of "),
         (["anytim"], "unknown study 'anytim'; did you mean 'anytime'?"),
@@ -239,16 +239,16 @@ def test_a_directory_of_something_else_is_left_alone(own: Path, capsys: pytest.C
         (["anytime", "--redraw", "nowhere"], "--redraw takes its study from the records; leave the name out"),
     ],
 )
-def test_mistakes_are_said_in_one_sentence(
-    words: list[str], said: str, own: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_is_answered_in_one_sentence(
+    words: list[str], sentence: str, own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("bad.zip").write_bytes(b"not an archive")
     code, out, err = reproduce(*words, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    assert sentence in err
 
 
-def test_missing_data_is_said_before_anything_is_begun(
+def test_missing_data_is_reported_before_anything_is_run(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OFFBEAT_DATA", str(own.parent / "empty"))
@@ -260,7 +260,7 @@ def test_missing_data_is_said_before_anything_is_begun(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "sentence"),
     [
         (("[base]\nworkload", "[bse]\nworkload"), "names no workload"),
         (('label = "niagara"', 'label = "even"'), "two cases of one label"),
@@ -269,9 +269,9 @@ def test_missing_data_is_said_before_anything_is_begun(
         (("batch = 16", "batsch = 16"), "batsch"),
     ],
 )
-def test_a_file_that_is_no_study_is_refused(change: tuple[str, str], said: str, own: Path) -> None:
+def test_a_file_that_is_no_study_is_refused(change: tuple[str, str], sentence: str, own: Path) -> None:
     own.write_text(OWN.replace(*change, 1), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=sentence):
         load_study(str(own))
 
 
@@ -281,13 +281,13 @@ def of_own(own: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Study, list[A
     return read_study(Path("here"))
 
 
-def test_quantities_are_what_they_say(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantities_have_the_values_of_their_definitions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study, runs = of_own(own, capsys)
     even = [run for run in runs if run.case == "even"]
     level = common_training_loss(even)
-    for run, taken in zip(even, QUANTITIES["seconds_to_common_loss"].of(even, None), strict=True):
-        assert taken is not None
-        assert 0 < taken <= run.summary.seconds
+    for run, seconds in zip(even, QUANTITIES["seconds_to_common_loss"].of(even, None), strict=True):
+        assert seconds is not None
+        assert 0 < seconds <= run.summary.seconds
     assert 0 < level < 2.5
     for run, value in zip(runs, QUANTITIES["seconds_per_epoch"].of(runs, 1000), strict=True):
         assert value == pytest.approx(run.summary.seconds / run.summary.samples * 1000)
@@ -301,7 +301,7 @@ def test_quantities_are_what_they_say(own: Path, capsys: pytest.CaptureFixture[s
     [(0.5, 50, "higher", "agrees"), (100, 200, "higher", "worse"), (100, 200, "lower", "better"),
      (0.1, 0.2, "higher", "better"), (0.1, 0.2, "lower", "worse")],
 )  # fmt: skip
-def test_a_number_is_judged_beside_what_was_published(
+def test_a_number_is_compared_with_the_published_range(
     low: float, high: float, better: str, verdict: str, own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own.write_text(OWN.replace("low = 1.3\nhigh = 1.5", f'low = {low}\nhigh = {high}\nbetter = "{better}"'))
@@ -311,14 +311,14 @@ def test_a_number_is_judged_beside_what_was_published(
     assert (f"ours is {verdict}" if verdict != "agrees" else "ours agrees") in finding.sentence
 
 
-def test_an_interval_that_agrees_with_anything_agrees_with_nothing() -> None:
+def test_a_wide_interval_is_uncertain() -> None:
     claim = Claim(quantity="accuracy", of=RunSelection("fmb"), sentence="{ours}", published="2", low=2.0, high=2.0)
     assert verdict_of(claim, Interval(1.9, 1.5, 2.3, 3)) == "agrees"
     assert verdict_of(claim, Interval(1.9, -1.0, 4.8, 3)) == "uncertain"
     assert verdict_of(claim, Interval(1.2, 1.0, 1.4, 3)) == "worse"
 
 
-def test_intervals_are_shown_with_as_many_digits_as_count() -> None:
+def test_intervals_are_written_with_significant_digits() -> None:
     assert format_interval(None) == "–"
     assert (
         format_interval(Interval(1.234567, None, None, 1))
@@ -332,7 +332,7 @@ def test_intervals_are_shown_with_as_many_digits_as_count() -> None:
     assert spell_interval(Interval(0.5, 0.25, 0.75, 2), QUANTITIES["accuracy"]) == "0.500 (0.250–0.750)"
 
 
-def test_a_mean_says_of_how_many_runs_it_is(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mean_over_some_of_the_runs_says_how_many(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A target that only some runs reach must not look like one that all reach."""
     assert format_interval(Interval(2.0, 1.0, 3.0, 2), None, 3) == "2 ±1 (2 of 3)"
     own.write_text(OWN.replace('quantity = "seconds_per_epoch"', 'quantity = "seconds_to_target"'), encoding="utf-8")
@@ -356,7 +356,7 @@ def with_seed(run: StudyRun, seed: int) -> RunRecords:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "sentence"),
     [
         (('"accuracy", "seconds_per_epoch"', '"accuracies"'), "unknown quantity 'accuracies'"),
         (('y = "seconds_per_epoch"', 'y = "second"'), "unknown quantity 'second'"),
@@ -365,17 +365,17 @@ def with_seed(run: StudyRun, seed: int) -> RunRecords:
         (('case = "niagara"', 'case = "niagra"'), "claims something of"),
     ],
 )
-def test_what_cannot_be_told_is_said_before_it_is_run(
-    change: tuple[str, str], said: str, own: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_quantity_or_run_is_refused_before_anything_is_run(
+    change: tuple[str, str], sentence: str, own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own.write_text(OWN.replace(*change), encoding="utf-8")
     code, _, err = reproduce(str(own), "--out", "here", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)
-    assert said in err
+    assert sentence in err
     assert not Path("here").exists()
 
 
-def test_two_runs_never_share_a_place(own: Path) -> None:
+def test_two_runs_never_share_a_directory(own: Path) -> None:
     own.write_text(
         OWN.replace('label = "niagara"\nx', 'label = "even?"\nx').replace('label = "even"', 'label = "even!"')
     )
@@ -383,7 +383,7 @@ def test_two_runs_never_share_a_place(own: Path) -> None:
         tasks_of(load_study(str(own)), Path("here"))
 
 
-def test_an_archive_holds_what_is_needed_and_nothing_else(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archive_contains_the_records_and_the_study_only(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study, runs = of_own(own, capsys)
     first, second = archive(Path("here"), Path("a.zip")), archive(Path("here"), Path("b.zip"))
     assert first.read_bytes() == second.read_bytes()

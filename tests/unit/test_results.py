@@ -1,4 +1,4 @@
-"""docs/results.md says what the records say, and every figure on it is drawn from them."""
+"""docs/results.md is generated from the records, and so is every figure on it."""
 
 from __future__ import annotations
 
