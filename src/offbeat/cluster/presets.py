@@ -51,7 +51,11 @@ SUMMARIES: dict[str, str] = {name: summary for name, (summary, _) in _TABLE.item
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """The preset of this name, or the cluster that a TOML file describes."""
+    """A cluster by the name of a preset, or from a TOML file.
+
+    Args:
+        name_or_path: a name that `offbeat clusters` lists, or the path of a TOML file.
+    """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)

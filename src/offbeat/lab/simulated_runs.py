@@ -138,7 +138,12 @@ def check_new(directory: Path) -> None:
 
 
 def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = None) -> Comparison:
-    """Simulate experiments and compare them; with `out`, each is recorded in a directory of its own below it."""
+    """Simulate experiments and compare them.
+
+    Args:
+        experiments: what to run; all must share workload and target.
+        out: a directory; each run is recorded in a directory of its own below it. None: nothing is written.
+    """
     if not isinstance(experiments, Plan):
         what = "compare takes offbeat.Experiment objects or an offbeat.Plan"
         require(isinstance(experiments, Iterable) and not isinstance(experiments, str), f"{what}, not {experiments!r}")
