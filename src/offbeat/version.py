@@ -1,3 +1,3 @@
-"""The version, for whoever cannot import the whole package."""
+"""The version, importable without the rest of the package."""
 
 __version__ = "0.1.0"
