@@ -54,6 +54,7 @@ def test_mpi(check: str, mpi_ranks: MpiRanks, monkeypatch: pytest.MonkeyPatch) -
     assert check_transport(MpiCase(mpi_ranks), only=check) == [check]
 
 
+@pytest.mark.integration
 def test_mpi_ranks_that_survive_a_death_exit_without_an_error_message(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = MpiRanks(3, *FAULT_TOLERANT)
     try:

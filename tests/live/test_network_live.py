@@ -42,7 +42,7 @@ def token_in(directory: Path, text: str = "a secret of this test") -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.integration)])
 def test_three_ranks_of_this_machine_are_measured_and_a_damaged_block_is_detected(
     transport: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

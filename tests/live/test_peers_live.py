@@ -115,6 +115,7 @@ def test_peers_train_and_the_command_prints_a_summary(tmp_path: Path) -> None:
     check_traffic(read_run(tmp_path / "runs/gossip-seed0"))
 
 
+@pytest.mark.integration
 def test_peers_of_a_script_end_with_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [*OFFBEAT, "launch", "-n", "3", "--quiet", "script.py"]

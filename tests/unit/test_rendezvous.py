@@ -131,7 +131,11 @@ def test_a_listener_that_never_served_can_be_closed_twice() -> None:
     listener = Listener(ANY, None)
     listener.close()
     listener.close()
-    Listener(listener.address, None).close()
+    with pytest.raises(Unreachable):
+        connect(listener.address, None)
+    again = Listener(listener.address, None)
+    assert again.address == listener.address
+    again.close()
 
 
 # Which clients are accepted
