@@ -202,7 +202,7 @@ def test_a_cluster_that_names_workers_or_ranks_that_do_not_exist_is_refused(clus
 
 def test_a_cluster_is_accepted_from_the_number_of_ranks_on_that_it_names() -> None:
     EVERYTHING.check(processes=4, workers=3)
-    with pytest.raises(ConfigurationError, match="rank"):
+    with pytest.raises(ConfigurationError, match="at most one factor per worker"):
         EVERYTHING.check(processes=2, workers=1)
     for preset in PRESETS.values():
         preset.check(processes=3, workers=2)
