@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from offbeat.cli.class_lookup import load_files
 from offbeat.cli.live_view import LineWatcher, RunWatcher
 from offbeat.cli.mpirun import exec_mpirun
-from offbeat.cli.options import Directory, File, HostPort, Name, QuietFlag, RunDirectory, Switch, number
+from offbeat.cli.options import BooleanFlag, Directory, File, HostPort, Name, QuietFlag, RunDirectory, number
 from offbeat.cli.output import new_directory, prepare_directory, print_status
 from offbeat.cli.run_state import RunState
 from offbeat.core.validation import require
@@ -37,7 +37,7 @@ def launch(
     *script: str,
     n: Annotated[int | None, number("N", ("-n", "--processes"), least=1)] = None,
     out: Directory = None,
-    overwrite: Switch = False,
+    overwrite: BooleanFlag = False,
     resume: RunDirectory = None,
     restarts: Annotated[int | None, number()] = None,
     listen: HostPort = None,

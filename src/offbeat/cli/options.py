@@ -46,7 +46,7 @@ def option(
 
 
 def number(metavar: str = "N", name: str | Iterable[str] | None = None, *, least: float = 0) -> Parameter:
-    """Describe an option that takes a number, whole if the parameter is annotated as `int`; see `Switch` for its text.
+    """Describe an option that takes a number, whole if the parameter is annotated as `int`; see `BooleanFlag` for its text.
 
     Args:
         metavar: what stands for the value on the help page.
@@ -63,7 +63,7 @@ def number(metavar: str = "N", name: str | Iterable[str] | None = None, *, least
     return Parameter(name=name, metavar=metavar, converter=convert, n_tokens=1)
 
 
-Switch = Annotated[bool, Parameter(negative=())]
+BooleanFlag = Annotated[bool, Parameter(negative=())]
 """An option without a value. The text of this and the following is in the docstring of the command's function."""
 Directory = Annotated[str | None, Parameter(metavar="DIR")]
 File = Annotated[str | None, Parameter(metavar="FILE")]

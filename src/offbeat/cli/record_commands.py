@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import find_strategy, strategies
 from offbeat.cli.experiment_commands import read_experiment
-from offbeat.cli.options import Directory, Label, Switch, number
+from offbeat.cli.options import BooleanFlag, Directory, Label, number
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.validation import require
 from offbeat.lab.plots.figures import write_figures
@@ -39,8 +39,8 @@ def replay(
     /,
     *,
     seed: Annotated[int | None, number()] = None,
-    trace: Switch = False,
-    no_faults: Switch = False,
+    trace: BooleanFlag = False,
+    no_faults: BooleanFlag = False,
 ) -> int:
     """Repeat a test of a strategy if a seed is given, and a recorded run otherwise.
 

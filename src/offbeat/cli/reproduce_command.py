@@ -11,7 +11,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.table import Table
 
-from offbeat.cli.options import Directory, JsonFlag, QuietFlag, Switch, number
+from offbeat.cli.options import BooleanFlag, Directory, JsonFlag, QuietFlag, number
 from offbeat.cli.output import console, new_directory, print_json, print_lines, print_status, table
 from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
@@ -47,7 +47,7 @@ def reproduce(
     out: Directory = None,
     redraw: Annotated[str | None, Parameter(metavar="PLACE")] = None,
     save: Annotated[str | None, Parameter(metavar="FILE.zip")] = None,
-    no_figures: Switch = False,
+    no_figures: BooleanFlag = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> int:
