@@ -20,32 +20,17 @@ from offbeat.strategies.hub.hub_server import HubServer
 from offbeat.strategies.hub.hub_worker import Gradient, HubWorker, Parameters, Welcome
 from offbeat.testing import Violation, check_strategy, draw_case, replay, strategy_conformance
 
-NAMES = (
-    "amb",
-    "apam",
-    "artificial-delay",
-    "async-fmb",
-    "async-timed",
-    "decoupled-diloco",
-    "delayed-exchange",
-    "diloco",
-    "fmb",
-    "gossip",
-    "k-of-n",
-    "population",
-    "restart",
-    "sync-amsgrad",
-)
 VARIED = {"gossip-acid", "local-sgd", "serial"}
 """Strategies that differ from a checked one by a default that its cases vary."""
+NAMES = sorted({name for name, cls in ob.Strategy.members.items() if cls.__module__.startswith("offbeat.")} - VARIED)
 CHUNK = 13
 CHUNKS = 3
 """Chunks of seeds per strategy; `make fuzz` continues with the next seed."""
 
 
-def test_five_hundred_cases_are_checked_and_no_strategy_is_left_out() -> None:
+def test_five_hundred_cases_are_checked() -> None:
     assert len(NAMES) * CHUNKS * CHUNK >= 500
-    assert {*NAMES, *VARIED} == set(ob.Strategy.members)
+    assert set(ob.Strategy.members) > VARIED
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

@@ -66,6 +66,7 @@ def test_mpi_ranks_that_survive_a_death_exit_without_an_error_message(capfd: pyt
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.integration
 def test_mpi_ranks_that_end_in_order_exit_without_an_error_message(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = MpiRanks(2)
     try:

@@ -95,6 +95,7 @@ def script_of(tmp_path: Path, body: str) -> str:
     return str(path)
 
 
+@pytest.mark.integration
 def test_a_different_model_on_one_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = script_of(tmp_path, "model = torch.nn.Sequential(*[torch.nn.Linear(3, 2, bias=rank != 2)])")
     assert main(["launch", "-n", "3", "--out", str(tmp_path / "run"), script]) == 1

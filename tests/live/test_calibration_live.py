@@ -14,6 +14,7 @@ from offbeat.cluster.presets import load_cluster
 QUICK = ["--workers", "2", "--seconds", "12", "--quiet"]
 
 
+@pytest.mark.slow
 def test_a_measured_cluster_can_be_simulated_and_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -528,6 +528,7 @@ def wait_for_line(process: subprocess.Popen[str], line_text: str) -> None:
     assert any(line.strip() == line_text for line in process.stdout)
 
 
+@pytest.mark.integration
 def test_a_peer_leaves_in_order_after_ctrl_c_in_the_loop_or_while_waiting_and_the_others_continue(
     tmp_path: Path,
 ) -> None:
@@ -542,6 +543,7 @@ def test_a_peer_leaves_in_order_after_ctrl_c_in_the_loop_or_while_waiting_and_th
     assert ends_of(tmp_path) == dict.fromkeys(range(3), "it was interrupted")
 
 
+@pytest.mark.integration
 def test_a_script_that_ends_without_close_does_not_block_the_others(tmp_path: Path) -> None:
     with scripts(tmp_path, "waits", "forgets", "fails") as (waits, forgets, fails):
         assert "rank 1 ended without peer.close()" in forgets.communicate(timeout=WAIT_SECONDS)[1]

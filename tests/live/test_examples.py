@@ -93,6 +93,7 @@ def test_alone(tmp_path: Path) -> None:
     check_summary(printed, "1 worker")
 
 
+@pytest.mark.integration
 def test_launched(tmp_path: Path) -> None:
     printed = typed(LINES["offbeat"], tmp_path)
     check_ranks(printed, range(3), 3)

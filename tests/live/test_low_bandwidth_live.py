@@ -11,7 +11,12 @@ import offbeat as ob
 from offbeat.records.schema import Notice, of_kind
 
 
-@pytest.mark.parametrize("name", ["local-sgd", "diloco", "decoupled-diloco", "delayed-exchange", "population"])
+SLOW = ("local-sgd", "diloco", "delayed-exchange")
+
+
+@pytest.mark.parametrize(
+    "name", ["decoupled-diloco", "population", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_three_workers_reach_the_target_with_every_strategy(name: str, tmp_path: Path) -> None:
     strategy = ob.Strategy.members[name]()
     run = ob.train(ob.workloads.Digits(), strategy, ob.Samples(50_000), workers=3, out=tmp_path / "run")

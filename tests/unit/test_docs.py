@@ -58,7 +58,7 @@ WITH_COMMANDS = [
     "docs/command_line.md",
     FROM_DDP,
     pytest.param(LIVE, marks=pytest.mark.slow),  # a dozen live runs; tests/live has each of them
-    NETWORK,
+    pytest.param(NETWORK, marks=pytest.mark.slow),  # tests/live/test_network_live.py is quicker
     "docs/bandwidth.md",
     "docs/compression.md",
     "docs/figures.md",

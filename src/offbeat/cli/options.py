@@ -46,7 +46,7 @@ def option(
 
 
 def number(metavar: str = "N", name: str | Iterable[str] | None = None, *, least: float = 0) -> Parameter:
-    """Describe an option that takes a number, whole if the parameter is annotated as `int`; see `BooleanFlag` for its text.
+    """Describe an option that takes a number; whole if the parameter is annotated as `int`.
 
     Args:
         metavar: what stands for the value on the help page.
