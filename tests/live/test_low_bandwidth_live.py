@@ -10,7 +10,6 @@ from accounts import check_accounts, check_traffic
 import offbeat as ob
 from offbeat.records.schema import Notice, of_kind
 
-
 SLOW = ("local-sgd", "diloco", "delayed-exchange")
 
 
