@@ -20,13 +20,13 @@ demo: $(INSTALLED)
 	$(BIN)/python bench/straggler.py --demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m slow
 
 test-integrations: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m integration
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m integration
 
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz.py --seeds $(SEEDS)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -242,10 +242,16 @@ def test_digits_hold_out_a_fifth_of_every_class_and_nothing_twice() -> None:
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     digits._load.cache_clear()
     with pytest.raises(MissingDependency, match=r"pip install 'offbeat\[digits\]'"):
         Digits().build()
+
+
+def test_digits_are_those_that_scikit_learn_returns_wherever_it_keeps_them(monkeypatch) -> None:
+    read = digits._read_table()
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    assert np.array_equal(digits._read_table(), read)
 
 
 def test_the_quadratic_is_smallest_at_its_optimum() -> None:

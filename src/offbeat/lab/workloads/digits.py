@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -98,16 +100,29 @@ class DigitsLogistic(_DigitsWorkload, name="digits-logistic"):
         return nn.Sequential(nn.Flatten(), nn.Linear(_SIDE**2, _CLASSES))
 
 
+def _read_table() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """One row per image: 64 pixels from 0 to 16, and the label.
+
+    The file is read without importing scikit-learn, since that takes over a second in every process.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.submodule_search_locations is None:
+        raise MissingDependency("the digits workload", "scikit-learn", "digits")
+    path = Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz")
+    if path.is_file():
+        return np.loadtxt(path, delimiter=",")
+    from sklearn.datasets import load_digits  # a release that keeps the file elsewhere
+
+    data, labels = load_digits(return_X_y=True)
+    return np.column_stack([data, labels])
+
+
 @functools.cache
 def _load() -> tuple[Examples, Examples]:
     """Training and test examples. A fifth of every class is held out, the same for every seed."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise MissingDependency("the digits workload", "scikit-learn", "digits") from None
-    data = load_digits()
-    images = (data.images / 16.0).astype(np.float32)[:, None]
-    labels = data.target.astype(np.int64)
+    table = _read_table()
+    images = (table[:, :-1] / 16.0).astype(np.float32).reshape(-1, 1, _SIDE, _SIDE)
+    labels = table[:, -1].astype(np.int64)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in range(_CLASSES):
         members = stream(0, "digits test", label).permutation(np.flatnonzero(labels == label))
