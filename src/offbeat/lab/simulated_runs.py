@@ -145,7 +145,7 @@ def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = N
         out: a directory; each run is recorded in a directory of its own below it. None: nothing is written.
     """
     if not isinstance(experiments, Plan):
-        what = "compare takes offbeat.Experiment objects or an offbeat.Plan"
+        what = "compare takes a list of offbeat.Experiment objects"
         require(isinstance(experiments, Iterable) and not isinstance(experiments, str), f"{what}, not {experiments!r}")
         experiments = list(experiments)
         for experiment in experiments:
