@@ -60,7 +60,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a number for evaluate": (lambda: simulate(evaluate=5), "evaluate must be an object"),
     "a number for a target": (lambda: mine(target=0.9), "Workload.target must be an object"),
     "strategies to compare": (lambda: ob.compare([ob.FixedMinibatch()]), "what is compared must be an object"),
-    "a file to compare": (lambda: ob.compare("x.toml"), "compare takes offbeat.Experiment objects"),
+    "a file to compare": (lambda: ob.compare("x.toml"), "compare takes a list of offbeat.Experiment objects"),
     "no loss": (lambda: mine(loss=None), "Workload.loss must be a function"),
     "a mean loss": (lambda: simulate(mine(loss=F.cross_entropy)), "one loss per sample"),
     "another dtype": (
