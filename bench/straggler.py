@@ -3,7 +3,7 @@
     python bench/straggler.py [--json] [--repeats N] [--seconds S]
 
 Two workers train the CNN of `cifar_shaped.py` in micro-batches of 32. *Ceiling*: two processes that do not talk at all,
-and keep the memory they have used, as workers of ours do (`launch/memory.py`: that alone is worth a quarter here).
+and keep the memory they have used, as offbeat's workers do (`launch/process_settings.py`: worth a quarter here).
 *ddp*: torch's DistributedDataParallel over gloo, as it comes, and again with memory kept, to tell the two apart. The
 others are strategies of ours, on whatever cores there are: gossip between the two workers alone, the rest with a hub in
 a third process. Healthy, then straggling: every micro-batch of one worker takes 150 ms longer. All contestants take

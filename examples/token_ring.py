@@ -21,8 +21,8 @@ class Token(nodes.Message):
 class TokenRing(ob.Strategy, name="token-ring"):
     batch: int = 64
     """samples per step"""
-    lr: float = 0.1
-    """learning rate"""
+    step_size: float = 0.1
+    """factor of the mean gradient"""
 
     def processes(self, workers):
         return workers
@@ -49,7 +49,7 @@ class RingNode(nodes.Node):
         if isinstance(event, nodes.MessageArrived) or (isinstance(event, nodes.Started) and self.context.rank == 0):
             yield from self.proceed(computes=True)
         elif isinstance(event, nodes.GradientReady):
-            old, self.draw, lr = self.token, event.draws[1], self.config.lr
+            old, self.draw, lr = self.token, event.draws[1], self.config.step_size
             x, samples, until = old.parameters, old.samples + event.samples, self.context.until
             is_last = samples >= until.count if isinstance(until, ob.Samples) else event.at >= until.seconds
             buffers = tuple(buffer.clone() for buffer in event.buffers)  # lent with the event, so copied

@@ -27,7 +27,7 @@ RETIRED_NAMES = frozenset(
         """,
     )
 )
-"""Identifiers; the glossary and the dictionary of the package have the words that took their place."""
+"""Identifiers that were replaced; the glossary has the words in use."""
 
 PERSONS = re.compile(r"\b(?:somebody|nobody|whoever|whom|everybody|anybody)\b", re.IGNORECASE)
 """Processes are not persons: "late gradients are dropped", not "whoever comes late is dropped"."""
@@ -110,4 +110,4 @@ def test_the_glossary_is_short_and_sorted() -> None:
     )
     terms = [row for row in rows if row != "term"]
     assert 20 < len(terms) <= GLOSSARY_TERMS_MAX
-    assert len(set(terms)) == len(terms)
+    assert terms == sorted(set(terms))

@@ -149,7 +149,7 @@ COMMANDS = {
 
 ARGUMENTS_BEFORE_SCRIPT = {"launch": 0, "work": 1}
 """For commands that run a script: how many arguments come before its name. All that follow it belong to the script."""
-SWITCHES = ("--help", "-h", "--version", "--overwrite", "--quiet")
+BOOLEAN_FLAGS = ("--help", "-h", "--version", "--overwrite", "--quiet")
 """Options of these commands that take no value."""
 
 
@@ -189,7 +189,7 @@ def _separate_script(argv: list[str]) -> list[str]:
     index = 1
     while remaining is not None and index < len(argv) and argv[index] != "--":
         if argv[index].startswith("-"):
-            index += 1 if argv[index] in SWITCHES or "=" in argv[index] else 2
+            index += 1 if argv[index] in BOOLEAN_FLAGS or "=" in argv[index] else 2
         elif remaining:
             remaining, index = remaining - 1, index + 1
         else:

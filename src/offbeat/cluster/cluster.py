@@ -100,7 +100,7 @@ class Cluster(Configuration):
     speed_trace: Trace | None = None
     """recorded variation of the speed over time; none: it is constant"""
     measured: bool = False
-    """whether speeds and links were measured on this machine; live runs then inject no delay"""
+    """whether speeds and links were measured on this machine; live runs then inject stragglers only"""
     size: int | None = None
     """default number of workers; none: any number"""
 

@@ -2,7 +2,7 @@
 
 A message is a frozen dataclass. Fields declared as `Tensor` or `Buffers` are its payload; all others are its header,
 plain data that msgspec can encode. A strategy defines its messages in its own file by subclassing `Message`; the two
-that end a run are here, since all strategies end in the same way.
+that end a run are here, since all strategies with a hub or with peers end in the same way.
 
 A tensor in a message must not change after it was passed to `Send`.
 """

@@ -17,7 +17,7 @@ Obligations of a node
 - At most one `Compute` is outstanding. Messages may arrive out of order.
 - It does not change a tensor that it has sent, and does not store tensors of an event without `keep()`.
 - `state()` is complete: a new node after `restore(state)` behaves identically.
-- It ends by Stop → Stopped → Finish, and never applies a gradient that is not finite.
+- It ends by `Finish`, with a hub after Stop → Stopped, and never applies a gradient that is not finite.
 
 `offbeat.testing.check_strategy` tests all of these.
 """

@@ -225,8 +225,8 @@ class ChannelLink(LinkBase):
     def _on_acknowledgement(self, count: int) -> None:
         with self._changed:
             self._check_acknowledgement(count)
-            if count > self._acknowledged:
-                self._acknowledged = count
+            if count > self._acked_by_peer:
+                self._acked_by_peer = count
                 if self._outbox:
                     self._changed.notify()
 
@@ -290,7 +290,7 @@ class ChannelLink(LinkBase):
 
     def _count_acked(self) -> int:
         """The count that the head now leaving acknowledges; the caller holds the lock."""
-        self._acked, self._ack_due = self._delivered, False
+        self._acked_to_peer, self._ack_due = self._delivered, False
         return self._delivered
 
     def _shared_pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:

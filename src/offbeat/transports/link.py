@@ -76,9 +76,9 @@ class LinkBase(ABC):
         self._deliver = deliver
         self._outbox: deque[tuple[str | None, Message]] = deque()
         self._finishing = False
-        self._sent = self._acknowledged = 0
+        self._sent = self._acked_by_peer = 0
         """Messages of this rank: sent, and acknowledged by the peer."""
-        self._delivered = self._acked = 0
+        self._delivered = self._acked_to_peer = 0
         """Messages of the peer: received by the user of the transport, and acknowledged to the peer."""
 
     # The caller holds the lock
@@ -93,14 +93,14 @@ class LinkBase(ABC):
         return False
 
     def _may_leave(self) -> bool:
-        return self._finishing or self._sent - self._acknowledged < WINDOW
+        return self._finishing or self._sent - self._acked_by_peer < WINDOW
 
     def _window_is_full(self) -> bool:
         """Whether the peer has to stop sending until it gets an acknowledgement."""
-        return self._delivered - self._acked >= WINDOW
+        return self._delivered - self._acked_to_peer >= WINDOW
 
     def _check_acknowledgement(self, count: int) -> None:
-        if not self._acknowledged <= count <= self._sent:
+        if not self._acked_by_peer <= count <= self._sent:
             raise wire.WireError(f"the peer acknowledges {count} messages, but {self._sent} were sent")
 
     # Sending

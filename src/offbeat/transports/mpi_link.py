@@ -266,8 +266,8 @@ class MpiLink(LinkBase):
 
     def _acknowledging(self, head: Tensor) -> Tensor:
         with self._lock:
-            self._acked = self._delivered
-        wire.set_acknowledged(head, self._acked)
+            self._acked_to_peer = self._delivered
+        wire.set_acknowledged(head, self._acked_to_peer)
         return head
 
     def _post(self, pieces: Iterable[Tensor]) -> None:
@@ -307,4 +307,4 @@ class MpiLink(LinkBase):
 
     def _on_acknowledgement(self, count: int) -> None:
         self._check_acknowledgement(count)
-        self._acknowledged = count
+        self._acked_by_peer = count
