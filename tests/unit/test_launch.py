@@ -14,7 +14,7 @@ import pytest
 from made_records import a_round
 
 import offbeat as ob
-from offbeat.cli import ARGUMENTS_BEFORE_SCRIPT, SWITCHES, _separate_script, application, main
+from offbeat.cli import ARGUMENTS_BEFORE_SCRIPT, BOOLEAN_FLAGS, _separate_script, application, main
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.lab.worker_main import local_ranks
@@ -244,7 +244,7 @@ def test_the_options_without_a_value_are_known_before_anything_is_parsed(command
     arguments = application()[command].assemble_argument_collection(parse_docstring=False)
     flags = {name for argument in arguments if argument.hint is bool for name in argument.names}
     assert flags == ({"--overwrite", "--quiet"} if command == "launch" else set())
-    assert flags <= set(SWITCHES)
+    assert flags <= set(BOOLEAN_FLAGS)
 
 
 @pytest.fixture
