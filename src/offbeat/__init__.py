@@ -26,6 +26,9 @@ def __getattr__(name: str) -> Any:
         api = importlib.import_module("offbeat.api")
         if name == "__all__" or name in api.__all__:
             return globals().setdefault(name, getattr(api, name))
+        homes = [space for space in api.__all__ if name in getattr(getattr(api, space), "__all__", ())]
+        if homes:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; type {__name__}.{homes[0]}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

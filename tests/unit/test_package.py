@@ -106,6 +106,8 @@ def test_commands_that_need_no_torch_do_not_wait_for_it() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Digitz'"):
         _ = ob.Digitz
+    with pytest.raises(AttributeError, match=r"no attribute 'Digits'; type offbeat\.workloads\.Digits$"):
+        _ = ob.Digits
     assert {"simulate", "__version__"} <= set(dir(ob))
 
 
