@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -28,8 +28,6 @@ from offbeat.core.actions import (
     Finish,
     Record,
     Report,
-    Samples,
-    Seconds,
     Send,
     SetTimer,
 )
@@ -51,6 +49,7 @@ from offbeat.core.strategy import Node
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.live.evaluation import Evaluator, Measure
 from offbeat.live.injected_delay import InjectedDelay
+from offbeat.live.live_round import LiveRound
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
 from offbeat.records.traffic import MessageSize, TrafficCounter, message_size
@@ -71,49 +70,6 @@ class Clock:
     def set(self, elapsed_seconds: float, at_monotonic: float) -> None:
         """Synchronize: the run had lasted `elapsed_seconds` when `time.monotonic()` was `at_monotonic`."""
         self._zero = at_monotonic - elapsed_seconds
-
-
-@dataclass
-class LiveRound:
-    """The outstanding computation of a rank, with its injected delay."""
-
-    action: Compute
-    start: float
-    start_monotonic: float
-    """`time.monotonic()` when it was accepted, where the time limit of a `Seconds` budget starts."""
-    delay_seconds: float
-    factor: float
-    call_seconds: float
-    samples: int = 0
-    induced_seconds: float = 0.0
-    idle_seconds: float = 0.0
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def next_microbatch_size(self) -> int:
-        """Samples of the next micro-batch; 0 if the round is over."""
-        if self.cancelled.is_set():
-            return 0
-        budget, microbatch = self.action.budget, self.action.microbatch
-        if isinstance(budget, Samples):
-            return min(microbatch, budget.count - self.samples)
-        assert isinstance(budget, Seconds)
-        if self.samples and time.monotonic() - self.start_monotonic >= budget.seconds:
-            return 0
-        return microbatch if budget.samples_max is None else min(microbatch, budget.samples_max - self.samples)
-
-    def inject_delay(self) -> None:
-        """Wait for the injected delay before the first micro-batch."""
-        self._sleep(self.delay_seconds)
-
-    def inject_slowdown(self, seconds: float) -> None:
-        """Wait for as long as this worker should be slower at a micro-batch that took `seconds`."""
-        self._sleep(seconds * (self.factor - 1.0) + self.call_seconds)
-
-    def _sleep(self, seconds: float) -> None:
-        if seconds > 0:
-            before = time.monotonic()
-            self.cancelled.wait(seconds)
-            self.induced_seconds += time.monotonic() - before
 
 
 WAIT_SECONDS_MAX = 3600.0

@@ -29,8 +29,8 @@ from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError
 from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
+from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions
-from offbeat.live.node_runner import LiveRound
 from offbeat.live.session_base import LINGER_SECONDS, SessionBase, parse_until, rank_info_for
 
 

@@ -23,8 +23,9 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.live.evaluation import Evaluation, measure_with
+from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LocalRanks, SessionOptions
-from offbeat.live.node_runner import LiveRound, ResultEvent
+from offbeat.live.node_runner import ResultEvent
 from offbeat.live.signals import defer_signals, install_sigterm_handler
 from offbeat.records.files import read_rank, read_run
 from offbeat.records.metrics import Summary, summarize
