@@ -19,13 +19,13 @@ from offbeat.core.configuration import to_plain
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment import Experiment, Plan, unique_labels
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunHeader, RunRecords
-from offbeat.simulation.gradients import GradientComputer
 from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
 from offbeat.version import __version__

@@ -8,7 +8,6 @@ rank 0, as a `RunDescription`.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ from offbeat.core.actions import Finish
 from offbeat.core.configuration import Configuration
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
-from offbeat.core.workload import Workload, on_device
+from offbeat.core.workload import Workload
+from offbeat.engine.workload_losses import WorkloadLosses
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.experiment import Experiment
 from offbeat.launch.process_settings import name_process
@@ -192,14 +192,10 @@ def run_rank(
     )
     model = workload.initial_model(experiment.seed)
     session = Session(model, experiment.strategy, options, rank_info, workload.evaluate)
-    device = next(model.parameters()).device
+    losses = WorkloadLosses(workload, model)
     with session:
         for batch in session.batches(workload.train, split=workload.split):
-            if session.begins_round:
-                # Dropout and the like depend on the sample and not on timing, as in simulation.
-                key = ((experiment.seed, session.rank), session.draw)
-                torch.default_generator.manual_seed(zlib.crc32(repr(key).encode()))
-            session.backward(workload.losses(model, on_device(batch, device)))
+            session.backward(losses.of(batch))
     if session.is_main and rank_info.directory is not None and session.finish is not None:
         save_result(rank_info.directory, session.finish)
     return session

@@ -29,6 +29,7 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.events import StepReady
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require
+from offbeat.engine.gradient_accumulator import copied_buffers, is_result_finite
 from offbeat.errors import ConfigurationError
 from offbeat.live.batch_sources import samples_in
 from offbeat.live.evaluation import Evaluation
@@ -167,8 +168,9 @@ class AsyncDataParallel(SessionBase):
         self._flat.check_in_place()
         self._round.samples = count
         self._steps += 1
-        after = self._flat.parameters
-        self._complete_round(torch.sub(after, self._parameters_before, out=self._pool.like(after)), total)
+        after, buffers = self._flat.parameters, copied_buffers(self._flat)
+        delta = torch.sub(after, self._parameters_before, out=self._pool.like(after))
+        self._complete_round(delta, total, buffers, is_result_finite(delta, total, buffers))
         self._next_round()
 
     def _check_optimizer_step(self, *_: Any) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from offbeat.core.actions import Budget, Finish, Samples, Seconds
 from offbeat.core.events import GradientReady
-from offbeat.core.flat import FlatModule, is_finite
+from offbeat.core.flat import FlatModule
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_instance, require
+from offbeat.engine.gradient_accumulator import copied_buffers
 from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.live.evaluation import Evaluation, measure_with
 from offbeat.live.live_round import LiveRound
@@ -97,17 +98,17 @@ class SessionBase(ABC):
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._ranks.start()
 
-    def _complete_round(self, result: Tensor, loss: float | None) -> None:
-        """End the current round with a gradient or step, and let the node handle it."""
-        buffers = self._buffers()
-        statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
-        finite = all(map(is_finite, [result, *statistics])) and (loss is None or abs(loss) < float("inf"))
+    def _complete_round(self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool) -> None:
+        """End the current round, and let the node handle its result.
+
+        result: the sum of gradients over the samples, or the step.
+        loss: the sum of the losses; None if unknown.
+        buffers: copies of the buffers after the round.
+        finite: whether result, loss and buffers are finite.
+        """
         self._round = None
         with defer_signals():
             self._runner.complete(result, loss, buffers, finite, self._result_event)
-
-    def _buffers(self) -> Buffers:
-        return tuple(buffer.clone() for buffer in self._flat.buffers)
 
     # The end
 
@@ -139,7 +140,7 @@ class SessionBase(ABC):
         """The loop has ended without an error, perhaps before the end of training: wait until this rank may close."""
 
     def _leave(self, stay: bool = False) -> None:
-        zeros, buffers = torch.zeros_like(self._flat.parameters), self._buffers()
+        zeros, buffers = torch.zeros_like(self._flat.parameters), copied_buffers(self._flat)
         self._runner.leave(lambda: self._runner.complete(zeros, 0.0, buffers, True, self._result_event), stay=stay)
 
     def interrupt(self) -> None:

@@ -17,10 +17,10 @@ from offbeat.cluster.faults import Corrupt
 from offbeat.core.actions import Compute, Evaluate, Seconds
 from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
 from offbeat.core.examples import Order
+from offbeat.engine.gradient_computer import GradientRequest
 from offbeat.errors import ContractViolation
 from offbeat.records.schema import Consensus, Round
 from offbeat.simulation.delivery import Delivery
-from offbeat.simulation.gradients import GradientRequest
 from offbeat.simulation.round_timing import Computation, RoundTiming
 from offbeat.simulation.state import Process, SimulationState
 

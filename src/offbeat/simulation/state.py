@@ -24,8 +24,8 @@ from offbeat.core.optimizers import Optimizer, Stepper
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Cadence, Node, NodeContext, Strategy
 from offbeat.core.workload import Workload
+from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.records.files import Writer
-from offbeat.simulation.gradients import GradientComputer
 from offbeat.simulation.network import SimulatedNetwork
 from offbeat.simulation.round_timing import Computation
 from offbeat.strategies.compressed_node import build_node
