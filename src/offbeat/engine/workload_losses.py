@@ -46,7 +46,7 @@ class WorkloadLosses:
         try:
             yield
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if len(batch[1]) == 1 and "more than 1 value per channel" in str(error):
+            if self.batch_norm and len(batch[1]) == 1 and isinstance(error, ValueError):
                 raise ConfigurationError(
                     "the model has batch norm, which needs at least 2 samples at a time, but a micro-batch of 1 was "
                     "asked for; raise microbatch (and batch) to 2 or more"
