@@ -82,6 +82,21 @@ def test_dropout_depends_on_the_samples_alone_in_every_engine() -> None:
         torch.testing.assert_close(live.parameters, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_a_single_sample_that_is_left_over_joins_the_last_micro_batch_in_every_engine() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+
+    workload = dataclasses.replace(regression(), model=model)
+    strategy, until = ob.FixedMinibatch(batch=49, microbatch=16), ob.Samples(490)
+    simulated = result_of(ob.simulate(workload, strategy, until=until, workers=1, seed=8, evaluate=None))
+    for live in (
+        joined(workload, strategy, until, seed=8),
+        result_of(ob.train(workload, strategy, until, workers=1, seed=8, evaluate=None)),
+    ):
+        torch.testing.assert_close(live.parameters, simulated.parameters, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(live.buffers, simulated.buffers, rtol=1e-9, atol=1e-12)
+
+
 class Replayed(WorkSizing):
     """Budgets with the numbers of samples of a recorded run."""
 

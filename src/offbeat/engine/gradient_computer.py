@@ -6,7 +6,7 @@ consecutive micro-batches are merged into one call: the sum is the same, up to r
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from offbeat.core.flat import FlatModule
 from offbeat.core.messages import Buffers
 from offbeat.core.workload import Measured, Workload
 from offbeat.engine.gradient_accumulator import GradientAccumulator, GradientResult
+from offbeat.engine.microbatches import next_microbatch
 from offbeat.engine.workload_losses import WorkloadLosses
 
 SAMPLES_PER_CALL_MAX = 1024
@@ -66,15 +67,15 @@ class GradientComputer:
         self._load(parameters, buffers)
         return self._losses.evaluate()
 
-    def _calls(self, request: GradientRequest) -> list[tuple[int, int]]:
-        size = request.microbatch
+    def _calls(self, request: GradientRequest) -> Iterator[tuple[int, int]]:
+        """The first draw of each call and that after its last."""
+        size, done = request.microbatch, 0
         if self._merge_microbatches:
             size *= max(1, SAMPLES_PER_CALL_MAX // size)
-        stop = request.first + request.samples
-        cuts = [*range(request.first, stop, size), stop]
-        if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and not self._merge_microbatches:
-            del cuts[-2]  # batch norm fails on a single sample
-        return list(itertools.pairwise(cuts))
+        while samples := next_microbatch(done, size, request.samples):
+            first = request.first + done
+            yield first, first + samples
+            done += samples
 
     def _load(self, parameters: Tensor, buffers: Buffers) -> None:
         requested = (parameters, parameters._version)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from offbeat.core.actions import Compute, Samples, Seconds
+from offbeat.engine.microbatches import next_microbatch
 
 
 @dataclass
@@ -31,11 +32,11 @@ class LiveRound:
             return 0
         budget, microbatch = self.action.budget, self.action.microbatch
         if isinstance(budget, Samples):
-            return min(microbatch, budget.count - self.samples)
+            return next_microbatch(self.samples, microbatch, budget.count)
         assert isinstance(budget, Seconds)
         if self.samples and time.monotonic() - self.start_monotonic >= budget.seconds:
             return 0
-        return microbatch if budget.samples_max is None else min(microbatch, budget.samples_max - self.samples)
+        return next_microbatch(self.samples, microbatch, budget.samples_max)
 
     def inject_delay(self) -> None:
         """Wait for the injected delay before the first micro-batch."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from offbeat.cluster.stragglers import RoundDelay, Speed
 from offbeat.core.actions import Budget, Compute, Samples, Seconds
+from offbeat.engine.microbatches import divide, samples_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class RoundTiming:
 
     def seconds(self, samples: int) -> float:
         """Seconds from the start of the round until `samples` samples are done."""
-        whole, rest = divmod(samples, self.microbatch)
+        whole, rest = divide(samples, self.microbatch)
         if self.speed.speed_trace is None:
             elapsed = self.round_delay.delay_seconds + whole * self._call(self.microbatch)
         else:
@@ -37,14 +38,13 @@ class RoundTiming:
         if isinstance(budget, Samples):
             return budget.count
         assert isinstance(budget, Seconds)
-        samples = max(1, self._calls_until(budget.seconds)) * self.microbatch
-        return samples if budget.samples_max is None else min(samples, budget.samples_max)
+        return samples_after(max(1, self._calls_until(budget.seconds)), self.microbatch, budget.samples_max)
 
     def samples_when_cancelled(self, elapsed: float, planned: int) -> int:
         """Samples done at the first micro-batch boundary after `elapsed` seconds; 0 during the initial delay."""
         if elapsed < self.round_delay.delay_seconds:
             return 0
-        return min(planned, self._calls_until(elapsed) * self.microbatch)
+        return samples_after(self._calls_until(elapsed), self.microbatch, planned)
 
     def _calls_until(self, elapsed: float) -> int:
         """The smallest number of micro-batches that takes at least `elapsed` seconds, the delay included."""
