@@ -23,7 +23,7 @@ from offbeat.core.actions import Action, Finish, Report
 from offbeat.core.events import Event, PeerLost, Started
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.core.strategy import Node
-from offbeat.lab.experiment import Experiment
+from offbeat.engine.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.worker_main import read_result
 from offbeat.live.node_runner import Clock, NodeRunner
@@ -80,7 +80,8 @@ def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.faults.Cras
     """A run that is slow enough on any machine to be disturbed in its middle."""
     slow = ob.stragglers.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=2.0)
-    return Experiment(ob.workloads.Digits(), strategy, cluster, 4, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
+    until, evaluate = ob.Samples(samples), ob.EverySeconds(0.3)
+    return Experiment(ob.workloads.Digits(), strategy, cluster=cluster, workers=4, until=until, evaluate=evaluate)
 
 
 def check_peers(run: RunRecords, samples: int) -> None:

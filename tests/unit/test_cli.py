@@ -28,8 +28,9 @@ from offbeat.core.optimizers import SGD, AMSGrad
 from offbeat.core.schedules import Linear
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
+from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment, Plan, share_done
+from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Update

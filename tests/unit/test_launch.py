@@ -17,11 +17,11 @@ import offbeat as ob
 from offbeat.cli import ARGUMENTS_BEFORE_SCRIPT, BOOLEAN_FLAGS, _separate_script, application, main
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
-from offbeat.lab.worker_main import local_ranks
 from offbeat.launch.children import Child, start_command, start_forked
 from offbeat.launch.supervisor import RunMonitor
 from offbeat.live.node_runner import Clock
 from offbeat.live.rank_allocator import RankAllocator
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.files import RankWriter, rank_file, read_rank
 from offbeat.records.schema import Notice
 from offbeat.transports.rendezvous import Assignment, CallRequest
@@ -149,12 +149,12 @@ def test_a_function_that_fails_reports_it_as_a_program_does(
 
 
 def test_rank_0_is_always_started_here() -> None:
-    assert local_ranks(ob.FixedMinibatch(), 4, 0) == [0]
-    assert local_ranks(ob.FixedMinibatch(), 4, 2) == [0, 1, 2]
-    assert local_ranks(ob.Gossip(), 4, 2) == [0, 1]
-    assert local_ranks(ob.Gossip(), 4, None) == [0, 1, 2, 3]
+    assert LiveOptions(local_workers=0).local_ranks(ob.FixedMinibatch(), 4) == [0]
+    assert LiveOptions(local_workers=2).local_ranks(ob.FixedMinibatch(), 4) == [0, 1, 2]
+    assert LiveOptions(local_workers=2).local_ranks(ob.Gossip(), 4) == [0, 1]
+    assert LiveOptions(local_workers=None).local_ranks(ob.Gossip(), 4) == [0, 1, 2, 3]
     with pytest.raises(ConfigurationError, match="--local-workers must be 1 or more"):
-        local_ranks(ob.Gossip(), 4, 0)
+        LiveOptions(local_workers=0).local_ranks(ob.Gossip(), 4)
 
 
 def test_among_peers_there_are_as_many_workers_as_processes() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from offbeat.cli.live_view import LINE_SECONDS, LineWatcher, RunWatcher, render_run, watch_run
 from offbeat.cli.run_state import RECENT_SECONDS, RunState
-from offbeat.lab.experiment import Experiment
+from offbeat.engine.experiment import Experiment
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.process_settings import hub_or_worker_name, rank_names
 from offbeat.records.schema import Evaluation, Membership, Notice

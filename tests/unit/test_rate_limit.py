@@ -16,7 +16,7 @@ import offbeat as ob
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import RateLimitedOutbox, TokenBucket
 from offbeat.core.messages import Message, Stopped
-from offbeat.lab.experiment import Plan
+from offbeat.lab.experiment_plan import Plan
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from offbeat.cli.options import CLUSTER, GROUPS, LIVE, OPTIMIZER, RUN, STRATEGY,
 from offbeat.cluster.cluster import Cluster, Link
 from offbeat.core.configuration import Family, Option, noun, options
 from offbeat.core.optimizers import Optimizer
-from offbeat.lab.experiment import Settings
+from offbeat.lab.experiment_plan import WHAT_RUNS, Plan
 from offbeat.lab.live_runs import EVALUATE_LIVE
-from offbeat.lab.worker_main import LiveOptions
+from offbeat.live.session_options import LiveOptions
 
 ALIASES = {"optimizer.lr": "--lr"}
 METAVARS = {
@@ -95,7 +95,8 @@ def run_flags() -> tuple[Flag, ...]:
     """Flags for settings of a plan and for the cluster."""
     seeds = "how many seeds to run, from 0 on, or which: 3,4,5; each draws its own initial parameters, data order and "
     texts = {"seeds": seeds + "stragglers [1]"}
-    fields = [item for item in options(Settings) if item.path != "cluster"]
+    fields = [item for item in options(Plan) if item.path not in (*WHAT_RUNS, "cluster")]
+    fields.sort(key=lambda item: item.path not in ("workers", "seeds"))  # the help page begins with these
     settings = [Flag(RUN, item.path, item.kind, texts.get(item.path) or _with_default(item)) for item in fields]
     settings.insert(2, Flag(RUN, "seed", int, "run this seed alone"))
     base = "a named cluster, or a TOML file; the flags below change it [uniform]"

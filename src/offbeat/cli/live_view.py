@@ -21,7 +21,7 @@ from offbeat.launch.process_settings import rank_names
 from offbeat.records.schema import AnyRecord, Ended, Notice
 
 if TYPE_CHECKING:
-    from offbeat.lab.experiment import Experiment
+    from offbeat.engine.experiment import Experiment
     from offbeat.launch.supervisor import RunObserver
 
 LINE_SECONDS = 5.0

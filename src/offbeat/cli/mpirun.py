@@ -15,7 +15,7 @@ from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
 
 if TYPE_CHECKING:
-    from offbeat.lab.worker_main import LiveOptions
+    from offbeat.live.session_options import LiveOptions
 
 
 STARTED_BY_OFFBEAT = "OFFBEAT_UNDER_MPIRUN"

@@ -26,9 +26,10 @@ from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
+from offbeat.engine.experiment import Experiment, RunSettings
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.lab.experiment import Experiment, Plan, Settings, unique_labels
-from offbeat.lab.worker_main import LiveOptions
+from offbeat.lab.experiment_plan import Plan, unique_labels
+from offbeat.live.session_options import LiveOptions
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 
@@ -86,7 +87,7 @@ def _cluster_size(cluster: Cluster, counts: bool) -> dict[str, Any]:
     return {"workers": cluster.size} if counts and cluster.size is not None else {}
 
 
-def settings_of(flag_values: FlagValues, cluster: Cluster = Settings.cluster) -> dict[str, Any]:
+def settings_of(flag_values: FlagValues, cluster: Cluster = RunSettings.cluster) -> dict[str, Any]:
     """The settings of a plan that flags give; the cluster is `cluster` with the fields that flags change."""
     texts = dict(flag_values[RUN])
     values: dict[str, Any] = {"cluster": cluster_of(flag_values[CLUSTER], cluster)}
@@ -95,7 +96,7 @@ def settings_of(flag_values: FlagValues, cluster: Cluster = Settings.cluster) ->
         values["seeds"] = (from_plain(int, texts.pop("seed"), "--seed"),)
     if "seeds" in texts:
         values["seeds"] = _seeds(texts.pop("seeds"))
-    kinds = _kinds(Settings)
+    kinds = _kinds(Plan)
     for path, text in texts.items():
         with _naming_flags(lambda _, path=path: flag_name(path)):  # type: ignore[misc]
             values[path] = from_plain(kinds[path], text, flag_name(path))

@@ -40,13 +40,13 @@ from offbeat.core.randomness import stream
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_experiment
 from offbeat.lab.simulated_runs import one_thread
-from offbeat.lab.worker_main import LiveOptions
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.supervisor import RunObserver
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy
 
@@ -235,7 +235,14 @@ class _ProbeRunner:
         live = dataclasses.replace(self.live, checkpoint_seconds=None)
         for attempt in range(ATTEMPTS_MAX):
             until = Seconds(seconds * 2**attempt)
-            experiment = Experiment(workload, strategy, cluster or Cluster(), self.workers, until, 0, EVALUATE_LIVE)
+            experiment = Experiment(
+                workload,
+                strategy,
+                cluster=cluster or Cluster(),
+                workers=self.workers,
+                until=until,
+                evaluate=EVALUATE_LIVE,
+            )
             records = train_experiment(experiment, None, live, self.watcher).records
             if all(len(rounds) >= ROUNDS_MIN for rounds in warm_rounds(records).values()):
                 break

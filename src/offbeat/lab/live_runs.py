@@ -26,10 +26,10 @@ from offbeat.core.actions import Budget, Finish
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.experiment import Experiment, workers_for
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.lab.experiment import Experiment, workers_for
-from offbeat.lab.simulated_runs import Run, check_new, header_of
-from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options, read_result, run_rank, save_result
+from offbeat.lab.simulated_runs import Run, check_new
+from offbeat.lab.worker_main import read_result, run_rank, save_result
 from offbeat.launch.children import Child, start_command, start_forked
 from offbeat.launch.listeners import advertised_address, open_listener
 from offbeat.launch.process_settings import keep_freed_memory, rank_names
@@ -37,7 +37,8 @@ from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, r
 from offbeat.launch.supervisor import RunMonitor, RunObserver, Supervisor, check_faults
 from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
-from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_files, read_header, read_run, write_header
+from offbeat.live.session_options import LiveOptions, SessionOptions, read_live_options, write_live_options
+from offbeat.records.files import HEADER, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
 from offbeat.records.schema import AnyRecord, RunHeader, RunRecords
 
@@ -93,7 +94,14 @@ def train(
     cluster = cluster or Cluster()
     workers = workers_for(workers, cluster, DEFAULT_LIVE_WORKERS)
     experiment = Experiment(
-        workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
+        workload,
+        strategy,
+        cluster=cluster,
+        workers=workers,
+        until=until,
+        seed=seed,
+        evaluate=evaluate,
+        bytes_per_second=bytes_per_second,
     )
     directory = None if out is None else Path(out)
     if rank_info.alone:
@@ -126,7 +134,7 @@ def train_experiment(
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
     processes = experiment.strategy.processes(experiment.worker_count)
     experiment.cluster.check(processes, experiment.worker_count)
-    local = local_ranks(experiment.strategy, processes, live.local_workers)
+    local = live.local_ranks(experiment.strategy, processes)
     check_faults(experiment.cluster.faults, local, experiment.strategy.is_required)
     with _run_directory(out) as name:
         directory = Path(name)
@@ -165,7 +173,8 @@ def train_as_rank(
         experiment = _prepare(directory, experiment, workload, live, resume)
         rank_info = dataclasses.replace(rank_info, directory=directory, resume=resume)
         with _polled(RunMonitor(directory, observer or StderrObserver())):
-            run_rank(experiment, workload, read_header(directory), live, rank_info)
+            options = SessionOptions(experiment=experiment, live=live, header=read_header(directory))
+            run_rank(options, workload, rank_info)
         return _finished_run(directory, out, experiment, workload)
 
 
@@ -179,7 +188,9 @@ def run_follower(
     experiment, workload = _resolve_for_launcher(experiment, rank_info, live)
     if resume and out is not None:
         _check_unfinished(out)
-    session = run_rank(experiment, workload, _header(experiment, workload), live, rank_info, sends_records=True)
+    header = _header(experiment, workload)
+    options = SessionOptions(experiment=experiment, live=live, header=header, sends_records=True)
+    session = run_rank(options, workload, rank_info)
     records = session.records
     if session.is_main and session.finish is not None and out is not None and (out / HEADER).exists():
         records = _write_as_successor(out, records, session.finish)
@@ -269,7 +280,7 @@ def _prepare(
     if not resume:
         check_new(directory)
         write_header(directory, _header(experiment, workload))
-        (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
+        write_live_options(directory, live)
         return experiment
     check_idle(directory)
     _check_unfinished(directory)
@@ -317,7 +328,7 @@ def _resume_hint(failure: str, directory: Path, experiment: Experiment) -> str:
 def _header(experiment: Experiment, workload: Workload) -> RunHeader:
     model = workload.initial_model(experiment.seed)
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return header_of(experiment, workload, numel, engine="live")
+    return experiment.header("live", workload.label, numel)
 
 
 def _check_unfinished(directory: Path) -> None:
@@ -367,7 +378,7 @@ def _supervise(
     with listener:
         supervisor = Supervisor(
             start,
-            local_ranks(strategy, processes, live.local_workers),
+            live.local_ranks(strategy, processes),
             restarts_max=live.restarts,
             say=observer.say,
             has_joined=monitor.has_joined,
@@ -395,5 +406,6 @@ def _can_fork(experiment: Experiment) -> bool:
 
 def _forked_main(directory: Path, experiment: Experiment, workload: Workload, listener: socket.socket) -> int:
     listener.close()  # rank 0 has a duplicate
-    run_rank(experiment, workload, read_header(directory), read_live_options(directory), read_rank_info())
+    header, live = read_header(directory), read_live_options(directory)
+    run_rank(SessionOptions(experiment=experiment, live=live, header=header), workload, read_rank_info())
     return 0

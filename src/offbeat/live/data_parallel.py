@@ -29,12 +29,13 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.events import StepReady
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require
+from offbeat.engine.experiment import Experiment, parse_until
 from offbeat.engine.gradient_accumulator import copied_buffers, is_result_finite
 from offbeat.errors import ConfigurationError
 from offbeat.live.batch_sources import samples_in
 from offbeat.live.evaluation import Evaluation
-from offbeat.live.local_ranks import SessionOptions
-from offbeat.live.session_base import SessionBase, parse_until, rank_info_for
+from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
+from offbeat.live.session_options import LiveOptions
 from offbeat.strategies.gossip.gossip_parts import Acid, ExchangeClock, Partner
 from offbeat.strategies.gossip.gossip_strategies import Gossip
 from offbeat.topology.graphs import Graph
@@ -101,16 +102,12 @@ class AsyncDataParallel(SessionBase):
             "both a strategy and settings of another one are given; put the settings into the strategy",
         )
         strategy = _gossip_strategy(*settings) if strategy is None else _check_decentralized(strategy)
+        until = UNLIMITED if until is None else parse_until(until)
+        experiment = Experiment(None, strategy, until=until, evaluate=every, seed=seed)
         rank_info = rank_info_for(out)
         require(not rank_info.resume, CANNOT_RESUME)
-        options = SessionOptions(
-            until=UNLIMITED if until is None else parse_until(until),
-            seed=seed,
-            every=every,
-            checkpoint_seconds=None,
-            reserved=frozenset(range(rank_info.processes)),
-        )
-        super().__init__(model, strategy, options, rank_info, evaluate)
+        options = loop_options(experiment, LiveOptions(checkpoint_seconds=None), rank_info)
+        super().__init__(model, options, rank_info, evaluate)
         self.optimizer = optimizer
         model.zero_grad()  # the flat gradients are not used here: their memory holds the parameters before a step
         self._parameters_before = self._flat.gradients
@@ -187,7 +184,7 @@ class AsyncDataParallel(SessionBase):
         `set_epoch` of the loader's sampler, if there is one, is called before every pass. An iterator is passed once.
         """
         require(
-            self._ranks.options.until is not UNLIMITED,
+            self._ranks.experiment.until is not UNLIMITED,
             "peer.batches ends when all peers together have reached until, which was not given; type "
             "until=offbeat.Samples(60_000), or loop over the loader itself",
         )

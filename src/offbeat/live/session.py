@@ -24,15 +24,17 @@ from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget
 from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
-from offbeat.core.validation import check_instance, require, require_bandwidth_limit
+from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import Target
+from offbeat.engine.experiment import Experiment, parse_until
 from offbeat.engine.gradient_accumulator import GradientAccumulator
 from offbeat.errors import ConfigurationError
 from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.live_round import LiveRound
-from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions
-from offbeat.live.session_base import LINGER_SECONDS, SessionBase, parse_until, rank_info_for
+from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
+from offbeat.live.session_base import LINGER_SECONDS, SessionBase, loop_options, rank_info_for
+from offbeat.live.session_options import LiveOptions
 
 
 def join(
@@ -70,25 +72,23 @@ def join(
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
-    until = parse_until(until)
     check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
-    check_instance(cluster, (Cluster, type(None)), "the cluster", "cluster=offbeat.Cluster()")
-    require_bandwidth_limit(bytes_per_second)
+    experiment = Experiment(
+        None,
+        strategy.with_default_timing(LIVE_SECONDS_PER_SAMPLE),
+        until=parse_until(until),
+        evaluate=every,
+        target=target,
+        cluster=Cluster() if cluster is None else cluster,
+        bytes_per_second=bytes_per_second,
+        seed=seed,
+    )
+    live = LiveOptions(checkpoint_seconds=checkpoint_seconds)
     rank_info = rank_info_for(out)
     has_directory = rank_info.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
     rank_info = dataclasses.replace(rank_info, resume=resume or rank_info.resume)
-    options = SessionOptions(
-        until=until,
-        seed=seed,
-        cluster=cluster or Cluster(),
-        bytes_per_second=bytes_per_second,
-        every=every,
-        target=target,
-        checkpoint_seconds=checkpoint_seconds,
-        reserved=frozenset(range(rank_info.processes)),
-    )
-    return Session(model, strategy.with_default_timing(LIVE_SECONDS_PER_SAMPLE), options, rank_info, evaluate)
+    return Session(model, loop_options(experiment, live, rank_info), rank_info, evaluate)
 
 
 class Session(SessionBase):
@@ -131,7 +131,7 @@ class Session(SessionBase):
             worker=self._ranks.workers[self.rank],
             workers=max(len(self._ranks.workers), self._ranks.workers[self.rank] + 1),
             rank=self.rank,
-            seed=self._ranks.options.seed,
+            seed=self._ranks.experiment.seed,
         )
         while (current := self._runner.next_round()) is not None:
             self._begin_round(current)
@@ -154,7 +154,7 @@ class Session(SessionBase):
 
     def _begin_round(self, current: LiveRound) -> None:
         self._round = current
-        self._accumulator.begin(self._ranks.options.seed, self.rank, current.action.draw)
+        self._accumulator.begin(self._ranks.experiment.seed, self.rank, current.action.draw)
         current.inject_delay()
 
     def backward(
