@@ -30,8 +30,9 @@ from offbeat.lab.experiment import Experiment, Plan
 from offbeat.lab.live_runs import run_follower, train_as_rank, train_experiment, workers_for_processes
 from offbeat.lab.simulated_runs import Run
 from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options
+from offbeat.launch.process_faults import check_faults
 from offbeat.launch.rank_info import RankInfo
-from offbeat.launch.supervisor import RunObserver, check_faults
+from offbeat.launch.run_monitor import RunObserver
 from offbeat.live.checkpoints import checkpoint_path
 from offbeat.records.files import HEADER, find_runs, read_header, read_run
 from offbeat.records.schema import Ended, RunRecords

@@ -46,7 +46,7 @@ from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_exp
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.worker_main import LiveOptions
 from offbeat.lab.workloads.synthetic import Quadratic
-from offbeat.launch.supervisor import RunObserver
+from offbeat.launch.run_monitor import RunObserver
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy
 
