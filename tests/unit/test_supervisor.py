@@ -501,7 +501,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 only_peers, *scripts = sys.argv[1:]
 
 def show(rank, text):
-    print(f"[{rank}] {text}", flush=True)
+    sys.stdout.write(f"[{rank}] {text}\\n")  # one call, since two threads print
+    sys.stdout.flush()
 
 def start(rank, incarnation):
     argv = [sys.executable, "-I", "-S", "-c", scripts[rank]]
