@@ -159,12 +159,13 @@ def test_notices_are_printed_and_the_output_of_processes_is_labelled(capsys: pyt
     lines.say("worker 1 was killed by SIGKILL")
     lines.line(1, "Traceback (most recent call last):")
     lines.line(0, "a warning")
-    lines.line(0, "offbeat: the reason of its end is printed by the supervisor")
+    lines.line(0, "offbeat: shared memory is not available here")
     assert capsys.readouterr().err.splitlines() == [
         "offbeat: fmb, seed 0: raise samples_max",
         "offbeat: worker 1 was killed by SIGKILL",
         "[worker 1] Traceback (most recent call last):",
         "[hub] a warning",
+        "[hub] offbeat: shared memory is not available here",
     ]
 
 

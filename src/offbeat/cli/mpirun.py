@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from offbeat.cli.output import expect_no_terminal, print_status
 from offbeat.core.validation import require
-from offbeat.launch.children import mpirun_command
+from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
 

@@ -30,8 +30,9 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.live_runs import run_follower, train_as_rank, train_experiment, workers_for_processes
 from offbeat.lab.simulated_runs import Run
+from offbeat.launch.process_faults import check_faults
 from offbeat.launch.rank_info import RankInfo
-from offbeat.launch.supervisor import RunObserver, check_faults
+from offbeat.launch.run_monitor import RunObserver
 from offbeat.live.checkpoints import checkpoint_path
 from offbeat.live.session_options import LiveOptions, read_live_options
 from offbeat.records.files import HEADER, find_runs, read_header, read_run

@@ -45,7 +45,7 @@ from offbeat.errors import RunFailed
 from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_experiment
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.workloads.synthetic import Quadratic
-from offbeat.launch.supervisor import RunObserver
+from offbeat.launch.run_monitor import RunObserver
 from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy

@@ -31,10 +31,15 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.simulated_runs import Run, check_new
 from offbeat.lab.worker_main import read_result, run_rank, save_result
 from offbeat.launch.children import Child, start_command, start_forked
+from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.listeners import advertised_address, open_listener
+from offbeat.launch.process_faults import check_faults
 from offbeat.launch.process_settings import keep_freed_memory, rank_names
-from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_token
-from offbeat.launch.supervisor import RunMonitor, RunObserver, Supervisor, check_faults
+from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_report_pipe, read_token
+from offbeat.launch.rank_processes import RankFacts
+from offbeat.launch.run_failure import RunFailure
+from offbeat.launch.run_monitor import RunMonitor, RunObserver
+from offbeat.launch.supervisor import Supervisor, SupervisorOptions
 from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_options import LiveOptions, SessionOptions, read_live_options, write_live_options
@@ -48,13 +53,13 @@ POLL_SECONDS = 0.25
 
 
 class StderrObserver:
-    """Prints the output of ranks to standard error, and nothing else."""
+    """Prints to standard error what ranks print, and what happens to their processes."""
 
     def records(self, records: Sequence[AnyRecord]) -> None:
         pass
 
     def say(self, sentence: str) -> None:
-        pass
+        print(f"offbeat: {sentence}", file=sys.stderr)
 
     def line(self, rank: int, text: str) -> None:
         print(f"[rank {rank}] {text}", file=sys.stderr)
@@ -90,6 +95,7 @@ def train(
     out: a new directory for records and checkpoints; None: a temporary one
     live: options of processes, transport and checkpoints
     """
+    report_uncaught(read_report_pipe())
     rank_info = read_rank_info(transport=live.transport)
     cluster = cluster or Cluster()
     workers = workers_for(workers, cluster, DEFAULT_LIVE_WORKERS)
@@ -141,7 +147,7 @@ def train_experiment(
         experiment = _prepare(directory, experiment, workload, live, resume)
         failure = _supervise(directory, experiment, workload, live, observer or StderrObserver(), resume)
         if failure is not None:
-            raise RunFailed(failure + _resume_hint(failure, directory, experiment))
+            raise RunFailed(failure.sentence + _resume_hint(failure, directory, experiment))
         return _finished_run(directory, out, experiment, workload)
 
 
@@ -317,10 +323,10 @@ def _finished_run(directory: Path, out: Path | None, experiment: Experiment, wor
     return Run(records, read_result(directory), workload, experiment.seed)
 
 
-def _resume_hint(failure: str, directory: Path, experiment: Experiment) -> str:
+def _resume_hint(failure: RunFailure, directory: Path, experiment: Experiment) -> str:
     """How to resume a run whose hub was killed; empty if the hub failed, which it would do again."""
     is_named = experiment.to_plain() is not None
-    if " was killed by " not in failure or not is_named or not checkpoint_path(directory).exists():
+    if not failure.was_killed or not is_named or not checkpoint_path(directory).exists():
         return ""
     return f"; to go on from its last checkpoint type: offbeat train --resume {directory}"
 
@@ -344,7 +350,7 @@ def _check_unfinished(directory: Path) -> None:
 
 def _supervise(
     directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, observer: RunObserver, resume: bool
-) -> str | None:
+) -> RunFailure | None:
     """Start the local ranks and supervise them until the run ends; returns why it failed, or None."""
     strategy = experiment.strategy
     processes = strategy.processes(experiment.worker_count)
@@ -379,15 +385,19 @@ def _supervise(
         supervisor = Supervisor(
             start,
             live.local_ranks(strategy, processes),
-            restarts_max=live.restarts,
+            RankFacts(
+                has_joined=monitor.has_joined,
+                rounds=monitor.rounds.__getitem__,
+                is_required=strategy.is_required,
+                name=rank_names(strategy),
+            ),
             say=observer.say,
-            has_joined=monitor.has_joined,
-            rounds=monitor.rounds.__getitem__,
-            is_required=strategy.is_required,
-            faults=experiment.cluster.faults,
-            name=rank_names(strategy),
-            others=live.listen is not None,
             on_gone=lambda rank: None if rank else listener.close(),
+            options=SupervisorOptions(
+                restarts_max=live.restarts,
+                faults=experiment.cluster.faults,
+                has_remote_ranks=live.listen is not None,
+            ),
         )
         return supervisor.run(monitor)
 

@@ -22,7 +22,8 @@ from offbeat.core.messages import Buffers
 from offbeat.core.validation import require
 from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_accumulator import copied_buffers
-from offbeat.launch.rank_info import RankInfo, read_rank_info
+from offbeat.launch.failure_reports import report_uncaught
+from offbeat.launch.rank_info import RankInfo, read_rank_info, read_report_pipe
 from offbeat.live.evaluation import Evaluation, measure_with
 from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LocalRanks, computing_ranks
@@ -42,7 +43,11 @@ ORDERLY_EXITS = (KeyboardInterrupt, SystemExit)
 
 
 def rank_info_for(out: str | Path | None) -> RankInfo:
-    """The rank of this process; its records go to `out`, if given, otherwise to the directory of its launcher."""
+    """The rank of this process; its records go to `out`, if given, otherwise to the directory of its launcher.
+
+    From here on, the launcher is told of an exception that ends this process.
+    """
+    report_uncaught(read_report_pipe())
     rank_info = read_rank_info()
     return rank_info if out is None else dataclasses.replace(rank_info, directory=Path(out))
 

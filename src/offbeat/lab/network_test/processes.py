@@ -28,11 +28,12 @@ from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
 from offbeat.lab.network_test.plan import NetworkTest
 from offbeat.lab.network_test.protocol import LinkFailed
 from offbeat.lab.network_test.result import NetworkResult, read_result
-from offbeat.launch.children import Child, OnLine, mpirun_command, start_command, start_forked
+from offbeat.launch.children import Child, OnLine, start_command, start_forked
 from offbeat.launch.listeners import open_listener
+from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import RankInfo, environment_of
-from offbeat.launch.supervisor import COMMAND_WAS_WRONG
+from offbeat.launch.run_failure import COMMAND_WAS_WRONG
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
