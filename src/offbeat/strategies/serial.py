@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offbeat.core import randomness
 from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Samples
-from offbeat.core.events import Evaluated, Event, GradientReady, Leave, Started, StepReady, TimerFired
+from offbeat.core.events import Evaluated, Event, GradientReady, Leave, MessageArrived, Started, StepReady, TimerFired
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
 from offbeat.core.optimizers import AMSGrad, Optimizer, Stepper
@@ -35,6 +35,7 @@ from offbeat.core.strategy import Node, NodeContext, State, Strategy
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.errors import ConfigurationError
 from offbeat.records.schema import Contribution, Reason
+from offbeat.strategies.message_kinds import unexpected
 from offbeat.strategies.training_node import TrainingNode, dropped
 
 
@@ -166,6 +167,8 @@ class SerialNode(TrainingNode):
                 return self._stop(event.at)
             case Evaluated():
                 return self._evaluated(event)
+            case MessageArrived():
+                raise unexpected(event, self._context.rank)
             case Started():
                 return self._resume(event.at) if self._started else self._start(event.at)
             case _:

@@ -25,8 +25,9 @@ from offbeat.records.schema import Contribution, Reason
 from offbeat.strategies.hub.hub_parts import CollectStatus, Every, HubSettings, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
+from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.node_state import Stateful
-from offbeat.strategies.server_node import ServerNode, nonfinite_failure
+from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 from offbeat.strategies.training_node import dropped
 
 
@@ -56,9 +57,7 @@ class PendingGradients(Stateful):
     def add(self, rank: int, event: MessageArrived, message: Gradient, staleness: int, weight: float) -> None:
         """Collect a gradient: `g = Σ weight · G / Σ samples`."""
         if self._in_rank_order:
-            kept = event.keep()
-            assert isinstance(kept, Gradient)
-            self._held.append((rank, weight, kept.gradient))
+            self._held.append((rank, weight, kept(event, Gradient).gradient))
         else:
             self._add(message.gradient, weight)
         if message.buffers:
@@ -162,9 +161,15 @@ class HubServer(ServerNode):
 
     # Train
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        rank, message = event.source, event.message
-        assert isinstance(message, Gradient)
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
+        match event.message:
+            case Gradient() as message:
+                return self._gradient_arrived(event, message)
+            case _:
+                raise unexpected(event, HUB)
+
+    def _gradient_arrived(self, event: MessageArrived, message: Gradient) -> Iterator[Action]:
+        rank = event.source
         if self._is_stopping:
             yield from self._drop_after_stop(event.at, rank, [message.draws])
             return

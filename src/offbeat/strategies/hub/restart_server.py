@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -154,10 +154,9 @@ class RestartServer(HubServer):
 
     # Train
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        message = cast(Gradient, event.message)
+    def _gradient_arrived(self, event: MessageArrived, message: Gradient) -> Iterator[Action]:
         if message.version >= self._version:  # an older one was undone, and its samples are computed again
-            yield from super()._message_arrived(event)
+            yield from super()._gradient_arrived(event, message)
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
         if not self._halted:

@@ -32,10 +32,12 @@ from offbeat.strategies.local_training import (
     GlobalUpdate,
     Gradients,
     LocalDelta,
+    LocalParameters,
     LocalTraining,
     fragment_slices,
 )
-from offbeat.strategies.server_node import ServerNode, nonfinite_failure
+from offbeat.strategies.message_kinds import kept, unexpected
+from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 
 CYCLE_DECAY = 0.5
 """Weight of the earlier cycles in the moving average of a worker's cycle time."""
@@ -199,17 +201,25 @@ class LocalStepsServer(ServerNode):
 
     # Collect
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        rank, message = event.source, cast(LocalDelta, event.keep())
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
+        match event.message:
+            case LocalParameters():
+                raise unexpected(event, HUB)
+            case LocalDelta():
+                return self._delta_arrived(event.at, event.source, kept(event, LocalDelta))
+            case _:
+                raise unexpected(event, HUB)
+
+    def _delta_arrived(self, at: float, rank: int, message: LocalDelta) -> Iterator[Action]:
         if self._is_stopping:
-            yield from self._drop_after_stop(event.at, rank, message.all_draws)
+            yield from self._drop_after_stop(at, rank, message.all_draws)
             return
         early = self._early.setdefault(rank, {})
         early[message.exchange] = message
         while not self._is_stopping and self._next[rank] in early:
             message = early.pop(self._next[rank])
             self._next[rank] += 1
-            yield from self._collect(event.at, rank, message)
+            yield from self._collect(at, rank, message)
 
     def _collect(self, at: float, rank: int, message: LocalDelta) -> Iterator[Action]:
         if message.samples and not is_finite(message.change):  # workers do not send that; guards the parameters
