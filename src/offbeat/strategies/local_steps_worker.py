@@ -79,6 +79,8 @@ class Fragment(Stateful):
 
 
 class LocalStepsWorker(WorkerNode):
+    caches = ("_copies", "_mean")
+
     _parameters: Tensor
     _buffers: Buffers
     _optimizer: Stepper

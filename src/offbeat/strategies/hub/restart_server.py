@@ -114,7 +114,7 @@ class RestartServer(HubServer):
         self._parameters.copy_(back.parameters)
         self._buffers = back.buffers
         self._optimizer.restore(back.optimizer)
-        self._snapshot = self._copies.copy(self._parameters)
+        self._snapshot = None
         self._version, self._samples = self._version + 1, back.samples
         to_version, back.version = back.version, self._version
         return Report(

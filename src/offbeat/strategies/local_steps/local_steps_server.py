@@ -24,7 +24,7 @@ from offbeat.core.flat import Layout, TensorSlice, is_finite, renewed_buffers
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Optimizer, Stepper
-from offbeat.core.strategy import NodeContext, State
+from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_training import (
@@ -121,6 +121,8 @@ class PendingDeltas:
 
 
 class LocalStepsServer(ServerNode):
+    caches = ("_copies", "_snapshot")
+
     _parameters: Tensor
     _buffers: Buffers
     _optimizers: list[Stepper]
@@ -151,8 +153,8 @@ class LocalStepsServer(ServerNode):
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
         self._copies = Pool()
-        self._snapshot: tuple[int, Tensor] = (0, self._parameters.clone())
-        """The last copy of all parameters, and its version."""
+        self._snapshot: Tensor | None = None
+        """The copy of the newest parameters, once there is one."""
         self._places = fragment_slices(self._parameters.numel(), training.fragments)
         self._optimizers = [self._new_optimizer(optimizer, place) for place in self._places]
         self._open, self._next, self._early, self._included = {}, {}, {}, {}
@@ -168,9 +170,9 @@ class LocalStepsServer(ServerNode):
     # Members
 
     def _result(self) -> tuple[Tensor, Buffers]:
-        if self._snapshot[0] != self._version:
-            self._snapshot = (self._version, self._copies.copy(self._parameters))
-        return self._snapshot[1], self._buffers
+        if self._snapshot is None:
+            self._snapshot = self._copies.copy(self._parameters)
+        return self._snapshot, self._buffers
 
     def _welcome(self, rank: int) -> Message:
         self._next[rank] = self._exchange
@@ -314,6 +316,7 @@ class LocalStepsServer(ServerNode):
             mean.mul_(min(1.0, len(collected.workers) / len(self._live)))
         gradient = mean if isinstance(self._training.content, Gradients) else mean.neg_()
         rate = self._optimizers[index].step(gradient, self._samples)
+        self._snapshot = None
         self._buffers = renewed_buffers(self._buffers, collected.buffers())
         for others in self._open.values():
             others.add_staleness()
@@ -328,10 +331,6 @@ class LocalStepsServer(ServerNode):
             included = self._included[rank].get(index, -1)
             progress = self._samples, len(self._live)
             yield Send(rank, GlobalUpdate(values, buffers, self._version, index, included, *progress), supersedes=key)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._snapshot = (self._version, self._parameters.clone())
 
 
 _GRACE = "grace "

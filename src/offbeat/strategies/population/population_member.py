@@ -162,7 +162,3 @@ class PopulationMember(LocalStepsWorker):
         fields = {item.name: getattr(delta, item.name) for item in dataclasses.fields(delta)}
         abandoned, self._abandoned = tuple(self._abandoned), []
         return LocalParameters(**fields, replacements=self._replacements, abandoned=abandoned)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._optimizer.rate_factor = rate_factor(self._rates, self._settings)
