@@ -5,6 +5,7 @@
     │   └── MissingDependency    the user: an optional package; the message has the command that installs it
     ├── RunFailed                the environment: the run started and could not continue; exit code 1
     └── ContractViolation        the author of a strategy: a node broke the contract of `core/strategy.py`
+        └── UnexpectedMessage    the sender of a message: its receiver has no use for that kind
 
 Every message says what happened, what was expected and what to type.
 """
@@ -41,6 +42,23 @@ class RunFailed(OffbeatError):
 
 class ContractViolation(OffbeatError):
     """A node broke the contract between strategies and engines (`core/strategy.py`)."""
+
+
+class UnexpectedMessage(ContractViolation):
+    """A node has received a kind of message that it does not handle. It is raised before the node has changed.
+
+    source: the rank that sent it
+    kind: the name of its class
+    receiver: the rank that received it
+    """
+
+    def __init__(self, source: int, kind: str, receiver: int) -> None:
+        super().__init__(
+            f"rank {source} sent {kind} to rank {receiver}, which does not expect it; give every rank the same strategy"
+        )
+        self.source = source
+        self.kind = kind
+        self.receiver = receiver
 
 
 def unknown(what: str, given: str, known: Iterable[str], hint: str = "") -> ConfigurationError:

@@ -257,7 +257,7 @@ class Stepper:
         self._config = config
         self._layout = layout
         self.rate_factor = 1.0
-        """Multiplier of the learning rate of the configuration; not part of the state."""
+        """Multiplier of the learning rate of the configuration."""
         self._updates = 0
         self._clipped: Tensor | None = None
         self._views = [nn.Parameter(view) for view in layout.shaped(parameters)]
@@ -289,6 +289,7 @@ class Stepper:
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self._torch.param_groups]
         return {
             "updates": self._updates,
+            "rate_factor": self.rate_factor,
             "groups": _copy(groups),
             "slots": {
                 part.name: {key: _copy(value) for key, value in self._torch.state.get(parameter, {}).items()}
@@ -298,7 +299,7 @@ class Stepper:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`, bit for bit."""
-        self._updates = state["updates"]
+        self._updates, self.rate_factor = state["updates"], state["rate_factor"]
         for group, saved in zip(self._torch.param_groups, state["groups"], strict=True):
             group.update(_copy(saved))
         # Not through load_state_dict, which casts state to the dtype of the parameters.

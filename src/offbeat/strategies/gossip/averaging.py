@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.core import randomness
 from offbeat.core.actions import Action, Report, Send, SetTimer
 from offbeat.core.events import MessageArrived
-from offbeat.core.strategy import State
 from offbeat.records.schema import Exchange, Notice, Outcome
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
 from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, Paired, Ready
@@ -72,6 +70,7 @@ class Averaging(Stateful):
     """Pairings whose `Offer` arrived before their `Paired`."""
     matchmaker: Matchmaker
     _schedule: ExchangeSchedule
+    _random: np.random.Generator
 
     def __init__(self, config: GossipBase, view: MembershipView, replica: Replica, random: np.random.Generator) -> None:
         self.queue, self.early_pairings, self.matchmaker = [], set(), Matchmaker()
@@ -288,15 +287,6 @@ class Averaging(Stateful):
         """Expect no message of any rank: no link of a restarted process is up yet."""
         self.pending, self.expected_offer, self.is_waiting_for_pairing = None, None, False
         self.matchmaker = Matchmaker()
-
-    # State
-
-    def state(self) -> State:
-        return {**super().state(), "random": randomness.state_of(self._random)}
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        randomness.restore(self._random, state["random"])
 
 
 def _running_mean(mean: float | None, latest: float) -> float:

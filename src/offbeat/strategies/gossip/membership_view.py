@@ -34,6 +34,8 @@ def _subgraph(graph: Graph, size: int, members: frozenset[int]) -> Topology:
 class MembershipView(Stateful):
     """Membership and sample counts of one rank."""
 
+    caches = ("_topology", "_constants")
+
     live: dict[int, int]
     """Rank → incarnation, of ranks whose link is up."""
     absent: frozenset[int] = frozenset()
