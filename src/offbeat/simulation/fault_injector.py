@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections import deque
 
-from offbeat.cluster.faults import Crash, Fault, Partition, Pause
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.core.events import Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require
+from offbeat.errors import RunFailed
 from offbeat.simulation.delivery import Delivery
 from offbeat.simulation.rounds import Rounds
 from offbeat.simulation.state import SimulationState
@@ -48,7 +49,12 @@ class FaultInjector:
                 self._pause(fault)
             case Partition():
                 self._partition(fault)
-            # `Corrupt` is looked up by `Rounds`.
+            case Corrupt():
+                pass  # `Rounds` looks it up when a round ends
+            case _:
+                raise RunFailed(
+                    f"internal error: {type(fault).__name__} has no case in simulation/fault_injector.py; add one there"
+                )
 
     def _crash(self, fault: Crash) -> None:
         process = self._state.processes[fault.rank]
