@@ -16,7 +16,7 @@ from offbeat.cli import main
 from offbeat.cli.measurement_commands import as_toml
 from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
 from offbeat.cluster.presets import load_cluster
-from offbeat.cluster.stragglers import CEDAR, RoundDelay, Speed, Trace
+from offbeat.cluster.stragglers import CEDAR, RoundDelay, Slowdown, Speed, Trace
 from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.calibration import (
@@ -274,11 +274,19 @@ def test_measured_speeds_are_not_injected_and_requested_delay_is() -> None:
     link = Link(latency_seconds=0.5)
     measured = Cluster(0.1, workers=(override,), link=link, speed_trace=Trace((2.0,)), factors=(3.0,), measured=True)
     induced = InjectedDelay.of(measured, {1: 0}, 1, [0], seed=0)
-    assert induced.next_round_delay() == pytest.approx(RoundDelay(0.0, 3.0))
+    assert induced.next_round_delay() == pytest.approx((0.0, 3.0, 0.0))
     assert induced.delay(0, 1000, 0.0) == 0.0
     asleep = InjectedDelay.of(Cluster(straggle=CEDAR, measured=True), {1: 0}, 1, [0], seed=0)
     usual = InjectedDelay.of(Cluster(straggle=CEDAR), {1: 0}, 1, [0], seed=0)
     assert [asleep.next_round_delay() for _ in range(5)] == [usual.next_round_delay() for _ in range(5)]
+
+
+def test_a_slow_round_prolongs_the_extra_time_of_its_micro_batches_too() -> None:
+    cluster = Cluster(0.1, straggle=Slowdown(2.0), workers=(WorkerOverride((0,), seconds_per_call=0.01),))
+    delay = InjectedDelay.of(cluster, {1: 0}, 1, [0], seed=0).next_round_delay()
+    assert delay == pytest.approx((0.0, 2.0, 0.02))
+    assert delay.slowdown_seconds(0.1) == pytest.approx(0.1 + 0.02)
+    assert 0.1 + delay.slowdown_seconds(0.1) == pytest.approx(cluster.speed(0).microbatch_seconds(1, 2.0))
 
 
 # What is refused
