@@ -39,7 +39,8 @@ class Rounds:
             raise ContractViolation(f"rank {rank} asked for Compute, but its strategy says that it does not compute")
         if process.computation is not None:
             raise ContractViolation(f"rank {rank} asked for a second Compute while one was outstanding")
-        timing = RoundTiming(process.speed, next(process.round_delays), action.microbatch, process.position)
+        delay, natural_speed = next(process.round_delays), process.natural_speed
+        timing = RoundTiming(process.speed, delay, action.microbatch, process.position, natural_speed)
         samples = timing.samples(action.budget)
         ends = self._state.now + timing.seconds(samples)
         snapshot = self._snapshot(action)
@@ -97,7 +98,7 @@ class Rounds:
             gradient, finite = gradient.fill_(float("nan")), False
         draws = (action.draw, action.draw + computation.samples)
         seconds = now - computation.start
-        induced = min(computation.timing.round_delay.delay_seconds, seconds)
+        induced = computation.timing.induced_seconds(computation.samples, seconds)
         self._state.writer.write(
             Round(
                 at=now,

@@ -73,6 +73,8 @@ class Process:
     speed: Speed
     round_delays: Iterator[RoundDelay]
     """The delays of its rounds, in order."""
+    natural_speed: Speed
+    """Its speed without injected slow-down."""
     delay_random: np.random.Generator
     """Draws the random delay of messages sent to this rank."""
     alive: bool = True
@@ -140,6 +142,7 @@ class SimulationState(ABC):
             worker=worker,
             speed=speed,
             round_delays=speed.straggle.draws(stream(seed, "speed", rank)),
+            natural_speed=speed if worker is None else cluster.natural_speed(worker),
             delay_random=stream(seed, "delay", rank),
             position=_first_position(speed, stream(seed, "spread", rank)),
         )
