@@ -16,7 +16,7 @@ from offbeat.cli import main
 from offbeat.cli.measurement_commands import as_toml
 from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
 from offbeat.cluster.presets import load_cluster
-from offbeat.cluster.stragglers import CEDAR, RoundDelay, Slowdown, Speed, Trace
+from offbeat.cluster.stragglers import CEDAR, Lognormal, RoundDelay, Slowdown, Speed, StragglerModel, Trace
 from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.calibration import (
@@ -133,6 +133,21 @@ def test_delays_that_were_longer_than_drawn_are_added() -> None:
     ]
     assert oversleep_seconds([run(late, workers=1)], CEDAR) == pytest.approx(0.002)
     assert oversleep_seconds([], CEDAR) == 0.0
+
+
+@pytest.mark.parametrize("straggle", [Slowdown(2.5), Lognormal(0.5)], ids=["factor", "lognormal"])
+def test_the_slow_down_that_was_drawn_is_not_added_to_the_cost_of_rounds(straggle: StragglerModel) -> None:
+    factors = [each.factor for each in itertools.islice(straggle.draws(stream(1, "speed", 1)), 200)]
+
+    def slowed(late: float) -> RunRecords:
+        induced = [0.3 * max(0.0, factor - 1.0) + late for factor in factors]
+        made = rounds(1, [0.3 + each for each in induced])
+        pairs = zip(made, induced, strict=True)
+        return run([msgspec.structs.replace(one, induced_seconds=each) for one, each in pairs], workers=1)
+
+    assert oversleep_seconds([slowed(0.0)], straggle) == pytest.approx(0.0, abs=1e-12)
+    mean = sum(factors[2:]) / len(factors[2:])  # of the rounds after the warm-up
+    assert mean * oversleep_seconds([slowed(0.002)], straggle) == pytest.approx(0.002, rel=0.02)
 
 
 # From seconds to a cluster
