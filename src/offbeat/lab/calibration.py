@@ -285,15 +285,22 @@ def round_periods(run: RunRecords) -> dict[int, list[float]]:
 
 
 def oversleep_seconds(runs: Iterable[RunRecords], straggle: StragglerModel) -> float:
-    """The mean time by which the injected delay of a round was longer than what was drawn for it."""
-    excess: list[float] = []
+    """The mean time by which the sleeps of a round were longer than what was drawn for it, as a cost per round.
+
+    Virtual time scales the cost of a round by the factor that was drawn, so the mean is one over all factors.
+    """
+    excess = factors = 0.0
     for run in runs:
         for worker, warm in warm_rounds(run).items():
             count = sum(isinstance(record, Round) and record.rank == worker + 1 for record in run.records)
             draws = straggle.draws(stream(run.header.seed, "speed", worker + 1))
             drawn = itertools.islice(draws, count - len(warm), count)
-            excess += [one.induced_seconds - delay.delay_seconds for one, delay in zip(warm, drawn, strict=True)]
-    return max(0.0, statistics.fmean(excess)) if excess else 0.0
+            for one, delay in zip(warm, drawn, strict=True):
+                computed = one.seconds - one.induced_seconds
+                slowdown = max(0.0, delay.factor - 1.0) * computed
+                excess += one.induced_seconds - delay.delay_seconds - slowdown
+                factors += delay.factor
+    return max(0.0, excess / factors) if factors else 0.0
 
 
 def fit_round_cost(seconds: Mapping[RoundShape, float]) -> RoundCost:

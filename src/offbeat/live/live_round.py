@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from offbeat.core.actions import Compute, Samples, Seconds
 from offbeat.engine.microbatches import next_microbatch
+from offbeat.live.injected_delay import InjectedRoundDelay
 
 
 @dataclass
@@ -18,9 +19,7 @@ class LiveRound:
     start: float
     start_monotonic: float
     """`time.monotonic()` when it was accepted, where the time limit of a `Seconds` budget starts."""
-    delay_seconds: float
-    factor: float
-    call_seconds: float
+    delay: InjectedRoundDelay = InjectedRoundDelay()
     samples: int = 0
     induced_seconds: float = 0.0
     idle_seconds: float = 0.0
@@ -40,11 +39,11 @@ class LiveRound:
 
     def inject_delay(self) -> None:
         """Wait for the injected delay before the first micro-batch."""
-        self._sleep(self.delay_seconds)
+        self._sleep(self.delay.delay_seconds)
 
     def inject_slowdown(self, seconds: float) -> None:
         """Wait for as long as this worker should be slower at a micro-batch that took `seconds`."""
-        self._sleep(seconds * (self.factor - 1.0) + self.call_seconds)
+        self._sleep(self.delay.slowdown_seconds(seconds))
 
     def _sleep(self, seconds: float) -> None:
         if seconds > 0:

@@ -557,8 +557,7 @@ class NodeRunner:
         if self._round is not None:
             raise ContractViolation(f"rank {self.rank} asked for a second Compute while one was outstanding")
         now = self.clock.now()
-        delay_seconds, factor = self._injected_delay.next_round_delay()
-        live_round = LiveRound(action, now, time.monotonic(), delay_seconds, factor, self._injected_delay.call_seconds)
+        live_round = LiveRound(action, now, time.monotonic(), self._injected_delay.next_round_delay())
         live_round.idle_seconds = max(0.0, now - self._idle_since)
         self._write_early_records()
         self._awaits_state = False

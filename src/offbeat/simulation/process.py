@@ -25,13 +25,15 @@ class RankSpeed:
     """The speed of a rank in virtual time, round by round.
 
     speed: its speed without delays.
+    natural_speed: its speed without injected slow-down as well.
     seed: the seed of the run.
     rank: selects the random stream of its delays.
     """
 
-    def __init__(self, speed: Speed, seed: int, rank: int) -> None:
+    def __init__(self, speed: Speed, natural_speed: Speed, seed: int, rank: int) -> None:
         self.seconds_per_update = speed.seconds_per_update
         self._speed = speed
+        self._natural_speed = natural_speed
         self._round_delays = speed.straggle.draws(stream(seed, "speed", rank))
         trace = speed.speed_trace
         # A random first position in the recorded trace, so that workers are not slow at the same time.
@@ -41,7 +43,7 @@ class RankSpeed:
 
     def next_round(self, microbatch: int) -> RoundTiming:
         """The timing of the next round; draws its delay."""
-        return RoundTiming(self._speed, next(self._round_delays), microbatch, self._position)
+        return RoundTiming(self._speed, next(self._round_delays), microbatch, self._position, self._natural_speed)
 
     def advance(self, samples: int) -> None:
         """Move on in the recorded trace, after a round of `samples` samples."""

@@ -53,7 +53,8 @@ class ProcessTable:
     def _speed(self, rank: int, worker: int | None) -> RankSpeed:
         cluster = self._scenario.cluster
         speed = cluster.speed(worker) if worker is not None else Speed(seconds_per_update=cluster.seconds_per_update)
-        return RankSpeed(speed, self._scenario.seed, rank)
+        natural_speed = speed if worker is None else cluster.natural_speed(worker)
+        return RankSpeed(speed, natural_speed, self._scenario.seed, rank)
 
     def new_node(self, rank: int, life: int = 0) -> Node:
         """A node of this rank as it is after `life` restarts."""

@@ -149,7 +149,7 @@ class Rounds:
             rank=process.rank,
             start=computation.start,
             seconds=seconds,
-            induced_seconds=min(computation.timing.round_delay.delay_seconds, seconds),
+            induced_seconds=computation.timing.induced_seconds(samples, seconds),
             samples=samples,
             loss=result.loss,
             version=action.version,
