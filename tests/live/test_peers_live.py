@@ -64,12 +64,12 @@ class UntilRankIsBack(ob.Gossip, name=""):
     def node(self, context: ob.nodes.NodeContext) -> Node:
         node = super().node(context)
         assert isinstance(node, Peer)
-        is_goal_reached, rank = node._is_goal_reached, context.rank
+        is_goal_reached, rank = node._training.is_goal_reached, context.rank
 
         def with_rank_back() -> bool:
             return is_goal_reached() and (rank == self.back or node._view.live.get(self.back, 0) > 0)
 
-        node._is_goal_reached = with_rank_back  # type: ignore[method-assign]
+        node._training.is_goal_reached = with_rank_back  # type: ignore[method-assign]
         return node
 
 

@@ -11,6 +11,11 @@ from offbeat.errors import UnexpectedMessage
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
+def matched(event: MessageArrived, kind: type[AnyMessage]) -> AnyMessage:
+    """The message of an event, whose type has been matched as `kind`; its tensors are a lease."""
+    return cast(AnyMessage, event.message)
+
+
 def kept(event: MessageArrived, kind: type[AnyMessage]) -> AnyMessage:
     """The message of an event, whose type has been matched as `kind`, as one that may be stored."""
     return cast(AnyMessage, event.keep())

@@ -68,6 +68,11 @@ class MembershipView(Stateful):
         """This rank and those whose link is up, sorted."""
         return tuple(sorted({self.rank, *self.live}))
 
+    @property
+    def linked_members(self) -> set[int]:
+        """The ranks of a global average besides the root: none if this rank is not linked to all others."""
+        return set(self.live) if self.rank < COORDINATORS else set()
+
     def add(self, rank: int, incarnation: int) -> None:
         self.live[rank] = incarnation
         self._topology = None
