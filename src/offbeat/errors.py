@@ -5,6 +5,7 @@
     │   ├── FieldError           the user: the value of a field of a configuration
     │   └── MissingDependency    the user: an optional package; the message has the command that installs it
     ├── RunFailed                the environment: the run started and could not continue; exit code 1
+    │   └── LinkLost             the environment: the link to another rank is gone
     └── ContractViolation        the author of a strategy: a node broke the contract of `core/strategy.py`
 
 Every message says what happened, what was expected and what to type.
@@ -51,6 +52,19 @@ class MissingDependency(ConfigurationError):
 
 class RunFailed(OffbeatError):
     """A run started and could not continue."""
+
+
+class LinkLost(RunFailed):
+    """The link to a peer is gone, without which this process cannot continue.
+
+    peer: the rank of the peer
+    why: the reason that the transport gives
+    sentence: the message; None: that the peer was lost
+    """
+
+    def __init__(self, peer: int, why: str, sentence: str | None = None) -> None:
+        super().__init__(sentence or f"rank {peer} was lost ({why})")
+        self.peer, self.why = peer, why
 
 
 class ContractViolation(OffbeatError):
