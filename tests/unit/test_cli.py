@@ -205,7 +205,16 @@ def test_the_help_of_simulate_comes_in_sections(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     places = [shown.index(f"─ {section} ─") for section in GROUPS if section != LIVE]
     assert places == sorted(places)
-    assert "seconds between updates [async-timed: " in shown
+    assert "seconds between updates; none: as long as 90 samples" in shown
+    assert "[async-timed: none]" in shown
+
+
+def test_the_help_of_compare_shows_no_defaults_since_the_file_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "a named cluster, or a TOML file; the flags below change it " in shown
+    assert not [flag.name for flag in flags.file_flags() if flag.default]
+    assert "[none]" not in shown
 
 
 # What words and flags mean

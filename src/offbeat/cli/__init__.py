@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cyclopts
 
 from offbeat.cli.output import console
-from offbeat.errors import ConfigurationError, OffbeatError, unknown
+from offbeat.errors import ConfigurationError, OffbeatError, closest, unknown
 from offbeat.version import __version__
 
 HELP = """Train one model on many machines without making the fast ones wait.
@@ -248,5 +248,5 @@ def _describe_usage_error(error: cyclopts.CycloptsError) -> object:
 def _unknown_option(name: str, error: cyclopts.UnknownOptionError, see: str) -> object:
     known = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
     # Of more than ten options the sentence names the nearest one only, or else refers to the help page.
-    sentence = str(unknown("option", name, known))
-    return sentence if "did you mean" in sentence or len(known) <= 10 else f"unknown option {name!r}; {see}"
+    is_answered = closest(name, known) is not None or len(known) <= 10
+    return unknown("option", name, known) if is_answered else f"unknown option {name!r}; {see}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, RunSettings
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, FieldError, unknown
 from offbeat.lab.experiment_plan import Plan, unique_labels
 from offbeat.live.session_options import LiveOptions
 
@@ -157,11 +156,8 @@ def _naming_flags(name: Callable[[str], str]) -> Iterator[None]:
     """In errors about a field, replace `Class.field` by what sets it on the command line."""
     try:
         yield
-    except ConfigurationError as error:
-        match = re.match(r"[A-Z]\w*\.(\w+) (?=must be )", str(error))
-        if match is None:
-            raise
-        raise ConfigurationError(f"{name(match[1])} {str(error)[match.end() :]}") from None
+    except FieldError as error:
+        raise ConfigurationError(f"{name(error.field)} {error.problem}") from None
 
 
 def _kinds(cls: type[Any]) -> dict[str, Any]:

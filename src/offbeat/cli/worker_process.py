@@ -5,6 +5,7 @@ Imports happen in functions, so that an error in them is reported as one sentenc
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,19 @@ def run_worker(directory: Path) -> int:
     return worker_main(directory, read_rank_info())
 
 
-def run_reported(call: Callable[[], int]) -> int:
-    """The exit code of the program of a rank, whose failure is reported to its launcher instead of printed."""
+def run_reported(call: Callable[[], int], file: Path | None = None) -> int:
+    """The exit code of the program of a rank, whose failure is reported to its launcher instead of printed.
+
+    `file` is where the report goes if the launcher has passed no pipe.
+    """
     from offbeat.launch.failure_reports import report_of, report_uncaught, send_report
     from offbeat.launch.rank_info import read_report_pipe
 
-    pipe = read_report_pipe()
-    report_uncaught(pipe)
-    return exit_code_of(call, lambda error: send_report(pipe, report_of(error)))
+    descriptor = read_report_pipe()
+    if descriptor is None and file is not None:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    report_uncaught(descriptor)
+    return exit_code_of(call, lambda error: send_report(descriptor, report_of(error)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from offbeat.core.configuration import Family
 from offbeat.core.flat import Layout
 from offbeat.core.schedules import Milestones, Schedule, WarmUp, rate_at
-from offbeat.core.validation import require, require_not_negative, require_positive
+from offbeat.core.validation import require, require_field, require_not_negative, require_positive
 from offbeat.errors import ConfigurationError
 
 Groups = list[dict[str, Any]]
@@ -71,7 +71,7 @@ class BuiltIn(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr is not None, f"{type(self).__name__}.lr must be a number or a schedule, but is None")
+        require_field(self, "lr", self.lr is not None, "must be a number or a schedule, but is None")
         require_not_negative(self, "weight_decay")
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
@@ -335,7 +335,5 @@ def _require_fraction(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         fractions = value if isinstance(value, tuple) else (value,)
-        require(
-            all(0 <= fraction < 1 for fraction in fractions),
-            f"{type(config).__name__}.{name} must be at least 0 and below 1, but is {value!r}",
-        )
+        is_valid = all(0 <= fraction < 1 for fraction in fractions)
+        require_field(config, name, is_valid, f"must be at least 0 and below 1, but is {value!r}")

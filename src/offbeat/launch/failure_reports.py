@@ -17,7 +17,7 @@ from types import TracebackType
 
 import msgspec
 
-from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError
+from offbeat.errors import ConfigurationError, ContractViolation, LinkLost, OffbeatError
 
 SENTENCE_CHARACTERS_MAX = 10_000
 """Longer sentences are cut, so that a report fits into an empty pipe and no child blocks on writing it."""
@@ -41,12 +41,15 @@ class FailureReport(msgspec.Struct, frozen=True):
     kind: FailureKind
     sentence: str
     """The error sentence; for OTHER the line of a traceback that names the exception."""
+    lost_peer: int | None = None
+    """The rank to which its link is gone, if that is why; the cause may be known there."""
 
 
 def report_of(error: BaseException) -> FailureReport:
     """The report of an exception that ends this process."""
     if isinstance(error, OffbeatError):
-        return FailureReport(_kind_of(error), one_line(error))
+        lost_peer = error.peer if isinstance(error, LinkLost) else None
+        return FailureReport(_kind_of(error), one_line(error), lost_peer)
     if isinstance(error, KeyboardInterrupt):
         return FailureReport(FailureKind.INTERRUPTED, "interrupted")
     lines = "".join(traceback.format_exception_only(error)).splitlines()
