@@ -36,7 +36,7 @@ from offbeat.lab.network_test.protocol import DataBlock, RankReady, checksum, fl
 from offbeat.lab.network_test.result import NetworkResult, read_result, write_result
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.rendezvous import Assignment, CallRequest
-from offbeat.transports.transport import Incoming, Transport
+from offbeat.transports.transport import Transport, TransportEvent
 
 SMALL = NetworkTest(elements=1001, repeats=2)
 JOIN_SECONDS = 500.0
@@ -172,7 +172,7 @@ class Damaging(Transport):
         if changed is not None:
             self._inner.send(to, incarnation, changed, key)
 
-    def receive(self, timeout: float | None = None) -> Incoming | None:
+    def receive(self, timeout: float | None = None) -> TransportEvent | None:
         return self._inner.receive(timeout)
 
     def wake(self) -> None:

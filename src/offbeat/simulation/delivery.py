@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import enqueue
-from offbeat.core.events import Event, GradientReady, MessageArrived, PeerJoined, PeerLost, Sent, StepReady
+from offbeat.core.events import (
+    Event,
+    GradientReady,
+    LossReason,
+    MessageArrived,
+    PeerJoined,
+    PeerLost,
+    Sent,
+    StepReady,
+)
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import MessageSize
 from offbeat.errors import ContractViolation
-from offbeat.records.traffic import MessageSize, TrafficCounter, message_size
+from offbeat.records.traffic import TrafficCounter, message_size
 from offbeat.simulation.network import LinkState, Outbox
 from offbeat.simulation.state import SimulationState
 
@@ -127,9 +138,9 @@ class Delivery:
             self._transmit(rank, self.link(rank, peer))
 
     def _depart(self, transmission: Transmission) -> None:
-        rank, send = transmission.rank, transmission.send
+        rank = transmission.rank
         self._state.processes[rank].send_seconds = transmission.seconds
-        self._state.emit(self._state.now, rank, lambda at: Sent(at, send.to, send.supersedes))
+        self._state.emit(self._state.now, rank, transmission.sent)
         free_at = self._propagate(transmission)
         if free_at > self._state.now:
             self._state.schedule(free_at, rank, functools.partial(self._receiver_ready, transmission))
@@ -180,8 +191,8 @@ class Delivery:
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
         if self._state.strict:
             lease = Lease(message.copy())
-            return MessageArrived(at, source, lease.message, lease)
-        return MessageArrived(at, source, message, lambda: message)
+            return MessageArrived(at, source, lease.message, lease, link.incarnation, transmission.size.nbytes)
+        return MessageArrived(at, source, message, lambda: message, link.incarnation, transmission.size.nbytes)
 
     def close(self, rank: int, peer: int) -> None:
         """Take down the link of a finished process once its last message has arrived; the peer gets `PeerLost`."""
@@ -191,18 +202,22 @@ class Delivery:
             return
         noticed = self._state.now + self._state.scenario.cluster.crash_seen_seconds
         gone = max(noticed, outbox.last_arrival, link.held_until)
-        self._state.schedule(gone, peer, lambda: self.cut(rank, peer, f"end of {rank}", notify=(peer,)))
+        self._state.schedule(gone, peer, functools.partial(self._end_link, rank, peer))
+
+    def _end_link(self, rank: int, peer: int) -> None:
+        self.cut(rank, peer, f"end of {rank}", notify=(peer,), loss=LossReason.CLOSED)
 
     def announce(self, a: int, b: int) -> None:
         """Send `PeerJoined` to both ends of a link."""
         self._notify(PeerJoined, a, b, notify=(a, b))
 
-    def cut(self, a: int, b: int, reason: str, notify: tuple[int, ...]) -> None:
+    def cut(self, a: int, b: int, reason: str, notify: tuple[int, ...], loss: LossReason = LossReason.BROKEN) -> None:
         """Take a link down. It stays down until `restore` was called for every reason that it was cut for.
 
         a, b: the ends of the link.
         reason: identifies this cut; a second call with the same reason has no effect.
         notify: the ends that get `PeerLost`.
+        loss: the reason in `PeerLost`.
         """
         link = self.link(a, b)
         if reason in link.cuts:
@@ -211,7 +226,7 @@ class Delivery:
         link.cuts.add(reason)
         link.cut()
         if was_up:
-            self._notify(PeerLost, a, b, notify)
+            self._notify(functools.partial(PeerLost, reason=loss, detail=reason), a, b, notify)
 
     def restore(self, a: int, b: int, reason: str) -> None:
         """Remove one reason why a link is down; the last one removed brings it up under the next incarnation."""
@@ -221,11 +236,11 @@ class Delivery:
             link.restore()
             self.announce(a, b)
 
-    def _notify(self, kind: type[PeerJoined] | type[PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
+    def _notify(self, event: Callable[..., PeerJoined | PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
         incarnation = self.link(a, b).incarnation
         for rank, peer in ((a, b), (b, a)):
             if rank in notify:
-                self._state.emit(self._state.now, rank, functools.partial(kind, peer=peer, incarnation=incarnation))
+                self._state.emit(self._state.now, rank, functools.partial(event, peer=peer, incarnation=incarnation))
 
     def link(self, a: int, b: int) -> LinkState:
         """The link between two ranks that are peers."""
@@ -270,6 +285,10 @@ class Transmission:
     size: MessageSize
     started_at: float
     seconds: float
+
+    def sent(self, at: float) -> Sent:
+        """The event for its sender."""
+        return Sent(at, self.send.to, self.send.supersedes, self.incarnation, self.size, self.seconds)
 
     @property
     def is_current(self) -> bool:

@@ -6,7 +6,7 @@ import functools
 from collections import deque
 
 from offbeat.cluster.faults import Crash, Fault, Partition, Pause
-from offbeat.core.events import Started
+from offbeat.core.events import LossReason, Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require
 from offbeat.simulation.delivery import Delivery
@@ -125,7 +125,7 @@ class FaultInjector:
 
         def cut() -> None:
             for a, b in pairs:
-                self._delivery.cut(a, b, reason, notify=(a, b))
+                self._delivery.cut(a, b, reason, notify=(a, b), loss=LossReason.SILENT)
 
         def restore() -> None:
             for a, b in pairs:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from offbeat.core.events import PeerLost
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.network_test.agent import LOST_RANK_0, Agent, CheckProcesses, Connections, describe_machine
 from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
@@ -36,7 +37,7 @@ from offbeat.launch.supervisor import COMMAND_WAS_WRONG
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
-from offbeat.transports.transport import Lost, Transport
+from offbeat.transports.transport import Transport
 
 FINGERPRINT = "offbeat network 2"
 """Ranks with another version of the protocol are refused."""
@@ -181,14 +182,14 @@ def _started(info: RankInfo, test: NetworkTest, ranks: range) -> Iterator[CheckP
     """Start the other ranks of this machine; the value raises `RunFailed` once one of them has failed."""
     children: list[Child] = []
 
-    def check_processes(lost: Lost | None) -> None:
+    def check_processes(lost: PeerLost | None) -> None:
         for child in sorted(children, key=lambda child: lost is None or child.rank != lost.peer):
             if lost is not None and child.rank == lost.peer:
                 _wait(child, DEATH_SECONDS)
             if child.poll():
                 reason = _reason(child)
                 if lost is not None and LOST_RANK_0 in reason:  # the cause is what this end knows
-                    reason += f"; at rank 0: {lost.why}"
+                    reason += f"; at rank 0: {lost.detail}"
                 raise RunFailed(reason)
 
     try:
