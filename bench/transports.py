@@ -38,10 +38,11 @@ from rich.table import Table
 from torch import Tensor
 
 from cifar_shaped import in_processes
+from offbeat.core.events import MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.rendezvous import Address, Listener
-from offbeat.transports.transport import Arrived, Incoming, Joined, Lost, Refused, Transport
+from offbeat.transports.transport import Transport, TransportEvent
 
 REPEATS = 5
 WARM_UP = 5
@@ -53,7 +54,7 @@ CACHE_BYTES = 256 << 20
 """More than any cache holds."""
 LIMIT_SECONDS = 60.0
 
-Item = TypeVar("Item", bound=Incoming)
+Item = TypeVar("Item", bound=TransportEvent)
 
 _STAMP = struct.Struct("<dQ")
 
@@ -111,7 +112,7 @@ class OurLine(Line):
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        joined = self._next(Joined)
+        joined = self._next(PeerJoined)
         self._peer, self._incarnation = joined.peer, joined.incarnation
 
     def _next(self, kind: type[Item]) -> Item:
@@ -120,18 +121,18 @@ class OurLine(Line):
             item = self.transport.receive(left)
             if isinstance(item, kind):
                 return item
-            if isinstance(item, Lost | Refused):
-                raise ConnectionError(item.why)
+            if isinstance(item, PeerLost):
+                raise ConnectionError(item.detail)
         raise TimeoutError(f"no {kind.__name__} came")
 
     def send(self, body: Tensor) -> float:
         self.transport.send(self._peer, self._incarnation, Parcel(time.monotonic(), body))
-        receipt = self._next(Arrived).message
+        receipt = self._next(MessageArrived).message
         assert isinstance(receipt, Receipt)
         return receipt.seconds
 
     def serve(self) -> None:
-        parcel = self._next(Arrived).message
+        parcel = self._next(MessageArrived).message
         now = time.monotonic()
         assert isinstance(parcel, Parcel)
         _read(parcel.body)

@@ -22,7 +22,7 @@ from transport_cases import FINGERPRINT, SHORT_SILENCE_SECONDS
 
 from offbeat.core.messages import Message
 from offbeat.testing import Remote, TransportCase, Violation
-from offbeat.transports.transport import SILENCE_SECONDS, Incoming, Transport
+from offbeat.transports.transport import SILENCE_SECONDS, Transport, TransportEvent
 
 START_SECONDS = 500.0
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe"]
@@ -107,7 +107,7 @@ class Proxy(Transport):
     def send_raw(self, to: int, incarnation: int, head: Tensor) -> None:
         self.ask("raw", to, incarnation, None, body=head.numpy().tobytes())
 
-    def receive(self, timeout: float | None = None) -> Incoming | None:
+    def receive(self, timeout: float | None = None) -> TransportEvent | None:
         send_plain(self._receives, timeout)
         return read_incoming(*recv_plain(self._receives))
 

@@ -19,18 +19,20 @@ import torch
 from torch import Tensor
 from transport_cases import DOOMED_NUMBER, RawHead, encode_and_die, encode_or_not
 
+from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
-from offbeat.errors import ContractViolation
+from offbeat.core.wire_size import MessageSize
+from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.testing.transport_conformance import NumberedMessage
 from offbeat.transports import wire
 from offbeat.transports.mpi import MpiTransport, is_fault_tolerant, mpi_world
-from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused
+from offbeat.transports.transport import TransportEvent
 
 KEPT = 4
 """Messages of each transport that are kept until it closes, to check that they do not change."""
 
 ENCODE = wire.encode
-KINDS = {kind.__name__: kind for kind in (Departed, Joined, Lost, Refused)}
+ERRORS = {kind.__name__: kind for kind in (ContractViolation, RunFailed)}
 
 
 @dataclass(frozen=True)
@@ -63,24 +65,43 @@ def recv_plain(connection: Connection) -> tuple[list[Any], bytes]:
     return msgspec.msgpack.decode(connection.recv_bytes()), connection.recv_bytes()
 
 
-def write_incoming(item: Incoming | ContractViolation | None) -> tuple[list[Any], bytes]:
-    if isinstance(item, Arrived):
-        return ["Arrived", item.source, item.incarnation, item.nbytes], pack(item.message)
-    if isinstance(item, ContractViolation):
-        return ["ContractViolation", str(item)], b""
-    if item is None:
-        return ["nothing"], b""
-    return [type(item).__name__, *(getattr(item, name) for name in item.__dataclass_fields__)], b""
+def write_incoming(item: TransportEvent | OffbeatError | None) -> tuple[list[Any], bytes]:
+    match item:
+        case MessageArrived():
+            return ["MessageArrived", item.at, item.source, item.incarnation, item.nbytes], pack(item.message)
+        case Sent(size=size):
+            assert size is not None
+            kind, *nbytes = size
+            return ["Sent", item.at, item.to, item.key, item.incarnation, kind.key, *nbytes, item.seconds], b""
+        case PeerJoined():
+            return ["PeerJoined", item.at, item.peer, item.incarnation], b""
+        case PeerLost():
+            return ["PeerLost", item.at, item.peer, item.incarnation, item.reason.value, item.detail], b""
+        case None:
+            return ["nothing"], b""
+        case _:
+            return [type(item).__name__, str(item)], b""
 
 
-def read_incoming(plain: list[Any], body: bytes) -> Incoming | None:
+def read_incoming(plain: list[Any], body: bytes) -> TransportEvent | None:
     name, *fields = plain
-    if name == "ContractViolation":
-        raise ContractViolation(*fields)
-    if name == "Arrived":
-        source, incarnation, nbytes = fields
-        return Arrived(source, incarnation, unpack(body), nbytes)
-    return None if name == "nothing" else KINDS[name](*fields)
+    match name:
+        case "MessageArrived":
+            at, source, incarnation, nbytes = fields
+            message = unpack(body)
+            return MessageArrived(at, source, message, lambda: message, incarnation, nbytes)
+        case "Sent":
+            at, to, key, incarnation, kind, nbytes, nbytes_uncompressed, seconds = fields
+            size = MessageSize(Message.kinds[kind], nbytes, nbytes_uncompressed)
+            return Sent(at, to, key, incarnation, size, seconds)
+        case "PeerJoined":
+            return PeerJoined(*fields)
+        case "PeerLost":
+            at, peer, incarnation, reason, detail = fields
+            return PeerLost(at, peer, incarnation, LossReason(reason), detail)
+        case "nothing":
+            return None
+    raise ERRORS[name](*fields)
 
 
 class Rank:
@@ -111,22 +132,22 @@ class Rank:
         assert self.transport is not None
         while True:
             match self.transport.receive():
-                case Arrived(source, incarnation, message):
+                case MessageArrived(source=source, incarnation=incarnation, message=message):
                     self.transport.send(source, incarnation, message)
-                case Joined(peer, incarnation) if role == "doomed":
+                case PeerJoined(peer=peer, incarnation=incarnation) if role == "doomed":
                     wire.encode = encode_and_die
                     large = torch.ones(10_000_000)
                     self.transport.send(peer, incarnation, NumberedMessage(DOOMED_NUMBER, large, (large,)))
                 case None:
                     return
 
-    def receive(self, timeout: float | None) -> Incoming | ContractViolation | None:
+    def receive(self, timeout: float | None) -> TransportEvent | OffbeatError | None:
         assert self.transport is not None
         try:
             item = self.transport.receive(timeout)
-        except ContractViolation as error:
+        except OffbeatError as error:
             return error
-        if isinstance(item, Arrived) and len(self.kept) < KEPT:
+        if isinstance(item, MessageArrived) and len(self.kept) < KEPT:
             self.kept.append((item.message, _sum_of(item.message.tensors())))
         return item
 

@@ -32,7 +32,7 @@ def test_a_message_in_a_missing_slot_costs_its_own_link(number: int) -> None:
         head = wire.encode(NumberedMessage(0, torch.ones(100_000))).head
         wire.set_slot(head, number)
         case.send_raw(1, 0, head)
-        assert f"slot {number}, which is missing" in hub.wait_lost(1, 0).why
+        assert f"slot {number}, which is missing" in hub.wait_lost(1, 0).detail
         assert hub.wait_linked(1, above=0) == 1
         assert set(hub.links) == {1, 2}
         assert not hub.lost[1:]

@@ -16,13 +16,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import MessageSize
 from offbeat.testing.transport_conformance import NumberedMessage, Remote, TransportCase
 from offbeat.transports import wire
 from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.link import LinkLoss
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.rendezvous import Address, Listener
-from offbeat.transports.transport import SILENCE_SECONDS, Arrived, Joined, Lost, Transport
+from offbeat.transports.transport import SILENCE_SECONDS, Transport
 
 TOKEN = b"only for tests"
 FINGERPRINT = "the same everywhere"
@@ -71,7 +74,7 @@ class RawHead(Message):
 
 def encode_or_not(message: Message, checksum: bool = False) -> wire.Encoded:
     if isinstance(message, RawHead):
-        return wire.Encoded(message.head, None, [], wire.HEAD_BYTES, "RawHead", wire.HEAD_BYTES)
+        return wire.Encoded(message.head, None, [], MessageSize(RawHead, wire.HEAD_BYTES, wire.HEAD_BYTES))
     return ENCODE(message, checksum)
 
 
@@ -115,7 +118,7 @@ class GlooCase(TransportCase):
         return self._make(rank)
 
     def cut(self, rank: int) -> None:
-        self._ranks[rank]._links[0].drop("cut by a test")
+        self._ranks[rank]._links[0].drop(LinkLoss(LossReason.LOCAL, "cut by a test"))
 
     def send_raw(self, rank: int, incarnation: int, head: Tensor) -> None:
         with mock.patch.object(wire, "encode", encode_or_not):
@@ -202,13 +205,13 @@ def main(role: str, rank: int, rendezvous: str) -> None:
     )
     while True:
         match transport.receive():
-            case Arrived(source, incarnation, message):
+            case MessageArrived(source=source, incarnation=incarnation, message=message):
                 transport.send(source, incarnation, message)
-            case Joined(peer, incarnation) if role == "doomed":
+            case PeerJoined(peer=peer, incarnation=incarnation) if role == "doomed":
                 wire.encode = encode_and_die
                 large = torch.ones(10_000_000)
                 transport.send(peer, incarnation, NumberedMessage(DOOMED_NUMBER, large, (large,)))
-            case Lost(why="closed"):
+            case PeerLost(reason=LossReason.CLOSED):
                 return
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.errors import ConfigurationError, ContractViolation
+from offbeat.errors import ConfigurationError
 from offbeat.transports import mpi, wire
-from offbeat.transports.link import WINDOW, LinkOptions
+from offbeat.transports.link import WINDOW, LinkLoss, LinkOptions
 from offbeat.transports.mpi_link import (
     CHUNK_BYTES,
     ControlMessage,
@@ -27,7 +28,7 @@ from offbeat.transports.mpi_link import (
     decode_control,
     mismatch,
 )
-from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost
+from offbeat.transports.transport import InboxItem, TransportEvent
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,14 @@ class End:
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.port = FakePort()
-        self.events: list[Incoming | ContractViolation] = []
-        self.link = MpiLink(1, self.port, LinkOptions(10.0, chunk_bytes, False), Pool(), self.events.append)
+        self.events: list[TransportEvent] = []
+        self.link = MpiLink(1, self.port, LinkOptions(10.0, chunk_bytes, False), Pool(), self.deliver)
         self.link.join()
         self.link.work()
+
+    def deliver(self, item: InboxItem) -> None:
+        assert callable(item)
+        self.events.append(item(0.0))
 
     def send(self, number: int, key: str | None = None, size: int = 1) -> None:
         self.link.post(Number(number, torch.ones(size)), key)
@@ -101,7 +106,7 @@ class End:
         other.link.work()
 
     def numbers(self) -> list[int]:
-        return [item.message.number for item in self.events if isinstance(item, Arrived)]  # type: ignore[attr-defined]
+        return [item.message.number for item in self.events if isinstance(item, MessageArrived)]  # type: ignore[attr-defined]
 
 
 def test_a_message_is_sent_only_while_few_before_it_are_unacknowledged() -> None:
@@ -117,7 +122,7 @@ def test_a_message_is_sent_only_while_few_before_it_are_unacknowledged() -> None
     there.transfer(here)
     here.transfer(there)
     assert there.numbers() == [*range(WINDOW + 2), 51]
-    assert [item.key for item in here.events if isinstance(item, Departed)] == [None] * (WINDOW + 2) + ["key"]
+    assert [item.key for item in here.events if isinstance(item, Sent)] == [None] * (WINDOW + 2) + ["key"]
 
 
 def test_a_message_is_begun_when_the_one_before_it_was_sent() -> None:
@@ -126,7 +131,7 @@ def test_a_message_is_begun_when_the_one_before_it_was_sent() -> None:
     here.send(0)
     here.send(1, "newest")
     here.send(2, "newest")
-    assert here.events == [Joined(1, 0)]
+    assert here.events == [PeerJoined(0.0, 1, 0)]
     for operation in here.port.operations:
         operation.over = True
     here.link.work()
@@ -142,7 +147,7 @@ def test_large_tensors_are_sent_in_chunks_and_arrive_whole() -> None:
     here.transfer(there)
     assert there.numbers() == [7]
     arrived = there.events[-1]
-    assert isinstance(arrived, Arrived)
+    assert isinstance(arrived, MessageArrived)
     assert arrived.nbytes == wire.HEAD_BYTES + 4004
 
 
@@ -157,7 +162,7 @@ def test_a_goodbye_is_answered_and_follows_everything_else() -> None:
     there.transfer(here)
     assert there.numbers() == list(range(2 * WINDOW))
     assert here.numbers() == [99]
-    assert here.events[-1] == there.events[-1] == Lost(1, 0, "closed")
+    assert here.events[-1] == there.events[-1] == PeerLost(0.0, 1, 0, LossReason.CLOSED, "closed")
     assert here.link.over
     assert there.link.over
     assert not here.port.control
@@ -171,10 +176,11 @@ def test_a_frame_of_unexpected_size_raises_and_a_dropped_link_releases_everythin
     there.link.accept(FakeFrame(body[:-1]))
     with pytest.raises(wire.WireError, match="399 bytes were received instead of 400"):
         there.link.work()
-    there.link.drop("nonsense")
-    there.link.drop("again")
-    assert there.events == [Joined(1, 0), Lost(1, 0, "nonsense")]
-    assert there.port.control == [LinkBroken("nonsense")]
+    nonsense = LinkLoss(LossReason.INVALID, "nonsense")
+    there.link.drop(nonsense)
+    there.link.drop(LinkLoss(LossReason.BROKEN, "again"))
+    assert there.events == [PeerJoined(0.0, 1, 0), PeerLost(0.0, 1, 0, *nonsense)]
+    assert there.port.control == [LinkBroken(*nonsense)]
     assert len(there.port.abandoned) == 1
     there.send(1)
     assert there.port.frames == []

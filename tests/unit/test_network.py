@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offbeat.cli.worker_process import run_reported
+from offbeat.core.events import LossReason, PeerLost
 from offbeat.core.messages import Message
 from offbeat.errors import ConfigurationError, LinkLost, OffbeatError, RunFailed
 from offbeat.lab.network_test import agent, controller, processes, protocol
@@ -41,7 +42,7 @@ from offbeat.launch.children import start_command
 from offbeat.launch.rank_info import RankInfo
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Program
-from offbeat.transports.transport import Incoming, Lost, Transport
+from offbeat.transports.transport import Transport, TransportEvent
 
 SMALL = NetworkTest(elements=1001, repeats=2)
 JOIN_SECONDS = 500.0
@@ -177,7 +178,7 @@ class Damaging(Transport):
         if changed is not None:
             self._inner.send(to, incarnation, changed, key)
 
-    def receive(self, timeout: float | None = None) -> Incoming | None:
+    def receive(self, timeout: float | None = None) -> TransportEvent | None:
         return self._inner.receive(timeout)
 
     def wake(self) -> None:
@@ -380,7 +381,7 @@ def test_a_rank_that_has_lost_rank_0_is_explained_by_what_rank_0_knows(monkeypat
             pytest.raises(RunFailed, match=f"^{re.escape(sentence)}$"),
             processes._started(info, NetworkTest(), range(rank, rank + 1)) as check,
         ):
-            check(Lost(rank, 0, "a message was damaged"))
+            check(PeerLost(0.0, rank, 0, LossReason.INVALID, "a message was damaged"))
 
 
 @pytest.mark.parametrize(

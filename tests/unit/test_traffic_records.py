@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ from rich.console import Console
 
 import offbeat as ob
 from offbeat.core.memory_pool import Pool
-from offbeat.core.messages import HEADER_BYTES, Stop
+from offbeat.core.messages import HEADER_BYTES, Message, Stop
+from offbeat.core.wire_size import MessageSize
 from offbeat.lab.plots.figures import plot
 from offbeat.lab.report.formatting import size
 from offbeat.lab.report.page import report_page
@@ -22,10 +24,16 @@ from offbeat.records.comparison import Comparison, cost_ratio
 from offbeat.records.curves import quality_over_bytes
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, RunRecords, Traffic
-from offbeat.records.traffic import BytesSent, MessageSize, TrafficCounter, message_size
+from offbeat.records.traffic import BytesSent, TrafficCounter, message_size
 from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.transports import wire
 from offbeat.transports.remote_records import RecordLines
+
+
+@dataclass(frozen=True)
+class Bye(Message):
+    """A message without fields."""
+
 
 END = Ended(at=20.0, bytes_sent=0, messages_sent=0, failure=None)
 
@@ -252,10 +260,10 @@ def test_sizes_have_three_digits_and_a_unit_of_a_thousand(nbytes: float | None, 
 def test_counts_are_cumulative_by_kind_and_not_recorded_twice() -> None:
     count = TrafficCounter(rank=3)
     count.begin(1.5)
-    count.sent(MessageSize("Gradient", 100, 400))
-    count.sent(MessageSize("Gradient", 50, 60))
-    count.sent(MessageSize("Bye", 10, 10))
-    count.received(MessageSize("Stop", 7, 7))
+    count.sent(MessageSize(Gradient, 100, 400))
+    count.sent(MessageSize(Gradient, 50, 60))
+    count.sent(MessageSize(Bye, 10, 10))
+    count.received(MessageSize(Stop, 7, 7))
     record = count.record(2.0)
     assert record == Traffic(
         at=2.0,
@@ -283,8 +291,8 @@ def test_the_start_of_a_count_follows_the_clock_until_the_first_record() -> None
 
 def test_the_size_of_a_message_is_that_on_the_wire_or_an_estimate() -> None:
     message = Stop(torch.zeros(10), (), 1)
-    assert message_size(message) == MessageSize("Stop", HEADER_BYTES + 40, HEADER_BYTES + 40)
-    assert message_size(message, 1064) == MessageSize("Stop", 1064, 1064)
+    assert message_size(message) == MessageSize(Stop, HEADER_BYTES + 40, HEADER_BYTES + 40)
+    assert message_size(message, 1064) == MessageSize(Stop, 1064, 1064)
 
 
 def test_a_compressed_message_counts_with_and_without_compression() -> None:
@@ -292,10 +300,10 @@ def test_a_compressed_message_counts_with_and_without_compression() -> None:
     blob = ob.compression.Int8().encode(vector, Pool())
     whole, coded = (Gradient(tensor, (), 1, 0.0, 0, (0, 1), 1.0, True) for tensor in (vector, blob))
     assert blob.nbytes < vector.nbytes
-    assert message_size(coded) == MessageSize("Gradient", HEADER_BYTES + blob.nbytes, HEADER_BYTES + vector.nbytes)
+    assert message_size(coded) == MessageSize(Gradient, HEADER_BYTES + blob.nbytes, HEADER_BYTES + vector.nbytes)
     encoded, plain = wire.encode(coded), wire.encode(whole)
-    assert (encoded.kind, encoded.nbytes) == ("Gradient", wire.HEAD_BYTES + blob.nbytes)
-    assert encoded.nbytes_uncompressed == plain.nbytes_uncompressed == plain.nbytes
+    assert (encoded.size.kind, encoded.size.nbytes) == (Gradient, wire.HEAD_BYTES + blob.nbytes)
+    assert encoded.size.nbytes_uncompressed == plain.size.nbytes_uncompressed == plain.size.nbytes
 
 
 def test_a_line_of_traffic_can_be_read_again() -> None:

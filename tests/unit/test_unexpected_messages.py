@@ -69,9 +69,7 @@ def test_every_node_names_the_sender_of_a_kind_that_it_does_not_know_and_does_no
 def test_the_sentence_says_who_sent_what_and_what_to_do() -> None:
     error = UnexpectedMessage(3, "Offer", 0)
     assert isinstance(error, ContractViolation)
-    assert str(error) == (
-        "rank 3 sent Offer to rank 0, which does not expect it; give every rank the same strategy"
-    )
+    assert str(error) == ("rank 3 sent Offer to rank 0, which does not expect it; give every rank the same strategy")
 
 
 def test_messages_of_another_family_are_refused_also_where_they_extend_a_known_kind() -> None:

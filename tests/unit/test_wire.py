@@ -81,7 +81,7 @@ def roundtrip(message: Message, checksum: bool = False) -> Message:
     assert meta is not None
     payload = payload_of(encoded)
     assert wire.tensor_sizes(head, meta) == [piece.numel() for piece in encoded.tensors]
-    assert encoded.nbytes == HEAD_BYTES + (0 if encoded.meta is None else len(meta)) + payload.numel()
+    assert encoded.size.nbytes == HEAD_BYTES + (0 if encoded.meta is None else len(meta)) + payload.numel()
     return wire.decode(head, meta, payload)
 
 

@@ -2,16 +2,22 @@
 
 Tensors in events are *leases*: they are valid inside `handle` only. To keep the payload of a message, a node calls
 `keep()`; to keep a gradient, it sends or copies it.
+
+Transports deliver `MessageArrived`, `Sent`, `PeerJoined` and `PeerLost` to the live engine, and the engine passes them
+to the node. The fields after those that nodes use have defaults and are for engines: `MessageArrived.incarnation` and
+`nbytes`, `Sent.incarnation`, `size` and `seconds`, `PeerLost.reason` and `detail`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from torch import Tensor
 
 from offbeat.core.messages import Buffers, Message
+from offbeat.core.wire_size import MessageSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +69,32 @@ class StepReady:
 
 @dataclass(frozen=True, slots=True)
 class MessageArrived:
-    """A message from rank `source`. Its tensors are a lease; `keep()` returns a message that may be stored."""
+    """A message from rank `source`. Its tensors are a lease; `keep()` returns a message that may be stored.
+
+    For engines: the `incarnation` of the link that it arrived on, and its size on the wire.
+    """
 
     at: float
     source: int
     message: Message
     keep: Callable[[], Message]
+    incarnation: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message to rank `to` was transmitted, and its link is free again. `key` is `Send.supersedes`."""
+    """A message to rank `to` was transmitted, and its link is free again. `key` is `Send.supersedes`.
+
+    For engines: the `incarnation` of its link, its size, and for how many `seconds` the link was busy with it.
+    """
 
     at: float
     to: int
     key: str | None
+    incarnation: int = 0
+    size: MessageSize | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +125,37 @@ class PeerJoined:
     incarnation: int
 
 
+class LossReason(Enum):
+    """Why a link is down."""
+
+    CLOSED = "closed"
+    """The peer closed it in order, with a goodbye."""
+    BROKEN = "broken"
+    """The connection failed."""
+    SILENT = "silent"
+    """Nothing was received from the peer for too long."""
+    INVALID = "invalid"
+    """The peer sent data that cannot be decoded."""
+    REPLACED = "replaced"
+    """The peer connected again."""
+    DIED = "died"
+    """The process of the peer has ended."""
+    LOCAL = "local"
+    """This rank closed it without waiting for the peer."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to `peer` is down; no further message of this incarnation will arrive."""
+    """The link to `peer` is down; no further message of this incarnation will arrive.
+
+    For engines: the `reason`, and for logs and error messages what is known about it, as text.
+    """
 
     at: float
     peer: int
     incarnation: int
+    reason: LossReason = LossReason.BROKEN
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ user's own training loop and the one of `offbeat train` are driven in the same w
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import threading
@@ -36,6 +37,7 @@ from offbeat.core.events import (
     Event,
     GradientReady,
     Leave,
+    LossReason,
     MessageArrived,
     PeerJoined,
     PeerLost,
@@ -52,10 +54,9 @@ from offbeat.live.injected_delay import InjectedDelay
 from offbeat.live.live_round import LiveRound
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
-from offbeat.records.traffic import MessageSize, TrafficCounter, message_size
-from offbeat.transports.link import CLOSED
+from offbeat.records.traffic import TrafficCounter, message_size
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
-from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
+from offbeat.transports.transport import Transport, TransportEvent
 
 
 class Clock:
@@ -95,7 +96,7 @@ class OutboxDue:
     peer: int
 
 
-Due = str | Arrived | Lost | OutboxDue
+Due = str | MessageArrived | PeerLost | OutboxDue
 """An entry of the heap: a timer (its name), a delayed message, a delayed loss, or an outbox turn."""
 
 
@@ -156,6 +157,7 @@ class NodeRunner:
         self.clock = clock
         self._node = node
         self._transport = transport
+        transport.clock = clock.now
         self._writer = writer
         self._load = load
         self._injected_delay = injected_delay or InjectedDelay()
@@ -344,7 +346,7 @@ class NodeRunner:
         except BaseException as error:
             self.fail(error)
 
-    def _process(self, incoming: Incoming | None) -> None:
+    def _process(self, incoming: TransportEvent | None) -> None:
         """Handle what was received, then what is due. The tensors of `incoming` are reused after this returns."""
         with self._monitor:
             if self._closed:
@@ -373,9 +375,9 @@ class NodeRunner:
     def _process_due(self) -> None:
         while self._due and self._due[0][0] <= self.clock.now():
             _, number, entry = heapq.heappop(self._due)
-            if isinstance(entry, Arrived):
+            if isinstance(entry, MessageArrived):
                 self._deliver_message(entry)
-            elif isinstance(entry, Lost):
+            elif isinstance(entry, PeerLost):
                 self._handle_incoming(entry)
             elif self._is_stale(number, entry):
                 continue
@@ -386,37 +388,38 @@ class NodeRunner:
                 del self._timers[entry]
                 self._handle(TimerFired(self.clock.now(), entry))
 
-    def _handle_incoming(self, incoming: Incoming) -> None:
+    def _handle_incoming(self, incoming: TransportEvent) -> None:
         now = self.clock.now()
         match incoming:
-            case Arrived():
+            case MessageArrived():
                 delay = self._injected_delay.delay(incoming.source, incoming.nbytes, now)
                 if delay > 0:
                     self._schedule(now + delay, incoming)
                 else:
                     self._deliver_message(incoming)
-            case Departed(to=to, key=key):
-                self._traffic.sent(MessageSize(incoming.kind, incoming.nbytes, incoming.nbytes_uncompressed))
+            case Sent(to=to, key=key, size=size):
+                assert size is not None
+                self._traffic.sent(size)
                 self._send_seconds = incoming.seconds
                 if not (key or "").startswith(RECORDS_KEY):
-                    self._bytes_sent_to[to] = self._bytes_sent_to.get(to, 0) + incoming.nbytes
+                    self._bytes_sent_to[to] = self._bytes_sent_to.get(to, 0) + size.nbytes
                     if self._linked.get(to) == incoming.incarnation:
-                        self._handle(Sent(now, to, key))
-            case Joined(peer=peer, incarnation=incarnation):
+                        self._handle(dataclasses.replace(incoming, at=now))
+            case PeerJoined(peer=peer, incarnation=incarnation):
                 self._synchronize_clock()
                 if (before := self._linked.pop(peer, None)) is not None:
                     self._drop_queued(peer)
-                    self._handle(PeerLost(self.clock.now(), peer, before))
+                    self._handle(PeerLost(self.clock.now(), peer, before, LossReason.REPLACED))
                 self._linked[peer] = incarnation
                 self._ever_linked.add(peer)
                 if self._rate_limited is not None:
                     self._rate_limited.open(peer, time.monotonic())
                 for send in self._before_link.pop(peer, []):
                     self._send(send)
-                self._handle(PeerJoined(self.clock.now(), peer, incarnation))
+                self._handle(dataclasses.replace(incoming, at=self.clock.now()))
                 self._flush_records()
-            case Lost(peer=peer, incarnation=incarnation):
-                held = [due for due, _, item in self._due if isinstance(item, Arrived) and item.source == peer]
+            case PeerLost(peer=peer, incarnation=incarnation):
+                held = [due for due, _, item in self._due if isinstance(item, MessageArrived) and item.source == peer]
                 last = max(held, default=now)
                 if last > now:  # delayed messages arrived before the link was lost
                     self._schedule(last, incoming)
@@ -427,16 +430,14 @@ class NodeRunner:
                         raise RunFailed(
                             f"rank {self.rank} came back when the other ranks were ending, or were lost as well"
                         )
-                    self._handle(PeerLost(now, peer, incarnation))
+                    self._handle(dataclasses.replace(incoming, at=now))
                     if peer in self._irreplaceable:
-                        self._lose_irreplaceable(peer, incoming.why)
-            case Refused(why=why):
-                raise RunFailed(why)
+                        self._lose_irreplaceable(incoming)
 
-    def _lose_irreplaceable(self, peer: int, why: str) -> None:
-        self._irreplaceable.remove(peer)
-        if not self._irreplaceable and why != CLOSED and not self.ended:
-            raise RunFailed(f"rank {peer} was lost ({why}), and no peer is left to continue with")
+    def _lose_irreplaceable(self, lost: PeerLost) -> None:
+        self._irreplaceable.remove(lost.peer)
+        if not self._irreplaceable and lost.reason is not LossReason.CLOSED and not self.ended:
+            raise RunFailed(f"rank {lost.peer} was lost ({lost.detail}), and no peer is left to continue with")
 
     def _synchronize_clock(self) -> None:
         """Adopt the time of rank 0, once, so that the records of all ranks share one time axis."""
@@ -467,7 +468,7 @@ class NodeRunner:
         for record in undated:
             self._writer.write(msgspec.structs.replace(record, at=record.at + shift))
 
-    def _deliver_message(self, arrived: Arrived) -> None:
+    def _deliver_message(self, arrived: MessageArrived) -> None:
         message = arrived.message
         if self._linked.get(arrived.source) != arrived.incarnation:
             return  # delayed for so long that its link is gone
@@ -478,7 +479,7 @@ class NodeRunner:
             return
         if self._device is not None:  # messages are received into host memory
             message = message.with_tensors(tensor.to(self._device) for tensor in message.tensors())
-        self._handle(MessageArrived(self.clock.now(), arrived.source, message, lambda: message))
+        self._handle(dataclasses.replace(arrived, at=self.clock.now(), message=message, keep=lambda: message))
 
     def _deliver_evaluated(self, event: Event) -> None:
         with self._monitor:

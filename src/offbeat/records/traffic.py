@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from typing import NamedTuple
 
 import msgspec
 
 from offbeat.core.compression import saved_bytes
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import MessageSize
 from offbeat.records.schema import RECORD_LINES_KIND, Flow, RunRecords, Traffic, of_kind
 
 
@@ -74,18 +74,10 @@ def _value_at(seconds: float, times: list[float], totals: list[int]) -> float:
     return totals[index - 1] + (totals[index] - totals[index - 1]) * (seconds - before) / (after - before)
 
 
-class MessageSize(NamedTuple):
-    """The kind and size of a message."""
-
-    kind: str
-    nbytes: int
-    nbytes_uncompressed: int
-
-
 def message_size(message: Message, nbytes: int | None = None) -> MessageSize:
     """The size of a message; `nbytes` is its size on the wire, if it was encoded."""
     nbytes = message.nbytes if nbytes is None else nbytes
-    return MessageSize(type(message).__name__, nbytes, nbytes + saved_bytes(message))
+    return MessageSize(type(message), nbytes, nbytes + saved_bytes(message))
 
 
 class TrafficCounter:
@@ -139,9 +131,10 @@ class TrafficCounter:
 
 def _add(flows: dict[str, list[int]], size: MessageSize) -> None:
     kind, nbytes, uncompressed = size
-    flow = flows.get(kind)
+    name = kind.__name__
+    flow = flows.get(name)
     if flow is None:
-        flows[kind] = [1, nbytes, uncompressed]
+        flows[name] = [1, nbytes, uncompressed]
     else:
         flow[0] += 1
         flow[1] += nbytes

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import enqueue
 from offbeat.core.events import Event, MessageArrived, Sent
+from offbeat.core.wire_size import MessageSize
 from offbeat.errors import ContractViolation
-from offbeat.records.traffic import MessageSize, TrafficCounter, message_size
+from offbeat.records.traffic import TrafficCounter, message_size
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.leases import Lease, SentTensors
 from offbeat.simulation.link_control import LinkControl
@@ -119,10 +120,10 @@ class Delivery:
             self._transmit(rank, self._network.link(rank, peer))
 
     def _depart(self, transmission: Transmission) -> None:
-        rank, send = transmission.rank, transmission.send
+        rank = transmission.rank
         process = self._processes[rank]
         process.send_seconds = transmission.seconds
-        process.emit(self._queue.now, lambda at: Sent(at, send.to, send.supersedes))
+        process.emit(self._queue.now, transmission.sent)
         free_at = self._propagate(transmission)
         if free_at > self._queue.now:
             self._queue.schedule(free_at, functools.partial(self._receiver_ready, transmission))
@@ -173,8 +174,8 @@ class Delivery:
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
         if self._strict:
             lease = Lease(message.copy())
-            return MessageArrived(at, source, lease.message, lease)
-        return MessageArrived(at, source, message, lambda: message)
+            return MessageArrived(at, source, lease.message, lease, link.incarnation, transmission.size.nbytes)
+        return MessageArrived(at, source, message, lambda: message, link.incarnation, transmission.size.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,10 @@ class Transmission:
     size: MessageSize
     started_at: float
     seconds: float
+
+    def sent(self, at: float) -> Sent:
+        """The event for its sender."""
+        return Sent(at, self.send.to, self.send.supersedes, self.incarnation, self.size, self.seconds)
 
     @property
     def is_current(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
-from offbeat.core.events import Started
+from offbeat.core.events import LossReason, Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require
 from offbeat.errors import RunFailed
@@ -146,7 +146,7 @@ class FaultInjector:
 
         def cut() -> None:
             for a, b in pairs:
-                self._links.cut(a, b, reason, notify=(a, b))
+                self._links.cut(a, b, reason, notify=(a, b), loss=LossReason.SILENT)
 
         def restore() -> None:
             for a, b in pairs:

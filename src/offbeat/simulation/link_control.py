@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from offbeat.core.events import PeerJoined, PeerLost
+from offbeat.core.events import LossReason, PeerJoined, PeerLost
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.network import SimulatedNetwork
 from offbeat.simulation.process import Process
@@ -48,14 +48,18 @@ class LinkControl:
         if not link.up or outbox.transmitting is not None or outbox.queue or not self._processes[peer].active:
             return
         gone = max(self._queue.now + self._crash_seen_seconds, outbox.last_arrival, link.held_until)
-        self._queue.schedule(gone, lambda: self.cut(rank, peer, f"end of {rank}", notify=(peer,)))
+        self._queue.schedule(gone, functools.partial(self._end_link, rank, peer))
 
-    def cut(self, a: int, b: int, reason: str, notify: tuple[int, ...]) -> None:
+    def _end_link(self, rank: int, peer: int) -> None:
+        self.cut(rank, peer, f"end of {rank}", notify=(peer,), loss=LossReason.CLOSED)
+
+    def cut(self, a: int, b: int, reason: str, notify: tuple[int, ...], loss: LossReason = LossReason.BROKEN) -> None:
         """Take a link down. It stays down until `restore` was called for every reason that it was cut for.
 
         a, b: the ends of the link.
         reason: identifies this cut; a second call with the same reason has no effect.
         notify: the ends that get `PeerLost`.
+        loss: the reason in `PeerLost`.
         """
         link = self._network.link(a, b)
         if reason in link.cuts:
@@ -64,7 +68,7 @@ class LinkControl:
         link.cuts.add(reason)
         link.cut()
         if was_up:
-            self._notify(PeerLost, a, b, notify)
+            self._notify(functools.partial(PeerLost, reason=loss, detail=reason), a, b, notify)
 
     def restore(self, a: int, b: int, reason: str) -> None:
         """Remove one reason why a link is down; the last one removed brings it up under the next incarnation."""
@@ -74,9 +78,10 @@ class LinkControl:
             link.restore()
             self._announce(a, b)
 
-    def _notify(self, kind: type[PeerJoined] | type[PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
+    def _notify(self, event: Callable[..., PeerJoined | PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
         incarnation = self._network.link(a, b).incarnation
         for rank, peer in ((a, b), (b, a)):
             if rank in notify:
-                event = functools.partial(kind, peer=peer, incarnation=incarnation)
-                self._processes[rank].emit(self._queue.now, event)
+                self._processes[rank].emit(
+                    self._queue.now, functools.partial(event, peer=peer, incarnation=incarnation)
+                )

@@ -27,10 +27,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from offbeat.core.events import MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Buffers, Message
+from offbeat.errors import RunFailed
 from offbeat.testing.invariants import Violation, verify
 from offbeat.transports import wire
-from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, Refused, Transport
+from offbeat.transports.transport import Transport, TransportEvent
 
 LIMIT_SECONDS = 60.0
 LARGE_BYTES = 100_000_000
@@ -149,9 +151,9 @@ class TransportMonitor:
         self.transport = transport
         self.rank = rank
         self.links: dict[int, int] = {}
-        self.arrived: dict[int, deque[Arrived]] = defaultdict(deque)
-        self.departed: list[Departed] = []
-        self.lost: list[Lost] = []
+        self.arrived: dict[int, deque[MessageArrived]] = defaultdict(deque)
+        self.sent: list[Sent] = []
+        self.lost: list[PeerLost] = []
         self._highest: dict[int, int] = {}
 
     def send(self, to: int, message: Message, key: str | None = None) -> None:
@@ -162,14 +164,14 @@ class TransportMonitor:
         self._until(lambda: self.links.get(peer, -1) > above, f"a link to rank {peer} above incarnation {above}")
         return self.links[peer]
 
-    def wait_lost(self, peer: int, incarnation: int) -> Lost:
-        def losses() -> list[Lost]:
+    def wait_lost(self, peer: int, incarnation: int) -> PeerLost:
+        def losses() -> list[PeerLost]:
             return [loss for loss in self.lost if (loss.peer, loss.incarnation) == (peer, incarnation)]
 
         self._until(lambda: bool(losses()), f"the loss of rank {peer}.{incarnation}")
         return losses()[0]
 
-    def take(self, source: int) -> Arrived:
+    def take(self, source: int) -> MessageArrived:
         self._until(lambda: bool(self.arrived[source]), f"a message from rank {source}")
         return self.arrived[source].popleft()
 
@@ -187,50 +189,57 @@ class TransportMonitor:
         )
         return message
 
-    def wait_departed(self, count: int) -> None:
-        self._until(lambda: len(self.departed) >= count, f"the departure of {count} messages")
+    def wait_sent(self, count: int) -> None:
+        self._until(lambda: len(self.sent) >= count, f"the sending of {count} messages")
 
     def _until(self, condition: Callable[[], bool], expected: str) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not condition():
-            item = self.transport.receive(max(0.0, deadline - time.monotonic()))
-            if item is not None:
-                self._record(item)
+            event = self._receive(max(0.0, deadline - time.monotonic()))
+            if event is not None:
+                self._record(event)
             elif time.monotonic() >= deadline:
                 raise Violation(f"rank {self.rank} waited {LIMIT_SECONDS:.0f} s for {expected}, in vain")
 
-    def _record(self, item: Incoming) -> None:
-        match item:
-            case Joined(peer, incarnation):
+    def _receive(self, timeout: float) -> TransportEvent | None:
+        try:
+            return self.transport.receive(timeout)
+        except RunFailed as error:
+            raise Violation(f"rank {self.rank} was rejected: {error}") from None
+
+    def _record(self, event: TransportEvent) -> None:
+        match event:
+            case PeerJoined(peer=peer, incarnation=incarnation):
                 verify(peer not in self.links, f"rank {self.rank}: {peer} joined twice without a loss in between")
                 highest = self._highest.get(peer, -1)
                 verify(incarnation > highest, f"rank {self.rank}: {peer} joined as {incarnation} after {highest}")
                 self.links[peer] = self._highest[peer] = incarnation
-            case Lost(peer, incarnation, why):
+            case PeerLost(peer=peer, incarnation=incarnation, detail=detail):
                 self._verify_linked(peer, incarnation, "lost")
-                verify(bool(why), f"rank {self.rank}: {peer} was lost without a reason")
+                verify(bool(detail), f"rank {self.rank}: {peer} was lost without a reason")
                 del self.links[peer]
-                self.lost.append(item)
-            case Arrived(source, incarnation, _, nbytes):
+                self.lost.append(event)
+            case MessageArrived(source=source, incarnation=incarnation, nbytes=nbytes):
                 self._verify_linked(source, incarnation, "received from")
                 verify(nbytes > 0, f"rank {self.rank}: a message from {source} has no bytes")
-                self.arrived[source].append(item)
-            case Departed(to, incarnation, _, nbytes, seconds, kind):
+                self.arrived[source].append(event)
+            case Sent(to=to, incarnation=incarnation, size=size):
                 self._verify_linked(to, incarnation, "sent to")
                 verify(
-                    nbytes > 0 and seconds >= 0, f"rank {self.rank}: a departure has no bytes or no duration: {item}"
+                    size is not None and size.nbytes > 0 and event.seconds >= 0,
+                    f"rank {self.rank}: a message was sent without bytes or duration: {event}",
                 )
-                known = {message.__name__ for message in Message.kinds.values()}
-                verify(kind in known, f"rank {self.rank}: the kind of a departed message is unknown: {item}")
-                self.departed.append(item)
-            case Refused(peer, why):
-                raise Violation(f"rank {self.rank} was refused by {peer}: {why}")
+                assert size is not None
+                verify(
+                    issubclass(size.kind, Message), f"rank {self.rank}: the kind of a sent message is unknown: {event}"
+                )
+                self.sent.append(event)
 
     def _verify_linked(self, peer: int, incarnation: int, expected: str) -> None:
         verify(
             self.links.get(peer) == incarnation,
-            f"rank {self.rank}: {expected} {peer}.{incarnation} while the link was {self.links.get(peer)}; Joined must "
-            "come first of an incarnation and Lost last",
+            f"rank {self.rank}: {expected} {peer}.{incarnation} while the link was {self.links.get(peer)}; PeerJoined "
+            "must come first of an incarnation and PeerLost last",
         )
 
 
@@ -272,9 +281,11 @@ def messages_keep_their_order(case: TransportCase) -> None:
     for number in range(300):
         verify(worker.expect(0, number).body.numel() == number % 7, "a tensor has another size than was sent")
         verify(hub.expect(1, -number).body.numel() == number % 5, "a tensor has another size than was sent")
-    hub.wait_departed(300)
-    verify([item.key for item in hub.departed] == [f"key {n}" for n in range(300)], "departures are out of order")
-    worker.wait_departed(300)
+    hub.wait_sent(300)
+    verify(
+        [item.key for item in hub.sent] == [f"key {n}" for n in range(300)], "reports of sent messages are out of order"
+    )
+    worker.wait_sent(300)
 
 
 @_check()
@@ -365,7 +376,7 @@ def wake_unblocks_receive(case: TransportCase) -> None:
 
 def _verify_receives_none(transport: Transport, when: str, trigger: Callable[[], None] = lambda: None) -> None:
     """Verify that `receive` returns None, once `trigger` was called from another thread."""
-    received: list[Incoming | None] = []
+    received: list[TransportEvent | None] = []
     waiting = threading.Thread(target=lambda: received.append(transport.receive()), daemon=True)
     waiting.start()
     trigger()
@@ -554,5 +565,5 @@ def a_queued_message_is_replaced_by_a_newer_one(case: TransportCase) -> None:
         numbers.append(message.number)
     verify(sorted(numbers) == [0, 1, 2, 3, 29], f"of 20 messages under one key 29 should be left, but came {numbers}")
     verify([number for number in numbers if number < 10] == [0, 1, 2, 3], f"messages are out of order: {numbers}")
-    hub.wait_departed(5)
-    verify(sum(item.key == "newest" for item in hub.departed) == 1, "a message that was replaced departed")
+    hub.wait_sent(5)
+    verify(sum(item.key == "newest" for item in hub.sent) == 1, "a message that was replaced was sent")

@@ -1,9 +1,9 @@
 """A link over a channel, with one thread that sends and one that receives.
 
-The link ends when both threads have ended, and only then is `Lost` reported, so that no event of it can follow. `drop`
-ends it at once: it breaks the channel, which wakes any thread that waits on it. `finish` ends it in order: what is
-queued is sent, then a goodbye, and the peer answers with its own goodbye, so that neither side closes a connection on
-which data is still in transit.
+The link ends when both threads have ended, and only then is its loss reported, so that no event of it can follow.
+`drop` ends it at once: it breaks the channel, which wakes any thread that waits on it. `finish` ends it in order: what
+is queued is sent, then a goodbye, and the peer answers with its own goodbye, so that neither side closes a connection
+on which data is still in transit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from offbeat.core.events import LossReason
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.errors import ContractViolation
 from offbeat.transports import wire
-from offbeat.transports.link import CLOSED, LinkBase, LinkOptions
+from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, loss_of
 from offbeat.transports.shared_memory import SharedSlots
-from offbeat.transports.transport import Incoming
+from offbeat.transports.transport import InboxItem
 
 COPY_NOW_BYTES_MAX = 1 << 20
 """A larger payload is copied into shared memory by the sending thread: `post` must not wait for that."""
@@ -36,7 +36,7 @@ class Channel(Protocol):
     """A stream of tensors in both directions. Both ends know the size of each tensor in advance."""
 
     def send(self, pieces: Iterable[Tensor]) -> None:
-        """Return when all are sent; ConnectionError if that fails or takes too long."""
+        """Return when all are sent; ConnectionLost if that fails or takes too long."""
 
     def send_now(self, pieces: Iterable[Tensor]) -> list[memoryview] | None:
         """Send what can be sent without blocking, and return the rest, for `send_rest`; None if nothing was sent."""
@@ -45,7 +45,7 @@ class Channel(Protocol):
         """Send what `send_now` returned, before anything else."""
 
     def receive(self, pieces: Iterable[Tensor]) -> None:
-        """Return when all are filled; ConnectionError if that fails or takes too long."""
+        """Return when all are filled; ConnectionLost if that fails or takes too long."""
 
     def break_off(self) -> None:
         """Make all sends and receives fail now, at both ends. From any thread, any number of times."""
@@ -66,7 +66,7 @@ class ChannelLink(LinkBase):
         name: str,
         options: LinkOptions,
         pool: Pool,
-        deliver: Callable[[Incoming | ContractViolation], None],
+        deliver: Callable[[InboxItem], None],
         on_end: Callable[[ChannelLink], None],
         shared: SharedSlots | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class ChannelLink(LinkBase):
             shared: memory shared with the peer; closed by the link.
         """
         super().__init__(peer, incarnation, options, pool, deliver)
-        self.why: str | None = None
+        self.loss: LinkLoss | None = None
         """Why the link ends; None while it does not."""
         self.left = False
         """Whether the peer sent a goodbye."""
@@ -106,7 +106,7 @@ class ChannelLink(LinkBase):
             self._sender.start()
             self._receiver.start()
         except RuntimeError as error:  # the limit of threads is reached
-            self.drop(str(error))
+            self.drop(LinkLoss(LossReason.LOCAL, str(error)))
             if self._sender.ident is not None:
                 self._sender.join()
             self._end()
@@ -114,7 +114,7 @@ class ChannelLink(LinkBase):
     def post(self, message: Message, key: str | None) -> None:
         """Queue a message, or replace a queued one with the same key."""
         with self._changed:
-            if self._finishing or self.why is not None or self._supersede(message, key):
+            if self._finishing or self.loss is not None or self._supersede(message, key):
                 return
             is_free = not (self._busy or self._outbox or self._rest) and self._may_leave()
             if not (is_free and self._send_now(message, key)):
@@ -125,7 +125,7 @@ class ChannelLink(LinkBase):
         """The user received a message of the peer. What is sent next says so; a heartbeat, if the window is full."""
         with self._changed:
             self._delivered += 1
-            if self._window_is_full() and self.why is None:
+            if self._window_is_full() and self.loss is None:
                 self._ack_due = True
                 self._changed.notify()
 
@@ -135,14 +135,14 @@ class ChannelLink(LinkBase):
             self._finishing = True
             self._changed.notify()
 
-    def drop(self, why: str) -> None:
+    def drop(self, loss: LinkLoss) -> None:
         """End now. The first reason counts."""
         with self._changed:
-            self._set_broken(why)
+            self._set_broken(loss)
         self._channel.break_off()
 
-    def _set_broken(self, why: str) -> None:
-        self.why = self.why or why
+    def _set_broken(self, loss: LinkLoss) -> None:
+        self.loss = self.loss or loss
         self._outbox.clear()
         self._changed.notify()
 
@@ -168,9 +168,9 @@ class ChannelLink(LinkBase):
                 self._rest = (rest, encoded, key, begun)
                 self._changed.notify()
             else:
-                self._report_departed(encoded, key, begun)
-        except ConnectionError as error:
-            self._set_broken(_reason(error))  # the receiving thread finds the channel broken, and ends the link
+                self._report_sent(encoded, key, begun)
+        except ConnectionLost as error:
+            self._set_broken(error.loss)  # the receiving thread finds the channel broken, and ends the link
             self._channel.break_off()
         return True
 
@@ -201,11 +201,11 @@ class ChannelLink(LinkBase):
                 self._channel.receive(pieces)
             self.left = True
             with self._changed:  # the peer discards everything but a goodbye
-                self.why = self.why or CLOSED
+                self.loss = self.loss or CLOSED
                 self._outbox.clear()
             self.finish()
         except BaseException as error:
-            self.drop(_reason(error))
+            self.drop(_logged_loss(error))
         self._sender.join()
         self._end()
 
@@ -240,23 +240,23 @@ class ChannelLink(LinkBase):
             while (step := self._next_step()) is not None:
                 step()
                 del step  # it references a message, which must not live until the next one comes
-            if self.why is None or self.left:
+            if self.loss is None or self.left:
                 self._send_control(wire.GOODBYE)
         except BaseException as error:
-            self.drop(_reason(error))
+            self.drop(_logged_loss(error))
 
     def _next_step(self) -> Callable[[], None] | None:
         """What to send next; None at the end."""
         with self._changed:
             self._busy = False
             while True:
-                if self._rest is not None and (self.why is None or self.left):  # a goodbye follows a whole message
+                if self._rest is not None and (self.loss is None or self.left):  # a goodbye follows a whole message
                     self._busy = True
                     return self._send_rest
                 if self._outbox and self._may_leave():
                     self._busy = True
                     return functools.partial(self._send, *self._outbox.popleft())
-                if self._finishing or self.why is not None:
+                if self._finishing or self.loss is not None:
                     return None
                 if self._ack_due or not self._changed.wait(self._options.silence_seconds / 4):
                     self._busy = True
@@ -271,7 +271,7 @@ class ChannelLink(LinkBase):
                 self._sent += 1
                 wire.set_acknowledged(encoded.head, self._count_acked())
             self._channel.send(pieces)
-            self._report_departed(encoded, key, begun)
+            self._report_sent(encoded, key, begun)
 
     def _send_control(self, kind: int) -> None:
         self._channel.send([self._acknowledging(wire.control(kind))])
@@ -281,7 +281,7 @@ class ChannelLink(LinkBase):
         rest, encoded, key, begun = self._rest
         self._channel.send_rest(rest)
         self._rest = None
-        self._report_departed(encoded, key, begun)
+        self._report_sent(encoded, key, begun)
 
     def _acknowledging(self, head: Tensor) -> Tensor:
         with self._changed:
@@ -305,8 +305,9 @@ class ChannelLink(LinkBase):
         return itertools.chain(offers, self._pieces(encoded))
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ConnectionError | wire.WireError):
-        return str(error)
-    _log.error("internal error, a link is dropped", exc_info=error)
-    return f"{type(error).__name__}: {error}"
+def _logged_loss(error: BaseException) -> LinkLoss:
+    loss = loss_of(error)
+    if loss is None:
+        _log.error("internal error, a link is dropped", exc_info=error)
+        return LinkLoss(LossReason.LOCAL, f"{type(error).__name__}: {error}")
+    return loss

@@ -12,6 +12,7 @@ Gloo's threads must not be waiting when Python exits. So a transport that was no
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -19,12 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, RunFailed
 from offbeat.transports.channel_link import ChannelLink
 from offbeat.transports.gloo_channel import CONNECT_SECONDS, GlooChannel
-from offbeat.transports.link import LinkOptions, different_models, different_versions
+from offbeat.transports.link import CLOSED_HERE, LinkLoss, LinkOptions, different_models, different_versions
 from offbeat.transports.rendezvous import (
     Address,
     Assignment,
@@ -41,7 +43,7 @@ from offbeat.transports.rendezvous import (
     connect,
 )
 from offbeat.transports.shared_memory import SharedSlots
-from offbeat.transports.transport import SILENCE_SECONDS, Arrived, Incoming, Joined, Lost, QueuedTransport, Refused
+from offbeat.transports.transport import SILENCE_SECONDS, QueuedTransport, TransportEvent
 from offbeat.transports.wire import WIRE_VERSION, encode
 
 _STABLE_SECONDS = 2.0
@@ -144,14 +146,13 @@ class GlooTransport(QueuedTransport):
             link.post(message, key)
 
     def wire_bytes(self, message: Message) -> int:
-        return encode(message).nbytes
+        return encode(message).size.nbytes
 
-    def _on_receive(self, item: Incoming) -> Incoming:
-        if isinstance(item, Arrived):
-            link = self._links.get(item.source)
-            if link is not None and link.incarnation == item.incarnation:
+    def _on_receive(self, event: TransportEvent) -> None:
+        if isinstance(event, MessageArrived):
+            link = self._links.get(event.source)
+            if link is not None and link.incarnation == event.incarnation:
                 link.acknowledge()
-        return item
 
     def close(self, linger_seconds: float = 5.0) -> None:
         with self._lock:
@@ -170,7 +171,7 @@ class GlooTransport(QueuedTransport):
             self._listener.close()
         for link in links:
             if not link.ended.wait(max(0.0, deadline - time.monotonic())):
-                link.drop("closed by this side")
+                link.drop(CLOSED_HERE)
         deadline = time.monotonic() + 1.0
         for link in links:
             link.ended.wait(max(0.0, deadline - time.monotonic()))
@@ -211,9 +212,9 @@ class GlooTransport(QueuedTransport):
                 if old is None:
                     self._next_incarnation[peer] = max(self._next_incarnation[peer], incarnation + 1)
                     self._links[peer] = link
-                    self.inbox.put(Joined(peer, incarnation))
+                    self.inbox.put(functools.partial(PeerJoined, peer=peer, incarnation=incarnation))
                     break
-            old.drop(f"rank {peer} connected again")
+            old.drop(LinkLoss(LossReason.REPLACED, f"rank {peer} connected again"))
             if not old.ended.wait(self._options.silence_seconds + 1.0):
                 break
         if self._links.get(peer) is not link:
@@ -227,7 +228,10 @@ class GlooTransport(QueuedTransport):
     def _on_link_end(self, link: ChannelLink) -> None:
         with self._lock:
             del self._links[link.peer]
-            self.inbox.put(Lost(link.peer, link.incarnation, link.why or "ended"))
+            reason, detail = link.loss or LinkLoss(LossReason.BROKEN, "ended")
+            self.inbox.put(
+                functools.partial(PeerLost, peer=link.peer, incarnation=link.incarnation, reason=reason, detail=detail)
+            )
 
     @contextmanager
     def _becoming_link(self, connection: ControlConnection) -> Iterator[None]:
@@ -363,13 +367,13 @@ class GlooTransport(QueuedTransport):
             self._closing.wait(next(pauses))
 
     def _is_final(self, peer: int, error: Exception) -> bool:
-        """Whether retrying would not help; if so, `Refused` is reported."""
+        """Whether retrying would not help; if so, `receive` raises `RunFailed`."""
         if isinstance(error, Unreachable) or (isinstance(error, Rejected) and not error.final):
             _log.debug("rank %d cannot reach rank %d: %s", self.rank, peer, error)
             return False
         if not isinstance(error, OffbeatError):
             _log.error("internal error, rank %d cannot connect to rank %d", self.rank, peer, exc_info=error)
-        self.inbox.put(Refused(peer, str(error) if isinstance(error, OffbeatError) else repr(error)))
+        self.inbox.put(RunFailed(str(error) if isinstance(error, OffbeatError) else repr(error)))
         return True
 
     def _resolve(self, peer: int, left_listener: str | None) -> Endpoint:

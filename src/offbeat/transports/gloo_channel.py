@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.core.events import LossReason
 from offbeat.transports.channel_link import Channel
+from offbeat.transports.link import ConnectionLost
 from offbeat.transports.rendezvous import ControlConnection, StoreEntry
 
 CONNECT_SECONDS = 5.0
@@ -31,8 +33,6 @@ BULK_BYTES = 1 << 20
 
 _DATA, _UNMATCHED = 0, 1
 """Tags: all data is sent under the first, and nothing ever under the second."""
-
-_CLOSED = "the connection was closed"
 
 _POSTED_AHEAD = 1
 """Pieces of a message that are posted while an earlier one is still in transit."""
@@ -81,7 +81,6 @@ class GlooChannel(Channel):
         store.get(f"connected {1 - index}")
         self._peer = 1 - index
         self._limit = timedelta(seconds=silence_seconds)
-        self._silent = f"silent for {silence_seconds:g} seconds"
         self._stream = connection.detach(silence_seconds)
 
     def send(self, pieces: Iterable[Tensor]) -> None:
@@ -106,7 +105,7 @@ class GlooChannel(Channel):
         except BlockingIOError:
             return None
         except OSError:
-            raise ConnectionError(_CLOSED) from None
+            raise _broken() from None
         return _rest_of(parts, sent)
 
     def send_rest(self, rest: list[memoryview]) -> None:
@@ -133,39 +132,43 @@ class GlooChannel(Channel):
         while into:
             count = self._stream.recv_into(into, len(into), socket.MSG_WAITALL)
             if not count:
-                raise ConnectionError(_CLOSED)
+                raise _broken()
             into = into[count:]
 
     def _operation(self, name: str) -> Callable[[Tensor], Any]:
         group = self._group
         if group is None:
-            raise ConnectionError(_CLOSED)
+            raise _broken()
         return lambda piece: getattr(group, name)([piece], self._peer, _DATA)
 
     @contextmanager
     def _bulk(self) -> Iterator[_Bulk]:
-        """Operations of gloo, all complete at the end; any failure becomes a ConnectionError."""
+        """Operations of gloo, all complete at the end; any failure becomes a ConnectionLost."""
         bulk = _Bulk(self._limit)
         try:
             yield bulk
             bulk.wait_for_all()
+        except ConnectionLost:
+            raise
         except BlockingIOError:
-            raise ConnectionError(self._silent) from None
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionError) and error.errno is None:
-                raise  # it has a reason of ours already
-            raise ConnectionError(_CLOSED) from None
+            raise self._silent() from None
+        except (OSError, ValueError):
+            raise _broken() from None
         except RuntimeError as error:
-            raise ConnectionError(self._reason(str(error))) from None
+            raise self._failed(str(error)) from None
         finally:
             bulk.posted.clear()  # before the memory is released, which gloo uses until then
 
-    def _reason(self, text: str) -> str:
+    def _silent(self) -> ConnectionLost:
+        return ConnectionLost(LossReason.SILENT, f"silent for {self._limit.total_seconds():g} seconds")
+
+    def _failed(self, text: str) -> ConnectionLost:
+        """The kind of an error of gloo, which has nothing but a text."""
         if "imed out" in text or "pplication timeout" in text:
-            return self._silent
+            return self._silent()
         if "closed by peer" in text or "reset by peer" in text or "roken pipe" in text:
-            return _CLOSED
-        return text.splitlines()[0]
+            return _broken()
+        return _broken(text.splitlines()[0])
 
     def break_off(self) -> None:
         with suppress(OSError):  # the peer closed it first
@@ -180,6 +183,10 @@ class GlooChannel(Channel):
     def close(self) -> None:
         self._group = None
         self._stream.close()
+
+
+def _broken(detail: str = "the connection was closed") -> ConnectionLost:
+    return ConnectionLost(LossReason.BROKEN, detail)
 
 
 def _rest_of(parts: list[memoryview], sent: int) -> list[memoryview]:
@@ -214,5 +221,5 @@ class _Bulk:
 
     def _wait_for_first(self) -> None:
         if not self.posted[0].wait(self._limit):
-            raise ConnectionError(_CLOSED)
+            raise _broken()
         self.posted.popleft()

@@ -6,29 +6,57 @@ messages received so far, and a heartbeat is sent where nothing else would carry
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from offbeat.core.events import LossReason, MessageArrived, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
 from offbeat.transports import wire
-from offbeat.transports.transport import MESSAGE_BYTES_MAX, Arrived, Departed, Incoming
-
-CLOSED = "closed"
-"""The reason of a loss after the peer has sent a goodbye."""
+from offbeat.transports.transport import MESSAGE_BYTES_MAX, InboxItem
 
 WINDOW = 3
 """Unacknowledged messages per link; further ones wait in the outbox, where newer ones can replace them. With two
 workers each receives two updates per round, which its next gradient acknowledges; a smaller window would need extra
 heartbeats."""
+
+
+class LinkLoss(NamedTuple):
+    """Why a link ends; `detail` is for logs and error messages."""
+
+    reason: LossReason
+    detail: str
+
+
+CLOSED = LinkLoss(LossReason.CLOSED, "closed")
+CLOSED_HERE = LinkLoss(LossReason.LOCAL, "closed by this side")
+
+
+class ConnectionLost(ConnectionError):
+    """A connection cannot be used any more."""
+
+    def __init__(self, reason: LossReason, detail: str) -> None:
+        super().__init__(detail)
+        self.loss = LinkLoss(reason, detail)
+
+
+def loss_of(error: BaseException) -> LinkLoss | None:
+    """The loss that an error means; None for an internal error."""
+    if isinstance(error, ConnectionLost):
+        return error.loss
+    if isinstance(error, wire.WireError):
+        return LinkLoss(LossReason.INVALID, str(error))
+    return None
 
 
 def different_versions(rank: int, version: int, own_version: int) -> str:
@@ -66,7 +94,7 @@ class LinkBase(ABC):
         incarnation: int,
         options: LinkOptions,
         pool: Pool,
-        deliver: Callable[[Incoming | ContractViolation], None],
+        deliver: Callable[[InboxItem], None],
     ) -> None:
         """`deliver` puts an event, or the error of a message that cannot be encoded, into the transport's inbox."""
         self.peer = peer
@@ -123,10 +151,13 @@ class LinkBase(ABC):
             for first in range(0, tensor.numel(), nbytes):
                 yield tensor[first : first + nbytes]
 
-    def _report_departed(self, encoded: wire.Encoded, key: str | None, begun: float) -> None:
+    def _report_sent(self, encoded: wire.Encoded, key: str | None, begun: float) -> None:
         seconds = time.perf_counter() - begun
-        sizes = encoded.nbytes, seconds, encoded.kind, encoded.nbytes_uncompressed
-        self._deliver(Departed(self.peer, self.incarnation, key, *sizes))
+        self._deliver(
+            functools.partial(
+                Sent, to=self.peer, key=key, incarnation=self.incarnation, size=encoded.size, seconds=seconds
+            )
+        )
 
     # Receiving
 
@@ -153,7 +184,17 @@ class LinkBase(ABC):
             meta = rest.numpy().tobytes()
             nbytes += head.meta_bytes
         payload = yield from self._read_payload(head, wire.tensor_sizes(head, meta))
-        self._deliver(Arrived(self.peer, self.incarnation, wire.decode(head, meta, payload), nbytes))
+        message = wire.decode(head, meta, payload)
+        self._deliver(
+            functools.partial(
+                MessageArrived,
+                source=self.peer,
+                message=message,
+                keep=lambda: message,
+                incarnation=self.incarnation,
+                nbytes=nbytes,
+            )
+        )
 
     def _read_payload(self, head: wire.Head, sizes: list[int]) -> Generator[Iterable[Tensor], None, Tensor]:
         payload = self._pool.take(head.payload_bytes)

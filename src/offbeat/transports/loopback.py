@@ -5,13 +5,17 @@ Messages are never queued for sending here, so none is ever replaced, and a link
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from threading import Lock
 
 from offbeat.core.compression import saved_bytes
+from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import MessageSize
 from offbeat.errors import ConfigurationError
-from offbeat.transports.transport import Arrived, Departed, Incoming, Joined, Lost, QueuedTransport, Transport
+from offbeat.transports.transport import QueuedTransport, Transport
 
 
 class Loopback:
@@ -35,7 +39,7 @@ class Loopback:
         if rank not in self._peers:
             raise ConfigurationError(f"there is no rank {rank} in this loopback; known: {sorted(self._peers)}")
         with self._lock:
-            self._leave(rank, "connected again")
+            self._leave(rank, LossReason.REPLACED, "connected again")
             transport = self._open[rank] = LoopbackTransport(self, rank)
             for peer in sorted(self._peers[rank] & self._open.keys()):
                 self._link(rank, peer)
@@ -45,8 +49,8 @@ class Loopback:
         """Break a link; it is established again at once, under a new incarnation."""
         with self._lock:
             if peer in self._open[rank].linked:
-                self._unlink(rank, peer, "cut")
-                self._unlink(peer, rank, "cut")
+                self._unlink(rank, peer, LossReason.BROKEN, "cut")
+                self._unlink(peer, rank, LossReason.BROKEN, "cut")
                 self._link(rank, peer)
 
     def _link(self, rank: int, peer: int) -> None:
@@ -54,18 +58,21 @@ class Loopback:
         incarnation = self._incarnations[pair] = self._incarnations.get(pair, -1) + 1
         for here, there in ((rank, peer), (peer, rank)):
             self._open[here].linked[there] = incarnation
-            self._open[here].inbox.put(Joined(there, incarnation))
+            self._open[here].inbox.put(functools.partial(PeerJoined, peer=there, incarnation=incarnation))
 
-    def _unlink(self, rank: int, peer: int, why: str) -> None:
+    def _unlink(self, rank: int, peer: int, reason: LossReason, detail: str) -> None:
         transport = self._open[rank]
-        transport.inbox.put(Lost(peer, transport.linked.pop(peer), why))
+        incarnation = transport.linked.pop(peer)
+        transport.inbox.put(
+            functools.partial(PeerLost, peer=peer, incarnation=incarnation, reason=reason, detail=detail)
+        )
 
-    def _leave(self, rank: int, why: str) -> None:
+    def _leave(self, rank: int, reason: LossReason, detail: str) -> None:
         transport = self._open.pop(rank, None)
         if transport is None:
             return
         for peer in sorted(transport.linked):
-            self._unlink(peer, rank, why)
+            self._unlink(peer, rank, reason, detail)
         transport.linked.clear()
         transport._closed = True
         transport.wake()
@@ -73,26 +80,47 @@ class Loopback:
     def pass_on(self, source: LoopbackTransport, to: int, incarnation: int, message: Message, key: str | None) -> None:
         """For `LoopbackTransport`: send a message to another rank."""
         nbytes = message.nbytes
+        size = MessageSize(type(message), nbytes, nbytes + saved_bytes(message))
         with self._lock:
-            if source.linked.get(to) != incarnation:
-                return
-            arrived = Arrived(source.rank, incarnation, message, nbytes)
-            uncompressed = nbytes + saved_bytes(message)
-            departed = Departed(to, incarnation, key, nbytes, 0.0, type(message).__name__, uncompressed)
-            self._open[to].inbox.put((arrived, departed))
+            if source.linked.get(to) == incarnation:
+                self._open[to].inbox.put(_Passed(self, source.rank, to, incarnation, message, key, size))
 
-    def confirm(self, source: int, departed: Departed) -> None:
-        """For `LoopbackTransport`: a message was received, and so has left its sender."""
+    def confirm(self, passed: _Passed) -> None:
+        """A message was received, and so has been sent."""
         with self._lock:
-            sender = self._open.get(source)
-            if sender is not None and sender.linked.get(departed.to) == departed.incarnation:
-                sender.inbox.put(departed)
+            sender = self._open.get(passed.source)
+            if sender is not None and sender.linked.get(passed.to) == passed.incarnation:
+                sender.inbox.put(
+                    functools.partial(
+                        Sent, to=passed.to, key=passed.key, incarnation=passed.incarnation, size=passed.size
+                    )
+                )
 
     def leave(self, transport: LoopbackTransport) -> None:
         """For `LoopbackTransport`: it closes."""
         with self._lock:
             if self._open.get(transport.rank) is transport:
-                self._leave(transport.rank, "closed")
+                self._leave(transport.rank, LossReason.CLOSED, "closed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A message in the inbox of its receiver."""
+
+    loopback: Loopback
+    source: int
+    to: int
+    incarnation: int
+    message: Message
+    key: str | None
+    size: MessageSize
+
+    def __call__(self, at: float) -> MessageArrived:
+        self.loopback.confirm(self)
+        return MessageArrived(at, self.source, self.message, self._keep, self.incarnation, self.size.nbytes)
+
+    def _keep(self) -> Message:
+        return self.message
 
 
 class LoopbackTransport(QueuedTransport):
@@ -107,13 +135,6 @@ class LoopbackTransport(QueuedTransport):
 
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
         self._loopback.pass_on(self, to, incarnation, message, key)
-
-    def _on_receive(self, item: Incoming | tuple[Arrived, Departed]) -> Incoming:
-        if isinstance(item, tuple):
-            arrived, departed = item
-            self._loopback.confirm(arrived.source, departed)
-            return arrived
-        return item
 
     def close(self, linger_seconds: float = 5.0) -> None:
         self._loopback.leave(self)

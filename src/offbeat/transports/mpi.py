@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.events import LossReason, MessageArrived
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.transports.link import CLOSED, LinkOptions
+from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
+from offbeat.transports.link import CLOSED, CLOSED_HERE, ConnectionLost, LinkLoss, LinkOptions, loss_of
 from offbeat.transports.mpi_link import (
     CHUNK_BYTES,
     CONTROL_BYTES_MAX,
@@ -50,7 +51,7 @@ from offbeat.transports.mpi_link import (
     mismatch,
 )
 from offbeat.transports.mpi_runtime import DIED, MpiRuntime
-from offbeat.transports.transport import SILENCE_SECONDS, Arrived, Incoming, QueuedTransport, Refused
+from offbeat.transports.transport import SILENCE_SECONDS, QueuedTransport, TransportEvent
 from offbeat.transports.wire import WIRE_VERSION, WireError, encode
 
 _log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class MpiTransport(QueuedTransport):
         self._ended = threading.Event()
         self._control: deque[tuple[int, Tensor, Operation]] = deque()
         """Control messages that are being received, and their sources."""
-        self._broken: dict[int, str] = {}
+        self._broken: dict[int, LinkLoss] = {}
         """Peers that reported a broken link, and why."""
         self._awaited = len(self.peers)
         """Number of peers that have not sent a hello yet."""
@@ -189,14 +190,13 @@ class MpiTransport(QueuedTransport):
             self._runtime.wake()
 
     def wire_bytes(self, message: Message) -> int:
-        return encode(message).nbytes
+        return encode(message).size.nbytes
 
-    def _on_receive(self, item: Incoming) -> Incoming:
-        if isinstance(item, Arrived):
-            link = self._links.get(item.source)
+    def _on_receive(self, event: TransportEvent) -> None:
+        if isinstance(event, MessageArrived):
+            link = self._links.get(event.source)
             if link is not None and link.acknowledge():
                 self._runtime.wake()
-        return item
 
     def close(self, linger_seconds: float = 5.0) -> None:
         with self._lock:
@@ -219,7 +219,7 @@ class MpiTransport(QueuedTransport):
         return self._runtime.send(peer, self.frame_tag, memory)
 
     def send_control(self, peer: int, message: ControlMessage) -> None:
-        with suppress(ConnectionError):
+        with suppress(ConnectionLost):
             self._runtime.abandon(peer, [self._runtime.send(peer, self._control_tag, encode_control(message))], ())
 
     def abandon(self, peer: int, operations: Iterable[Operation], frames: Iterable[Frame]) -> None:
@@ -235,10 +235,12 @@ class MpiTransport(QueuedTransport):
                 self._read_control()
             moved = self._sort_frames()
         except Exception as error:  # it is not known which link it concerns
-            if not isinstance(error, ConnectionError):
+            loss = loss_of(error)
+            if loss is None:
                 _log.exception("internal error, all links are dropped")
+                loss = LinkLoss(LossReason.LOCAL, str(error) or type(error).__name__)
             for link in self._links.values():
-                link.drop(str(error) or type(error).__name__)
+                link.drop(loss)
             return True
         for link in self._links.values():
             if not link.idle:
@@ -263,8 +265,7 @@ class MpiTransport(QueuedTransport):
             link.drop(DIED, notify=False)
 
     def fail(self, why: str) -> None:
-        for peer in sorted(self.peers):
-            self.inbox.put(Refused(peer, f"MPI failed: {why}"))
+        self.inbox.put(RunFailed(f"MPI failed: {why}"))
 
     @property
     def finished(self) -> bool:
@@ -274,34 +275,34 @@ class MpiTransport(QueuedTransport):
         """Reports of broken links are handled here, after the frames that were sent before them."""
         self.work(read_control=True)
         while self._broken:
-            peer, why = self._broken.popitem()
+            peer, loss = self._broken.popitem()
             if peer in self._links:
-                self._links[peer].drop(why, notify=False)
+                self._links[peer].drop(loss, notify=False)
         for link in self._links.values():
             self._work_on(link)
             if since_seconds > self._silence_seconds / 4:
                 link.reset_silence()
             elif link.linked and not link.over and link.silent:
                 self._runtime.suspects.add(link.peer)
-                link.drop(f"silent for {self._silence_seconds:g} seconds")
+                link.drop(LinkLoss(LossReason.SILENT, f"silent for {self._silence_seconds:g} seconds"))
 
     def _work_on(self, link: MpiLink) -> bool:
         try:
             return link.work()
         except WireError as error:
-            link.drop(str(error))
-        except ConnectionError as error:
+            link.drop(LinkLoss(LossReason.INVALID, str(error)))
+        except ConnectionLost as error:
             self._runtime.suspects.add(link.peer)
             self._runtime.find_dead()  # nothing is received from them any more
-            link.drop(str(error))
+            link.drop(error.loss)
         except Exception as error:
             _log.exception("internal error, a link is dropped")
-            link.drop(f"{type(error).__name__}: {error}")
+            link.drop(LinkLoss(LossReason.LOCAL, f"{type(error).__name__}: {error}"))
         return True
 
     def _close_links(self) -> None:
         for link in self._links.values() if self._out_of_time else ():
-            link.drop("closed by this side")
+            link.drop(CLOSED_HERE)
         if not any(link.linked and not link.over for link in self._links.values()):
             self._late = {peer for peer, link in self._links.items() if not link.linked}
             self._links, self.pool = {}, Pool()  # releases the free buffers
@@ -337,11 +338,11 @@ class MpiTransport(QueuedTransport):
                 self._runtime.abandon(frame.source, (), [frame])
                 continue
             raw = torch.empty(frame.nbytes, dtype=torch.uint8)
-            with suppress(ConnectionError):  # a death is noticed elsewhere
+            with suppress(ConnectionLost):  # a death is noticed elsewhere
                 self._control.append((frame.source, raw, frame.receive(raw)))
         while self._control:
             source, raw, operation = self._control[0]
-            with suppress(ConnectionError):
+            with suppress(ConnectionLost):
                 if not operation.done():
                     return
                 self._on_control(source, raw)
@@ -353,18 +354,20 @@ class MpiTransport(QueuedTransport):
             message = decode_control(raw)
         except WireError as error:
             if link is not None:
-                link.drop(str(error))
+                link.drop(LinkLoss(LossReason.INVALID, str(error)))
             return
         if isinstance(message, LinkBroken) and link is not None and not link.linked:
             self.on_death({source})
         elif isinstance(message, LinkBroken):
-            self._broken[source] = message.why
+            # Other reasons of the peer are about its own end, where this one finds a broken connection.
+            is_end = message.reason in (LossReason.CLOSED, LossReason.DIED)
+            self._broken[source] = LinkLoss(message.reason if is_end else LossReason.BROKEN, message.detail)
         elif link is not None and not link.linked and not link.over:
             self._on_hello(link, message)
         elif source in self._late and source > self.rank:  # the peer sees a link that ends as soon as it is established
             self._late.remove(source)
             self.send_control(source, self._hello())
-            self.send_control(source, LinkBroken(CLOSED))
+            self.send_control(source, LinkBroken(*CLOSED))
 
     def _on_hello(self, link: MpiLink, theirs: LinkHello) -> None:
         self._awaited -= 1
@@ -373,7 +376,7 @@ class MpiTransport(QueuedTransport):
             self.send_control(link.peer, own)
         why = mismatch(self.rank, own, link.peer, theirs)
         if why is not None:
-            link.refuse(why)
+            link.reject(why)
             return
         if link.peer == 0:
             self.elapsed_at_join = (theirs.elapsed_seconds, time.monotonic())

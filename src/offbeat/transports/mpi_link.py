@@ -7,6 +7,7 @@ Frames of one peer arrive in the order in which they were sent. Nothing here blo
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -17,12 +18,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from offbeat.core.events import LossReason, PeerJoined, PeerLost
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.errors import ContractViolation
+from offbeat.errors import RunFailed
 from offbeat.transports import wire
-from offbeat.transports.link import CLOSED, LinkBase, LinkOptions, different_models, different_versions
-from offbeat.transports.transport import Incoming, Joined, Lost, Refused
+from offbeat.transports.link import CLOSED, LinkBase, LinkLoss, LinkOptions, different_models, different_versions
+from offbeat.transports.transport import InboxItem
 
 CHUNK_BYTES = 16 << 20
 """The largest frame: far below what MPI can count, and short enough that a slow link does not look silent."""
@@ -42,7 +44,8 @@ class LinkHello(msgspec.Struct, frozen=True, tag="hello"):
 class LinkBroken(msgspec.Struct, frozen=True, tag="broken"):
     """The last control message of a side that ends the link without a goodbye."""
 
-    why: str
+    reason: LossReason
+    detail: str
 
 
 ControlMessage = LinkHello | LinkBroken
@@ -75,7 +78,7 @@ class Operation(Protocol):
     """A send or receive in progress. It references its memory."""
 
     def done(self) -> bool:
-        """Whether it is complete; ConnectionError if it failed."""
+        """Whether it is complete; ConnectionLost if it failed."""
 
 
 class Frame(Protocol):
@@ -87,7 +90,7 @@ class Frame(Protocol):
 
 
 class Port(Protocol):
-    """What a link uses of MPI. ConnectionError where it fails."""
+    """What a link uses of MPI. ConnectionLost where it fails."""
 
     def send_frame(self, peer: int, memory: Tensor) -> Operation: ...
 
@@ -107,14 +110,14 @@ class MpiLink(LinkBase):
         port: Port,
         options: LinkOptions,
         pool: Pool,
-        deliver: Callable[[Incoming | ContractViolation], None],
+        deliver: Callable[[InboxItem], None],
     ) -> None:
         super().__init__(peer, INCARNATION, options, pool, deliver)
         self.linked = self.over = False
         self._port = port
         self._lock = threading.Lock()
         self._sending: deque[Operation] = deque()
-        self._departing: tuple[wire.Encoded, str | None, float] | None = None
+        self._leaving: tuple[wire.Encoded, str | None, float] | None = None
         """The message that is being sent, its key, and when it was begun."""
         self._goodbye_sent = self._goodbye_received = False
         self._frames: deque[Frame] = deque()
@@ -151,30 +154,34 @@ class MpiLink(LinkBase):
         with self._lock:
             self.linked = True
             self._received_at = self._sent_at = time.monotonic()
-        self._deliver(Joined(self.peer, INCARNATION))
+        self._deliver(functools.partial(PeerJoined, peer=self.peer, incarnation=INCARNATION))
 
-    def refuse(self, why: str) -> None:
+    def reject(self, sentence: str) -> None:
         self.over = True
-        self._deliver(Refused(self.peer, why))
+        self._deliver(RunFailed(sentence))
 
-    def drop(self, why: str, notify: bool = True) -> None:
+    def drop(self, loss: LinkLoss, notify: bool = True) -> None:
         """End now; with `notify` the peer gets the reason."""
         if self.over:
             return
-        self._end(why)
+        self._end(loss)
         if notify:
-            self._port.send_control(self.peer, LinkBroken(why))
+            self._port.send_control(self.peer, LinkBroken(*loss))
 
-    def _end(self, why: str) -> None:
+    def _end(self, loss: LinkLoss) -> None:
         with self._lock:
             self.over = True
             self._outbox.clear()
-        self._departing = None
+        self._leaving = None
         self._port.abandon(self.peer, [*self._sending, *self._receiving], self._frames)
         for queue in (self._sending, self._receiving, self._frames, self._buffers):
             queue.clear()
         if self.linked:
-            self._deliver(Lost(self.peer, INCARNATION, why))
+            self._deliver(
+                functools.partial(
+                    PeerLost, peer=self.peer, incarnation=INCARNATION, reason=loss.reason, detail=loss.detail
+                )
+            )
 
     def reset_silence(self) -> None:
         """This process was stopped itself: what arrived in the meantime has not been looked at yet."""
@@ -205,13 +212,13 @@ class MpiLink(LinkBase):
             or self._outbox
             or self._frames
             or self.receiving
-            or self._departing
+            or self._leaving
             or self._finishing
             or self._window_is_full()
         )
 
     def work(self) -> bool:
-        """Do what can be done; whether anything moved. ConnectionError and WireError are reasons to drop the link."""
+        """Do what can be done; whether anything moved. ConnectionLost and WireError are reasons to drop the link."""
         if not self.linked or self.over:
             return False
         moved = self._receive()
@@ -230,9 +237,9 @@ class MpiLink(LinkBase):
                 return False
             self._sending.popleft()
             return True
-        if self._departing is not None:
-            departing, self._departing = self._departing, None
-            self._report_departed(*departing)
+        if self._leaving is not None:
+            leaving, self._leaving = self._leaving, None
+            self._report_sent(*leaving)
             return True
         return self._begin()
 
@@ -260,7 +267,7 @@ class MpiLink(LinkBase):
         if encoded is None:
             return
         self._sent += 1
-        self._departing = (encoded, key, time.perf_counter())
+        self._leaving = (encoded, key, time.perf_counter())
         self._acknowledging(encoded.head)
         self._post(self._pieces(encoded))
 

@@ -21,10 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offbeat.core.events import LossReason
 from offbeat.errors import ConfigurationError
+from offbeat.transports.link import ConnectionLost, LinkLoss
 from offbeat.transports.mpi_link import Frame, LinkBroken, Operation, encode_control
 
-DIED = "its process has ended"
+DIED = LinkLoss(LossReason.DIED, "its process has ended")
 
 _log = logging.getLogger(__name__)
 
@@ -247,7 +249,7 @@ class MpiRuntime:
         if not self._owns_mpi or self.is_fault_tolerant or self.skip_finalize or not self._transports:
             return
         deadline = time.monotonic() + _EXIT_SECONDS
-        with suppress(ConnectionError), self.errors:
+        with suppress(ConnectionLost), self.errors:
             barrier = self.comm.Ibarrier()
             while not self.suspects and time.monotonic() < deadline:
                 if barrier.Test():
@@ -258,9 +260,9 @@ class MpiRuntime:
 
     def _announce_exit(self) -> None:
         """Notify the ranks that wait for another transport of this process that there will be none."""
-        message, operations = encode_control(LinkBroken(DIED)), []
+        message, operations = encode_control(LinkBroken(*DIED)), []
         for peer in set(range(self.size)) - self.failed - {self.rank}:
-            with suppress(ConnectionError):
+            with suppress(ConnectionLost):
                 operations.append(self.send(peer, self._next_tag(), message))
         deadline = time.monotonic() + _ANNOUNCE_SECONDS
         while not all(map(_is_over, operations)) and time.monotonic() < deadline:
@@ -279,7 +281,7 @@ class MpiRuntime:
                 self.find_dead()
                 if len(self.failed) > before:
                     continue
-                raise ConnectionError(f"MPI failed: {error.Get_error_string()}") from None
+                raise _failed(error) from None
             if matched is None:
                 return
             yield MatchedFrame(self, matched, status.Get_source(), status.Get_count(MPI.BYTE))
@@ -288,7 +290,7 @@ class MpiRuntime:
         """Report and acknowledge deaths: until then, receiving from any rank fails."""
         if not self.is_fault_tolerant:
             return
-        with suppress(ConnectionError), self.errors:
+        with suppress(ConnectionLost), self.errors:
             group = self.comm.Get_failed()
             try:
                 if group.Get_size() == len(self.failed):
@@ -312,7 +314,7 @@ class MpiRuntime:
         """Keep the memory of operations until they are over. Frames are received and discarded: a living peer waits."""
         self._abandoned.extend(operations)
         for frame in frames if peer not in self.failed else ():
-            with suppress(ConnectionError):
+            with suppress(ConnectionLost):
                 self._abandoned.append(frame.receive(torch.empty(frame.nbytes, dtype=torch.uint8)))
 
 
@@ -333,7 +335,7 @@ def _watchdog() -> Iterator[None]:
 
 
 class _Errors:
-    """Turns exceptions of MPI into ConnectionError with a plain reason. One object, since it is used so often."""
+    """Turns exceptions of MPI into ConnectionLost with a plain reason. One object, since it is used so often."""
 
     def __init__(self, MPI: Any) -> None:
         self._exception = MPI.Exception
@@ -345,7 +347,11 @@ class _Errors:
     def __exit__(self, kind: object, error: Any, trace: object) -> None:
         if isinstance(error, self._exception):
             died = error.Get_error_class() in self._died
-            raise ConnectionError(DIED if died else f"MPI failed: {error.Get_error_string()}") from None
+            raise (ConnectionLost(*DIED) if died else _failed(error)) from None
+
+
+def _failed(error: Any) -> ConnectionLost:
+    return ConnectionLost(LossReason.BROKEN, f"MPI failed: {error.Get_error_string()}")
 
 
 @dataclass(slots=True)
@@ -379,5 +385,5 @@ class MatchedFrame:
 def _is_over(operation: Operation) -> bool:
     try:
         return operation.done()
-    except ConnectionError:
+    except ConnectionLost:
         return True

@@ -6,11 +6,12 @@ incarnation. Within a link, messages arrive in the order in which they were sent
 Guarantees
 - `send` never blocks and never copies the tensors: they are immutable by contract. A message goes to the incarnation
   that is named; if that link is gone, the message is discarded.
-- A message is sent when the peer has received all but a few of the earlier ones: `Departed` reports it, so that a node
+- Events are those of `core/events.py`; their `at` is the `clock` of the transport when they are received.
+- A message is sent when the peer has received all but a few of the earlier ones: `Sent` reports it, so that a node
   can hold back data that would only become stale in a queue. A queued message that has not begun to leave is replaced
   by a newer one to the same peer under the same key.
-- `Joined` is the first event of an incarnation, `Lost` the last. A closed connection is reported within two seconds, a
-  silent peer after `silence_seconds`.
+- `PeerJoined` is the first event of an incarnation, `PeerLost` the last. A closed connection is reported within two
+  seconds, a silent peer after `silence_seconds`.
 - Received tensors are views of pooled buffers, which are reused when the last view is released: no allocation per
   message in the steady state. To keep the data, keep the tensors or views of them.
 - A peer that sends invalid data, or announces more than is allowed, loses its own link and affects no other.
@@ -20,12 +21,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any
 
+from offbeat.core.events import MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
-from offbeat.errors import ContractViolation
+from offbeat.errors import OffbeatError
 
 MESSAGE_BYTES_MAX = 1 << 34
 """The largest payload that a peer may announce: 16 GiB."""
@@ -34,58 +35,10 @@ SILENCE_SECONDS = 10.0
 """A peer from which nothing was received for so long is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A message was received. `nbytes` is its size on the wire."""
+TransportEvent = MessageArrived | Sent | PeerJoined | PeerLost
 
-    source: int
-    incarnation: int
-    message: Message
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Departed:
-    """A message was sent under `key`; its link was busy with it for `seconds`.
-
-    `kind` is the name of its type, and `nbytes_uncompressed` its size on the wire without compression.
-    """
-
-    to: int
-    incarnation: int
-    key: str | None
-    nbytes: int
-    seconds: float
-    kind: str
-    nbytes_uncompressed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A link to `peer` was established."""
-
-    peer: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The link to `peer` has ended; `why` is for a log."""
-
-    peer: int
-    incarnation: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A peer rejected this rank for good, retrying would not help; `why` is the sentence to show to the user."""
-
-    peer: int
-    why: str
-
-
-Incoming = Arrived | Departed | Joined | Lost | Refused
+InboxItem = Callable[[float], TransportEvent] | OffbeatError
+"""Creates an event from the time at which it is received, or is the error that `receive` raises."""
 
 
 class Transport(ABC):
@@ -93,6 +46,8 @@ class Transport(ABC):
 
     elapsed_at_join: tuple[float, float] | None = None
     """Elapsed seconds of the run as rank 0 last reported them, and `time.monotonic()` at that moment."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns the time of events; set by the engine."""
 
     @abstractmethod
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
@@ -100,18 +55,22 @@ class Transport(ABC):
 
         Args:
             to: rank of the peer.
-            incarnation: of the link, as `Joined` reported it; the message is discarded if that link is gone.
+            incarnation: of the link, as `PeerJoined` reported it; the message is discarded if that link is gone.
             message: what to send; its tensors must not be written to afterwards.
             key: a queued message with the same key is replaced by this one.
         """
 
     def wire_bytes(self, message: Message) -> int:
-        """Size of a message on the wire, as `Departed` reports it."""
+        """Size of a message on the wire, as `Sent` reports it."""
         return message.nbytes
 
     @abstractmethod
-    def receive(self, timeout: float | None = None) -> Incoming | None:
-        """The next event; None after `timeout` seconds, after `wake()`, and once closed."""
+    def receive(self, timeout: float | None = None) -> TransportEvent | None:
+        """The next event; None after `timeout` seconds, after `wake()`, and once closed.
+
+        Raises `RunFailed` if a peer rejected this rank and retrying would not help, and the `ContractViolation` of a
+        message of this rank that cannot be encoded.
+        """
 
     @abstractmethod
     def wake(self) -> None:
@@ -119,34 +78,34 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, linger_seconds: float = 5.0) -> None:
-        """Send what is queued, for at most `linger_seconds`, then end all links: peers see `Lost`. Idempotent."""
+        """Send what is queued, for at most `linger_seconds`, then end all links: peers see `PeerLost`. Idempotent."""
 
 
 class QueuedTransport(Transport):
     """A transport whose links put events into one queue, the inbox, from any thread."""
 
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.inbox: SimpleQueue[InboxItem | None] = SimpleQueue()
         self._woken = self._closed = False
 
-    def receive(self, timeout: float | None = None) -> Incoming | None:
-        """As `Transport.receive`; raises the ContractViolation of a message of this rank that cannot be encoded."""
+    def receive(self, timeout: float | None = None) -> TransportEvent | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._closed and not self._woken:
             try:
                 item = self.inbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
                 return None
-            if isinstance(item, ContractViolation):
+            if isinstance(item, OffbeatError):
                 raise item
             if item is not None:
-                return self._on_receive(item)
+                event = item(self.clock())
+                self._on_receive(event)
+                return event
         self._woken = False
         return None
 
-    @abstractmethod
-    def _on_receive(self, item: Any) -> Incoming:
-        """Acknowledge an item of the inbox; returns what `receive` returns for it."""
+    def _on_receive(self, event: TransportEvent) -> None:
+        """Acknowledge an event that `receive` is about to return."""
 
     def wake(self) -> None:
         self._woken = True

@@ -39,6 +39,7 @@ from torch import Tensor
 from offbeat.core.compression import saved_bytes
 from offbeat.core.configuration import Family, from_plain, to_plain
 from offbeat.core.messages import Buffers, Message
+from offbeat.core.wire_size import MessageSize
 from offbeat.errors import ContractViolation, OffbeatError
 
 WIRE_VERSION = 2
@@ -89,19 +90,17 @@ class Head:
 class Encoded:
     """A message ready to be sent, as flat bytes. `tensors` is the memory of the message itself, without empty ones.
 
-    `nbytes` is the size on the wire, `nbytes_uncompressed` the size without compression, `kind` the name of the type.
+    `size` counts all of these bytes.
     """
 
     head: Tensor
     meta: Tensor | None
     tensors: list[Tensor]
-    nbytes: int
-    kind: str
-    nbytes_uncompressed: int
+    size: MessageSize
 
     @property
     def payload_bytes(self) -> int:
-        return self.nbytes - HEAD_BYTES - (0 if self.meta is None else self.meta.numel())
+        return self.size.nbytes - HEAD_BYTES - (0 if self.meta is None else self.meta.numel())
 
     @property
     def opening(self) -> list[Tensor]:
@@ -152,7 +151,7 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
     inline = len(meta) <= _INLINE_BYTES_MAX
     rest = None if inline else torch.frombuffer(bytearray(meta), dtype=torch.uint8)
     nbytes = HEAD_BYTES + (0 if inline else len(meta)) + payload_bytes
-    return Encoded(head, rest, views, nbytes, kind.__name__, nbytes + saved)
+    return Encoded(head, rest, views, MessageSize(kind, nbytes, nbytes + saved))
 
 
 def control(kind: int) -> Tensor:

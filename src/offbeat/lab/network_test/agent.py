@@ -21,17 +21,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from offbeat.core.events import MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
 from offbeat.errors import LinkLost, RunFailed
 from offbeat.lab.network_test import protocol
-from offbeat.transports.transport import Arrived, Joined, Lost, Refused, Transport
+from offbeat.transports.transport import Transport
 
 POLL_SECONDS = 0.25
 """How often a wait is interrupted to check the local processes."""
 ECHOES_MIN, ECHOES_MAX, ECHO_SECONDS = 3, 100, 1.0
 """Round trips of each pair, and for how long; the first fifth of them is not counted."""
 
-CheckProcesses = Callable[[Lost | None], None]
+CheckProcesses = Callable[[PeerLost | None], None]
 """Raises `RunFailed` where a local process has ended; it receives the lost link, if one is the reason for the check."""
 
 
@@ -94,15 +95,13 @@ class Connections:
 
     def _poll(self, seconds: float) -> None:
         match self._transport.receive(max(0.0, seconds)):
-            case Arrived(source=source, message=message):
+            case MessageArrived(source=source, message=message):
                 self._queue.append((source, message))
-            case Joined(peer=peer, incarnation=incarnation):
+            case PeerJoined(peer=peer, incarnation=incarnation):
                 self._incarnations[peer] = incarnation
-            case Lost() as lost:
+            case PeerLost() as lost:
                 self._check_processes(lost)
-                raise LinkLost(lost.peer, lost.why)
-            case Refused(why=why):
-                raise RunFailed(why)
+                raise LinkLost(lost.peer, lost.detail)
             case None:
                 self._check_processes(None)
 

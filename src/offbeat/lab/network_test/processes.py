@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from offbeat.core.events import PeerLost
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.network_test.agent import Agent, CheckProcesses, Connections, describe_machine
 from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
@@ -38,7 +39,7 @@ from offbeat.launch.run_failure import COMMAND_WAS_WRONG, signal_name
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
-from offbeat.transports.transport import Lost, Transport
+from offbeat.transports.transport import Transport
 
 FINGERPRINT = "offbeat network 2"
 """Ranks with another version of the protocol are refused."""
@@ -183,14 +184,14 @@ def _started(info: RankInfo, test: NetworkTest, ranks: range) -> Iterator[CheckP
     """Start the other ranks of this machine; the value raises `RunFailed` once one of them has failed."""
     children: list[Child] = []
 
-    def check_processes(lost: Lost | None) -> None:
+    def check_processes(lost: PeerLost | None) -> None:
         for child in sorted(children, key=lambda child: lost is None or child.rank != lost.peer):
             if lost is not None and child.rank == lost.peer:
                 _wait(child, DEATH_SECONDS)
             if child.poll():
                 reason = _reason(child)
                 if lost is not None and child.report is not None and child.report.lost_peer == 0:
-                    reason += f"; at rank 0: {lost.why}"  # the cause is what this end knows
+                    reason += f"; at rank 0: {lost.detail}"  # the cause is what this end knows
                 raise RunFailed(reason)
 
     try:
