@@ -17,7 +17,7 @@ from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
-from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, ReduceStart, Status
+from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, PartialSum, ReduceStart, Status
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.phases import Phase, Signal, Transition, Trigger, Unhandled
 from offbeat.testing import draw_case
@@ -187,3 +187,31 @@ def test_every_change_of_phase_in_the_table_happens(seen: set[Change]) -> None:
                 break
             Simulation(draw_case(ob.Gossip(), seed).scenario, MemoryWriter(), events_max=100_000).run()
     assert seen == changes(peer())
+
+
+# Memory
+
+
+def partial_sum(reduce_round: int, root: int = 0) -> PartialSum:
+    return PartialSum(torch.ones(4), (), root, reduce_round, 1, 1, (0,) * 24, False)
+
+
+def test_partial_sums_that_come_before_their_round_are_kept_and_those_of_rounds_that_are_over_are_not() -> None:
+    node = gathering(peer(rank=1, peers=24))
+    arrive(node, partial_sum(50), source=3)
+    assert len(node._rounds.early_sums) == 1, "the round may begin here later"
+    members = tuple(range(24))
+    arrive(node, ReduceStart(50, final=False, members=members, direct=False))
+    assert node._rounds.early_sums == []
+    assert node._rounds.tree_reduce is not None
+    assert 3 not in node._rounds.tree_reduce.awaited
+    arrive(node, ReduceStart(51, final=False, members=members, direct=True))
+    first = Average(torch.ones(4), (), 0, 51, False, members, True, 1, (0,) * 24)
+    arrive(node, first)
+    assert node._phase is Phase.TRAINING
+    for late in (50, 51):
+        arrive(node, partial_sum(late), source=4)
+    arrive(node, partial_sum(9, root=1), source=4)
+    assert node._rounds.early_sums == []
+    arrive(node, partial_sum(52), source=4)
+    assert [part.round for _, part in node._rounds.early_sums] == [52]
