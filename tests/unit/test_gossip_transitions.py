@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation
 from offbeat.simulation.state import Scenario
-from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, PartialSum, ReduceStart, Status
+from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, Offer, Paired, PartialSum, ReduceStart, Status
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.phases import Phase, Signal, Transition, Trigger, Unhandled
 from offbeat.testing import draw_case
@@ -215,3 +216,21 @@ def test_partial_sums_that_come_before_their_round_are_kept_and_those_of_rounds_
     assert node._rounds.early_sums == []
     arrive(node, partial_sum(52), source=4)
     assert [part.round for _, part in node._rounds.early_sums] == [52]
+
+
+def test_pairings_of_offers_are_kept_only_until_they_are_announced_or_training_ends() -> None:
+    offer = Offer(torch.ones(4), (), 1, 7, (0, 0, 0))
+    node = gathering(peer())
+    arrive(node, offer, source=2)
+    assert node._averaging.early_pairings == set(), "declined: this peer does not train yet"
+    node = training(peer())
+    arrive(node, offer, source=2)
+    assert node._averaging.early_pairings == {7}
+    arrive(node, Paired(7, partner=2, begins=False))
+    assert node._averaging.early_pairings == set()
+    arrive(node, dataclasses.replace(offer, pairing=8), source=2)
+    arrive(node, ReduceStart(1, final=True, members=(0, 1, 2), direct=True))
+    assert node._phase is Phase.ENDING
+    assert node._averaging.early_pairings == set()
+    arrive(node, dataclasses.replace(offer, pairing=9), source=2)
+    assert node._averaging.early_pairings == set()
