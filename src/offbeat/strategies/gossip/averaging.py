@@ -96,6 +96,7 @@ class Averaging(Stateful):
         """Start no exchange any more, and decline offers."""
         self.active, self.expected_offer, self.is_waiting_for_pairing, self.requests_due = False, None, False, 0
         self.queue.clear()
+        self.early_pairings.clear()
 
     # Momentum
 
@@ -260,7 +261,7 @@ class Averaging(Stateful):
         if self.expected_offer == (event.source, message.pairing):
             self.expected_offer = None
             yield from self._request_partner(event.at)
-        elif message.pairing:
+        elif message.pairing and self.active:  # otherwise the announcement is not waited for
             self.early_pairings.add(message.pairing)
 
     def on_reply(self, event: MessageArrived) -> Iterator[Action]:

@@ -24,6 +24,9 @@ from offbeat.strategies.gossip.tree_reduce import TreeReduce, children
 from offbeat.strategies.message_kinds import kept, matched
 from offbeat.strategies.node_state import Stateful
 
+RECENT_ROUNDS = 1000
+"""Rounds of a root that are over when a later one starts; another incarnation of it begins at a random number."""
+
 
 class GlobalAverages(Stateful):
     """The global averages of one peer.
@@ -156,11 +159,17 @@ class GlobalAverages(Stateful):
 
     def on_partial_sum(self, event: MessageArrived) -> Iterator[Step]:
         source, part = event.source, kept(event, PartialSum)
-        if self.tree_reduce is None or not self.tree_reduce.includes(part):
+        if self.tree_reduce is not None and self.tree_reduce.includes(part):
+            if source in self.tree_reduce.awaited:
+                self.tree_reduce.add(source, part)
+                yield from self._contribute(event.at)
+        elif not self._is_over(part):
             self.early_sums.append((source, part))
-        elif source in self.tree_reduce.awaited:
-            self.tree_reduce.add(source, part)
-            yield from self._contribute(event.at)
+
+    def _is_over(self, part: PartialSum) -> bool:
+        """Whether a partial sum that is not of the round under way is of one that has ended here."""
+        root, _, latest = self.last_reduce_start
+        return part.root == self._view.rank or (part.root == root and 0 <= latest - part.round < RECENT_ROUNDS)
 
     def contribute_if_due(self, signal: Signal) -> Iterator[Step]:
         """Add this rank's values to a round that waits for them."""
