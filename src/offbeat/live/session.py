@@ -154,8 +154,8 @@ class Session(SessionBase):
 
     def _begin_round(self, current: LiveRound) -> None:
         self._round = current
+        current.inject_delay()  # before the generator is seeded, which an evaluation meanwhile might use
         self._accumulator.begin(self._ranks.experiment.seed, self.rank, current.action.draw)
-        current.inject_delay()
 
     def backward(
         self, loss: Tensor, *, reduction: Literal["none", "sum", "mean"] = "none", samples: int | None = None
