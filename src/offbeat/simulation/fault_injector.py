@@ -123,10 +123,9 @@ class FaultInjector:
         process = self._table.processes[fault.rank]
         if not process.active:
             return
-        until = self._queue.now + fault.seconds
         if process.computation is not None:
             self._rounds.pause(process.computation, fault.seconds)
-        process.sleep(until)
+        process.sleep(fault.seconds)
         pairs = [(fault.rank, peer) for peer in self._network.links(fault.rank)]
         self._silence(pairs, fault.seconds, f"pause of {fault.rank} at {self._queue.now}")
 

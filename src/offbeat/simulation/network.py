@@ -12,7 +12,7 @@ A link that is cut drops its queued and travelling messages; it comes back under
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from numpy.random import Generator
@@ -132,22 +132,26 @@ class SimulatedNetwork:
 
 
 def build_network(
-    cluster: Cluster, peers: Sequence[Iterable[int]], workers: Sequence[int | None], seed: int, limit: float | None
+    cluster: Cluster,
+    peers: Callable[[int], Iterable[int]],
+    workers: Sequence[int | None],
+    seed: int,
+    bytes_per_second: float | None,
 ) -> SimulatedNetwork:
     """The network of a cluster.
 
     cluster: its links.
-    peers: by rank, the ranks that it exchanges messages with.
+    peers: rank → the ranks that it exchanges messages with.
     workers: by rank, its index among the ranks that compute; None for a rank that does not compute.
     seed: the seed of the run, for random delays.
-    limit: the rate limit of each direction of each link in bytes per second; None: no limit.
+    bytes_per_second: the rate limit of each direction of each link; None: no limit.
     """
     cards = {}
     if not cluster.measured:  # bandwidths are measured while all links are busy: cards are not shared a second time
         limits = {rank: cluster.link_of(worker).bytes_per_second for rank, worker in enumerate(workers)}
         cards = {rank: NetworkCard(capacity) for rank, capacity in limits.items() if capacity is not None}
-    network = SimulatedNetwork([stream(seed, "delay", rank) for rank in range(len(workers))], cards, limit)
+    network = SimulatedNetwork([stream(seed, "delay", rank) for rank in range(len(workers))], cards, bytes_per_second)
     for rank, worker in enumerate(workers):
-        for peer in peers[rank]:
+        for peer in peers(rank):
             network.connect(rank, peer, cluster.link_between(worker, workers[peer]), shared=not cluster.measured)
     return network

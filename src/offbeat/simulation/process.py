@@ -161,10 +161,10 @@ class Process:
 
     # Sleep
 
-    def sleep(self, until: float) -> None:
-        """Suspend it until then: its actions are deferred, and so are its events."""
+    def sleep(self, seconds: float) -> None:
+        """Suspend it for this time from now on: its actions are deferred, and so are its events."""
         self._asleep = True
-        self._busy_until = max(self._busy_until, until)
+        self._busy_until = max(self._busy_until, self._queue.now + seconds)
         self._queue.schedule(self._busy_until, functools.partial(self._wake, self.life))
 
     def _wake(self, life: int) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.core.actions import Record
 from offbeat.records.files import Writer
 from offbeat.records.schema import Consensus, Ended, LinkUse
 from offbeat.records.traffic import TrafficCounter
@@ -34,14 +33,11 @@ class SimulationRecords:
         traffic: TrafficCounter,
         bytes_per_second: float | None,
     ) -> None:
-        self._writer = writer
+        self.write = writer.write
         self._processes = processes
         self._network = network
         self._traffic = traffic
         self._bytes_per_second = bytes_per_second
-
-    def write(self, record: Record) -> None:
-        self._writer.write(record)
 
     def write_evaluation(self, at: float) -> None:
         """Consensus distance and traffic at the time of an evaluation."""

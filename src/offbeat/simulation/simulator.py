@@ -7,19 +7,20 @@ purpose, and ties are broken by sequence number: same seed, same bytes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Evaluate, Finish, Report, Send, SetTimer
+from offbeat.core.actions import Action, Finish
 from offbeat.core.events import Event, Started
 from offbeat.core.strategy import Node
+from offbeat.engine.dispatcher import dispatch
 from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import ContractViolation
 from offbeat.records.files import Writer
-from offbeat.records.schema import Update
 from offbeat.simulation.delivery import Delivery
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.fault_injector import FaultInjector
@@ -29,6 +30,7 @@ from offbeat.simulation.network import build_network
 from offbeat.simulation.process import Process
 from offbeat.simulation.process_table import ProcessTable
 from offbeat.simulation.rounds import Rounds, SampleOrders
+from offbeat.simulation.simulated_backend import SimulatedBackend
 from offbeat.simulation.simulation_records import SimulationRecords
 from offbeat.simulation.state import Scenario
 
@@ -70,30 +72,30 @@ class Simulation:
         strict: overwrite the tensors of an event after it was handled, unless the node kept, copied or sent them.
         events_max: raise `ContractViolation` if the run has not ended after this many events.
         """
-        strategy, cluster, workers = scenario.strategy, scenario.cluster, scenario.workers
-        size = strategy.processes(workers)
-        cluster.check(max(size, workers), workers)
+        strategy, cluster, seed = scenario.strategy, scenario.cluster, scenario.seed
+        size, limit = strategy.processes(scenario.workers), scenario.bytes_per_second
+        cluster.check(max(size, scenario.workers), scenario.workers)
         self.scenario = scenario
         self.events = 0
-        self._observer = observer
-        self._strict = strict
-        self._events_max = events_max
-        self.gradient_computer = GradientComputer(scenario.workload, scenario.seed)
+        self._observer, self._strict, self._events_max = observer, strict, events_max
+        self.gradient_computer = computer = GradientComputer(scenario.workload, seed)
         self._queue = queue = EventQueue()
-        flat = self.gradient_computer.flat
-        self._table = table = ProcessTable(scenario, flat, queue, self._handle, self._execute)
+        self._table = table = ProcessTable(scenario, computer.flat, queue, self._handle, self._execute)
         self.processes = processes = table.processes
         """The processes by rank."""
-        peers = [strategy.peers(rank, size) for rank in range(size)]
-        indices = [process.worker for process in processes]
-        self.network = network = build_network(cluster, peers, indices, scenario.seed, scenario.bytes_per_second)
-        self._sent = SentTensors()
+        peers = functools.partial(strategy.peers, processes=size)
+        self.network = network = build_network(cluster, peers, [process.worker for process in processes], seed, limit)
+        self._sent = sent = SentTensors()
         self._links = links = LinkControl(queue, processes, network, cluster.crash_seen_seconds)
-        self.delivery = Delivery(queue, processes, network, links, self._sent, strict=strict)
-        self._records = SimulationRecords(writer, processes, network, self.delivery.traffic, scenario.bytes_per_second)
-        orders = SampleOrders(scenario.workload, scenario.seed, len(table.computing_ranks))
-        self._rounds = Rounds(scenario, queue, self.gradient_computer, orders, self._records, self._sent, table.initial)
-        self._fault_injector = FaultInjector(scenario, queue, table, network, links, self._rounds)
+        self.delivery = delivery = Delivery(queue, processes, network, links, sent, strict=strict)
+        self._records = records = SimulationRecords(writer, processes, network, delivery.traffic, limit)
+        orders = SampleOrders(scenario.workload, seed, len(table.computing_ranks))
+        rounds = Rounds(scenario, queue, computer, orders, records, sent, table.initial)
+        self._fault_injector = FaultInjector(scenario, queue, table, network, links, rounds)
+        self._backends = [
+            SimulatedBackend(process, network.links(process.rank), table, links, delivery, rounds, records)
+            for process in processes
+        ]
 
     @property
     def now(self) -> float:
@@ -162,37 +164,4 @@ class Simulation:
             revoke_lease(event, self._sent)
 
     def _execute(self, process: Process, action: Action) -> None:
-        match action:
-            case Send():
-                if action.to not in self.network.links(process.rank):
-                    raise ContractViolation(
-                        f"rank {process.rank} sent to {action.to}, which its strategy does not name as a peer"
-                    )
-                self.delivery.send(process, action)
-            case Report(record=record):
-                self._records.write(record)
-                if isinstance(record, Update) and process.speed.seconds_per_update > 0:
-                    process.sleep(self.now + process.speed.seconds_per_update)
-            case Compute():
-                if process.worker is None:
-                    raise ContractViolation(
-                        f"rank {process.rank} asked for Compute, but its strategy says that it does not compute"
-                    )
-                if process.computation is not None:
-                    raise ContractViolation(f"rank {process.rank} asked for a second Compute while one was outstanding")
-                self._rounds.compute(process, action)
-            case Cancel():
-                self._rounds.cancel(process)
-            case SetTimer(name=name, seconds=seconds):
-                if not seconds >= 0:
-                    raise ContractViolation(f"rank {process.rank} set the timer {name!r} to {seconds} s")
-                process.set_timer(name, seconds)
-            case ClearTimer(name=name):
-                process.clear_timer(name)
-            case Evaluate():
-                self._rounds.evaluate(process, action)
-            case Finish():
-                self._table.finish(process, action)
-                self._links.close_all(process.rank)
-            case _:
-                raise ContractViolation(f"rank {process.rank} asked for {action!r}, which is not an action")
+        dispatch(action, self._backends[process.rank])
