@@ -26,7 +26,9 @@ from offbeat.core.strategy import Node
 from offbeat.engine.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.worker_main import read_result
-from offbeat.live.node_runner import Clock, NodeRunner
+from offbeat.live.clock import Clock
+from offbeat.live.node_runner import NodeRunner
+from offbeat.live.runner_options import RunnerOptions
 from offbeat.records.files import MemoryWriter, read_run
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Dropped, Evaluation, Notice, RunRecords, Update, of_kind
@@ -100,6 +102,10 @@ def check_peers(run: RunRecords, samples: int) -> None:
     assert (summary.failure, summary.samples) == (None, applied)
     assert summary.accuracy is not None
     assert summary.accuracy >= 0.9
+
+
+def options(rank: int, **settings: Any) -> RunnerOptions:
+    return RunnerOptions(rank=rank, clock=Clock(), is_peer=(1 - rank).__eq__, **settings)
 
 
 def test_peers_train_and_the_command_prints_a_summary(tmp_path: Path) -> None:
@@ -192,7 +198,7 @@ class EndsWithItsPeer(Node):
 def test_a_rank_that_comes_back_while_all_others_end_does_not_start_alone(returned: bool) -> None:
     loopback = Loopback({0: [1], 1: [0]})
     other, mine = loopback.transport(0), loopback.transport(1)
-    runner = NodeRunner(EndsWithItsPeer(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), is_rejoining=returned)
+    runner = NodeRunner(EndsWithItsPeer(), mine, options(1, writer=MemoryWriter(), is_rejoining=returned))
     runner.start()
     other.close()
     try:
@@ -208,7 +214,7 @@ def test_records_from_before_the_clock_is_set_get_the_time_of_the_run() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     mine, writer = loopback.transport(1), MemoryWriter()
     mine.elapsed_at_join = (1000.0, time.monotonic())
-    runner = NodeRunner(EndsWithItsPeer(), mine, rank=1, clock=Clock(), writer=writer)
+    runner = NodeRunner(EndsWithItsPeer(), mine, options(1, writer=writer))
     runner.start()
     assert writer.records == []
     loopback.transport(0).close()

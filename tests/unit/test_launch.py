@@ -21,7 +21,7 @@ from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.launch.children import Child, start_command, start_forked
 from offbeat.launch.failure_reports import SENTENCE_CHARACTERS_MAX, FailureKind, FailureReport, find_pipe, report_of
 from offbeat.launch.run_monitor import RunMonitor
-from offbeat.live.node_runner import Clock
+from offbeat.live.clock import Clock
 from offbeat.live.rank_allocator import RankAllocator
 from offbeat.live.session_options import LiveOptions
 from offbeat.records.files import RankWriter, rank_file, read_rank

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 
 from offbeat.core.actions import Compute, Samples, Seconds
 from offbeat.engine.microbatches import next_microbatch
+from offbeat.live.clock import Clock
 from offbeat.live.injected_delay import InjectedRoundDelay
 
 
@@ -16,13 +16,12 @@ class LiveRound:
     """The outstanding computation of a rank, with its injected delay."""
 
     action: Compute
+    clock: Clock
     start: float
-    start_monotonic: float
-    """`time.monotonic()` when it was accepted, where the time limit of a `Seconds` budget starts."""
+    """When it was accepted, in seconds of the run; the time limit of a `Seconds` budget starts then."""
     delay: InjectedRoundDelay = InjectedRoundDelay()
     samples: int = 0
     induced_seconds: float = 0.0
-    idle_seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def next_microbatch_size(self) -> int:
@@ -33,20 +32,20 @@ class LiveRound:
         if isinstance(budget, Samples):
             return next_microbatch(self.samples, microbatch, budget.count)
         assert isinstance(budget, Seconds)
-        if self.samples and time.monotonic() - self.start_monotonic >= budget.seconds:
+        if self.samples and self.clock.now() - self.start >= budget.seconds:
             return 0
         return next_microbatch(self.samples, microbatch, budget.samples_max)
 
     def inject_delay(self) -> None:
-        """Wait for the injected delay before the first micro-batch."""
-        self._sleep(self.delay.delay_seconds)
+        """Wait for the injected delay before the first micro-batch; `Cancel` ends it."""
+        self._wait(self.delay.delay_seconds, self.cancelled)
 
     def inject_slowdown(self, seconds: float) -> None:
         """Wait for as long as this worker should be slower at a micro-batch that took `seconds`."""
-        self._sleep(self.delay.slowdown_seconds(seconds))
+        self._wait(self.delay.slowdown_seconds(seconds), self.cancelled)
 
-    def _sleep(self, seconds: float) -> None:
+    def _wait(self, seconds: float, until: threading.Event) -> None:
         if seconds > 0:
-            before = time.monotonic()
-            self.cancelled.wait(seconds)
-            self.induced_seconds += time.monotonic() - before
+            before = self.clock.now()
+            self.clock.wait(until, seconds)
+            self.induced_seconds += self.clock.now() - before

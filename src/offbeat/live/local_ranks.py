@@ -6,6 +6,7 @@ holds one rank, linked to the others by gloo or MPI. Resuming resets node, recor
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -20,10 +21,12 @@ from offbeat.core.strategy import Node, NodeContext, Strategy
 from offbeat.core.validation import require
 from offbeat.launch.rank_info import RankInfo
 from offbeat.live.checkpoints import Checkpoint, CheckpointWriter, checkpoint_path, read_checkpoint
+from offbeat.live.clock import Clock
 from offbeat.live.evaluation import Measure
 from offbeat.live.injected_delay import InjectedDelay
-from offbeat.live.node_runner import Clock, NodeRunner
+from offbeat.live.node_runner import NodeRunner
 from offbeat.live.rank_allocator import RankAllocator
+from offbeat.live.runner_options import RunnerOptions
 from offbeat.live.session_options import SessionOptions
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import RECORD_DECODER, RunHeader
@@ -162,6 +165,10 @@ class LocalRanks:
     def _peers(self, rank: int) -> list[int]:
         return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
 
+    def _is_peer(self, rank: int, other: int) -> bool:
+        """Whether two ranks exchange messages; either may have joined beyond the initial size."""
+        return other in self.strategy.peers(rank, max(self.processes, rank + 1, other + 1))
+
     # Nodes and runners
 
     def _evaluates(self, rank: int) -> bool:
@@ -209,17 +216,22 @@ class LocalRanks:
         runner = NodeRunner(
             node,
             transport,
-            rank=rank,
-            clock=self.clock,
-            writer=writer,
-            load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
-            evaluate=self._measure if self._evaluates(rank) else None,
-            injected_delay=InjectedDelay.of(experiment.cluster, self.workers, rank, self._peers(rank), experiment.seed),
-            on_remote_records=self._write_remote_records if rank == 0 or self.strategy.is_decentralized else None,
-            irreplaceable=self._irreplaceable(rank),
-            is_rejoining=self.rank_info.incarnation > 0 and self.strategy.is_decentralized,
-            device=self._flat.parameters.device,
-            bytes_per_second=experiment.bytes_per_second,
+            RunnerOptions(
+                rank=rank,
+                clock=self.clock,
+                writer=writer,
+                is_peer=functools.cache(functools.partial(self._is_peer, rank)),
+                load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
+                measure=self._measure if self._evaluates(rank) else None,
+                injected_delay=InjectedDelay.of(
+                    experiment.cluster, self.workers, rank, self._peers(rank), experiment.seed
+                ),
+                on_remote_records=self._write_remote_records if rank == 0 or self.strategy.is_decentralized else None,
+                irreplaceable=frozenset(self._irreplaceable(rank)),
+                is_rejoining=self.rank_info.incarnation > 0 and self.strategy.is_decentralized,
+                device=self._flat.parameters.device,
+                bytes_per_second=experiment.bytes_per_second,
+            ),
         )
         seconds = self.options.live.checkpoint_seconds
         if rank == 0 and isinstance(writer, RankWriter) and seconds is not None:
