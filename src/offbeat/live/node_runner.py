@@ -169,8 +169,7 @@ class NodeRunner:
             )
 
             def write_and_handle() -> None:
-                if done.samples:
-                    self._records.write(record)
+                self._records.write(record)
                 self._handle(event)
                 self._records.flush(now, FLUSH_SECONDS)
 
