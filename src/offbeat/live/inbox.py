@@ -96,9 +96,9 @@ class Inbox:
     def _on_sent(self, event: Sent) -> None:
         assert event.size is not None
         self._traffic.sent(event.size)
-        self.send_seconds = event.seconds
         if issubclass(event.size.kind, RecordLines):  # the node has not sent it
             return
+        self.send_seconds = event.seconds
         self._outbox.count(event.to, event.size.nbytes)
         if self._outbox.linked.get(event.to) == event.incarnation:
             self._handle(event)
