@@ -87,7 +87,8 @@ class InjectedDelay:
             return cls(links=slow, seed=seed, rank=rank, bytes_per_second=own)
         speed, natural = cluster.speed(worker), cluster.natural_speed(worker)
         factor = _ratio(speed, natural)
-        call_seconds = max(0.0, speed.seconds_per_call - factor * natural.seconds_per_call)
+        # Negative where the factor of its samples would slow its calls down too much.
+        call_seconds = speed.seconds_per_call - factor * natural.seconds_per_call
         return cls(speed.straggle, factor, call_seconds, slow, seed, rank, own)
 
     def next_round_delay(self) -> InjectedRoundDelay:
