@@ -41,8 +41,11 @@ class LiveRound:
         self._wait(self.delay.delay_seconds, self.cancelled)
 
     def inject_slowdown(self, seconds: float) -> None:
-        """Wait for as long as this worker should be slower at a micro-batch that took `seconds`."""
-        self._wait(self.delay.slowdown_seconds(seconds), self.cancelled)
+        """Wait for as long as this worker should be slower at a micro-batch that took `seconds`.
+
+        As on a worker that is slow by itself, the micro-batch ends before `Cancel` takes effect.
+        """
+        self._wait(self.delay.slowdown_seconds(seconds), threading.Event())
 
     def _wait(self, seconds: float, until: threading.Event) -> None:
         if seconds > 0:
