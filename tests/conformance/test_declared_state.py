@@ -21,7 +21,6 @@ from offbeat.core.strategy import Node
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.hub.hub_server import HubServer
 from offbeat.strategies.node_state import Stateful, declared_attributes
 
@@ -115,7 +114,7 @@ class ChecksDeclaredState:
 
 
 def run(strategy: ob.Strategy, faults: tuple[ob.faults.Crash | ob.faults.Pause, ...] = ()) -> ChecksDeclaredState:
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=strategy.with_default_optimizer(ob.SGD(lr=0.05, momentum=0.9)).with_default_timing(0.01),
         workload=ob.workloads.Quadratic(dimension=6).build(),
         cluster=ob.Cluster(seconds_per_sample=0.01, link=ob.Link(latency_seconds=0.02), faults=faults),
@@ -126,7 +125,7 @@ def run(strategy: ob.Strategy, faults: tuple[ob.faults.Crash | ob.faults.Pause, 
     )
     observer = ChecksDeclaredState()
     with one_thread():
-        Simulation(scenario, MemoryWriter(), observer=observer, events_max=50_000).run()
+        Simulation(experiment, MemoryWriter(), observer=observer, events_max=50_000).run()
     assert observer.checked == set(range(strategy.processes(WORKERS)))
     return observer
 

@@ -29,7 +29,6 @@ from offbeat.errors import ContractViolation
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Contribution, Update
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 
 Script = Callable[["Scripted", Event], Iterable[Action]]
 
@@ -263,8 +262,8 @@ def test_a_gradient_is_valid_only_while_its_event_is_handled() -> None:
         yield from script_for_gradient(node, event)
 
     workload = ob.workloads.Quadratic(dimension=8).build()
-    scenario = Scenario(Duet(script), workload, ob.Cluster(), 2, ob.Samples(8), seed=0)
-    Simulation(scenario, MemoryWriter(), strict=True).run()
+    experiment = ob.Experiment(workload, Duet(script), workers=2, until=ob.Samples(8), evaluate=None)
+    Simulation(experiment, MemoryWriter(), strict=True).run()
     assert all(torch.isnan(gradient).all() for gradient in held)
 
 

@@ -17,7 +17,6 @@ from offbeat.errors import RunFailed
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, Offer, Paired, PartialSum, ReduceStart, Status
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.phases import Phase, Signal, Transition, Trigger, Unhandled
@@ -30,15 +29,16 @@ Change = tuple[Phase, Trigger]
 
 
 def peer(rank: int = 1, peers: int = 3) -> Peer:
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=ob.Gossip(batch=8, optimizer=ob.SGD(lr=0.1)),
         workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(),
         workers=peers,
         until=ob.Samples(1000),
         seed=0,
+        evaluate=None,
     )
-    node = Simulation(scenario, MemoryWriter()).processes[rank].node
+    node = Simulation(experiment, MemoryWriter()).processes[rank].node
     assert isinstance(node, Peer)
     return node
 
@@ -186,7 +186,7 @@ def test_every_change_of_phase_in_the_table_happens(seen: set[Change]) -> None:
         for seed in CASES:
             if seen == changes(peer()):
                 break
-            Simulation(draw_case(ob.Gossip(), seed).scenario, MemoryWriter(), events_max=100_000).run()
+            Simulation(draw_case(ob.Gossip(), seed).experiment, MemoryWriter(), events_max=100_000).run()
     assert seen == changes(peer())
 
 

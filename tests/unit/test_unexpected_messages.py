@@ -14,7 +14,6 @@ from offbeat.core.strategy import Node
 from offbeat.errors import ContractViolation, UnexpectedMessage
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.gossip_messages import CopyReply, Declined, PartialSum
 from offbeat.strategies.hub.hub_worker import Parameters
 from offbeat.strategies.local_training import LocalParameters
@@ -32,15 +31,16 @@ class Foreign(Message):
 
 def simulation(strategy: ob.Strategy) -> Simulation:
     workload = ob.workloads.Quadratic(dimension=4)
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=strategy.with_default_optimizer(ob.SGD(lr=0.1)).with_default_timing(0.01),
         workload=workload.build(),
         cluster=ob.Cluster(),
         workers=WORKERS,
         until=ob.Samples(1000),
         seed=0,
+        evaluate=None,
     )
-    return Simulation(scenario, MemoryWriter())
+    return Simulation(experiment, MemoryWriter())
 
 
 def arrive(node: Node, source: int, message: Message) -> list[object]:

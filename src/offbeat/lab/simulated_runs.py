@@ -26,7 +26,6 @@ from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunRecords
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 
 
 class Run:
@@ -113,20 +112,10 @@ def simulate_experiment(
     """Run one experiment in virtual time; `out` is a new directory for the records, or None."""
     experiment, workload = experiment.resolved()
     assert experiment.until is not None
-    scenario = Scenario(
-        experiment.strategy,
-        workload,
-        experiment.cluster,
-        experiment.worker_count,
-        experiment.until,
-        experiment.seed,
-        experiment.evaluate,
-        bytes_per_second=experiment.bytes_per_second,
-    )
     directory = None if out is None else Path(out)
     with one_thread(), contextlib.ExitStack() as stack:
         recorder = _Recorder(experiment, on_record)
-        simulation = Simulation(scenario, recorder)
+        simulation = Simulation(experiment, recorder)
         header = experiment.header("simulated", workload.label, simulation.gradient_computer.flat.layout.numel)
         if directory is not None:
             check_new(directory)

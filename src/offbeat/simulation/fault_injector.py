@@ -8,6 +8,7 @@ from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.core.events import LossReason, Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import RunFailed
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.link_control import LinkControl
@@ -15,15 +16,15 @@ from offbeat.simulation.network import SimulatedNetwork
 from offbeat.simulation.process import Process
 from offbeat.simulation.process_table import ProcessTable
 from offbeat.simulation.rounds import Rounds
-from offbeat.simulation.state import Scenario
 
 
 class FaultInjector:
-    """Makes the faults of a scenario happen."""
+    """Makes the faults of an experiment happen."""
 
     def __init__(
         self,
-        scenario: Scenario,
+        experiment: Experiment,
+        notice_seconds: float,
         queue: EventQueue,
         table: ProcessTable,
         network: SimulatedNetwork,
@@ -32,7 +33,8 @@ class FaultInjector:
     ) -> None:
         """Check the faults; nothing is scheduled yet.
 
-        scenario: its faults, and the times at which they are noticed.
+        experiment: its faults, and the times at which they are noticed.
+        notice_seconds: the largest difference between the times at which two peers notice the same crash.
         queue: the clock.
         table: crashes and restarts processes.
         network: the links.
@@ -44,19 +46,19 @@ class FaultInjector:
         self._network = network
         self._links = links
         self._rounds = rounds
-        self._seed = scenario.seed
-        self._crash_seen_seconds = scenario.cluster.crash_seen_seconds
-        self._silence_seconds = scenario.cluster.silence_seconds
-        self._notice_seconds = scenario.notice_seconds
+        self._seed = experiment.seed
+        self._crash_seen_seconds = experiment.cluster.crash_seen_seconds
+        self._silence_seconds = experiment.cluster.silence_seconds
+        self._notice_seconds = notice_seconds
         size = len(table.processes)
-        self._faults = [fault for fault in scenario.cluster.faults if max(fault.affected) < size]
+        self._faults = [fault for fault in experiment.cluster.faults if max(fault.affected) < size]
         """The faults of ranks that exist; a strategy with fewer processes ignores those of the others."""
         self.restarts_pending = 0
         """How many crashed ranks will be restarted."""
         for fault in self._faults:
             returns = isinstance(fault, Crash) and fault.back_after_seconds is not None
             require(
-                not returns or scenario.strategy.computes(fault.affected[0]),
+                not returns or experiment.strategy.computes(fault.affected[0]),
                 f"rank {fault.affected[0]} holds the parameters, which are lost when it crashes, so it cannot "
                 "come back in a simulation; leave back_after_seconds out, or crash a rank that computes",
             )

@@ -15,7 +15,9 @@ from offbeat.cluster.faults import Corrupt
 from offbeat.core.actions import Compute, Evaluate, Seconds
 from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
 from offbeat.core.examples import Order
+from offbeat.core.optimizers import Optimizer
 from offbeat.core.workload import Workload
+from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_accumulator import GradientResult
 from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
 from offbeat.errors import ContractViolation
@@ -25,7 +27,6 @@ from offbeat.simulation.leases import SentTensors
 from offbeat.simulation.process import Process
 from offbeat.simulation.round_timing import Computation
 from offbeat.simulation.simulation_records import SimulationRecords
-from offbeat.simulation.state import Scenario
 
 
 class SampleOrders:
@@ -58,7 +59,8 @@ class Rounds:
 
     def __init__(
         self,
-        scenario: Scenario,
+        experiment: Experiment,
+        user_optimizer: Optimizer | None,
         queue: EventQueue,
         gradient_computer: GradientComputer,
         orders: SampleOrders,
@@ -68,7 +70,9 @@ class Rounds:
     ) -> None:
         """Nothing is computed yet.
 
-        scenario: its seed, optimizer of the user's loop, and corrupt gradients.
+        experiment: its seed and corrupt gradients.
+        user_optimizer: each worker steps its own copy of it, as a user's loop would, and nodes get `StepReady`; None:
+            they get gradients.
         queue: the clock.
         gradient_computer: differentiates and evaluates the model.
         orders: which samples belong to the draws of a rank.
@@ -76,9 +80,9 @@ class Rounds:
         sent: tensors that are immutable since they have been sent; all others are copied.
         initial: the initial parameters, which are immutable too.
         """
-        self._seed = scenario.seed
-        self._user_optimizer = scenario.user_optimizer
-        self._corruptions = [fault for fault in scenario.cluster.faults if isinstance(fault, Corrupt)]
+        self._seed = experiment.seed
+        self._user_optimizer = user_optimizer
+        self._corruptions = [fault for fault in experiment.cluster.faults if isinstance(fault, Corrupt)]
         self._queue = queue
         self._gradient_computer = gradient_computer
         self._orders = orders

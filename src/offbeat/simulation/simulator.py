@@ -16,8 +16,10 @@ from torch import Tensor
 
 from offbeat.core.actions import Action, Finish
 from offbeat.core.events import Event, Started
+from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Node
 from offbeat.engine.dispatcher import dispatch
+from offbeat.engine.experiment import Experiment, build_workload
 from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import ContractViolation
 from offbeat.records.files import Writer
@@ -32,7 +34,6 @@ from offbeat.simulation.process_table import ProcessTable
 from offbeat.simulation.rounds import Rounds, SampleOrders
 from offbeat.simulation.simulated_backend import SimulatedBackend
 from offbeat.simulation.simulation_records import SimulationRecords
-from offbeat.simulation.state import Scenario
 
 
 class Observer(Protocol):
@@ -57,30 +58,39 @@ class Simulation:
 
     def __init__(
         self,
-        scenario: Scenario,
+        experiment: Experiment,
         writer: Writer,
         *,
         observer: Observer | None = None,
         strict: bool = False,
         events_max: int | None = None,
+        merge_microbatches: bool = True,
+        user_optimizer: Optimizer | None = None,
+        notice_seconds: float = 0.0,
     ) -> None:
         """Build all nodes and links; nothing runs yet.
 
-        scenario: what is simulated.
+        experiment: what is simulated; resolved.
         writer: receives the records.
         observer: is called before and after each event that a node handles.
         strict: overwrite the tensors of an event after it was handled, unless the node kept, copied or sent them.
         events_max: raise `ContractViolation` if the run has not ended after this many events.
+        merge_microbatches: compute several micro-batches in one call where that changes results by rounding only.
+        user_optimizer: each worker steps its own copy of it, as a user's loop would, and nodes get `StepReady`.
+        notice_seconds: the largest difference between the times at which two peers notice the same crash.
         """
-        strategy, cluster, seed = scenario.strategy, scenario.cluster, scenario.seed
-        size, limit = strategy.processes(scenario.workers), scenario.bytes_per_second
-        cluster.check(max(size, scenario.workers), scenario.workers)
-        self.scenario = scenario
+        assert experiment.workload is not None
+        workload = build_workload(experiment.workload)
+        strategy, cluster, seed = experiment.strategy, experiment.cluster, experiment.seed
+        workers, limit = experiment.worker_count, experiment.bytes_per_second
+        size = strategy.processes(workers)
+        cluster.check(max(size, workers), workers)
+        self.experiment = experiment
         self.events = 0
         self._observer, self._strict, self._events_max = observer, strict, events_max
-        self.gradient_computer = computer = GradientComputer(scenario.workload, seed)
+        self.gradient_computer = computer = GradientComputer(workload, seed, merge_microbatches=merge_microbatches)
         self._queue = queue = EventQueue()
-        self._table = table = ProcessTable(scenario, computer.flat, queue, self._handle, self._execute)
+        self._table = table = ProcessTable(experiment, computer.flat, queue, self._handle, self._execute)
         self.processes = processes = table.processes
         """The processes by rank."""
         peers = functools.partial(strategy.peers, processes=size)
@@ -89,9 +99,9 @@ class Simulation:
         self._links = links = LinkControl(queue, processes, network, cluster.crash_seen_seconds)
         self.delivery = delivery = Delivery(queue, processes, network, links, sent, strict=strict)
         self._records = records = SimulationRecords(writer, processes, network, delivery.traffic, limit)
-        orders = SampleOrders(scenario.workload, seed, len(table.computing_ranks))
-        rounds = Rounds(scenario, queue, computer, orders, records, sent, table.initial)
-        self._fault_injector = FaultInjector(scenario, queue, table, network, links, rounds)
+        orders = SampleOrders(workload, seed, len(table.computing_ranks))
+        rounds = Rounds(experiment, user_optimizer, queue, computer, orders, records, sent, table.initial)
+        self._fault_injector = FaultInjector(experiment, notice_seconds, queue, table, network, links, rounds)
         self._backends = [
             SimulatedBackend(process, network.links(process.rank), table, links, delivery, rounds, records)
             for process in processes
@@ -141,7 +151,7 @@ class Simulation:
         finishes = {process.rank: process.finish for process in self.processes if process.finish is not None}
         unfinished = [process.rank for process in self.processes if process.active]
         failures = {rank: finish.failure for rank, finish in finishes.items()}
-        any_success_suffices = not self.scenario.strategy.is_required(0) and None in failures.values()
+        any_success_suffices = not self.experiment.strategy.is_required(0) and None in failures.values()
         failure = None if not failures or any_success_suffices else failures[min(failures)]
         if unfinished and failure is None:
             failure = f"nothing was left to happen at {self.now:g} s, but rank {unfinished[0]} had not finished"

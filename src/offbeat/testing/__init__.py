@@ -15,6 +15,7 @@ write the same bytes. A failure names its seed and the `offbeat replay` command 
 May import everything but the command line and `api`.
 """
 
+from offbeat.testing.engine_agreement import Agreement, check_engines_agree
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation
 from offbeat.testing.strategy_conformance import check_case, check_strategy, replay
@@ -27,6 +28,7 @@ from offbeat.testing.transport_conformance import (
 )
 
 __all__ = [
+    "Agreement",
     "Case",
     "Invariants",
     "NumberedMessage",
@@ -34,6 +36,7 @@ __all__ = [
     "TransportCase",
     "Violation",
     "check_case",
+    "check_engines_agree",
     "check_strategy",
     "check_transport",
     "draw_case",
