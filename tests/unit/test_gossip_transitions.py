@@ -20,6 +20,7 @@ from offbeat.simulation.simulator import Simulation
 from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, Offer, Paired, PartialSum, ReduceStart, Status
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.phases import Phase, Signal, Transition, Trigger, Unhandled
+from offbeat.strategies.gossip.transitions import HANDLER_PARTS, TRANSITIONS
 from offbeat.testing import draw_case
 
 CASES = (150, 85, 243, 293, 202, *range(1000))
@@ -43,11 +44,11 @@ def peer(rank: int = 1, peers: int = 3) -> Peer:
     return node
 
 
-def changes(node: Peer) -> set[Change]:
+def changes() -> set[Change]:
     """Entries of the table that change the phase."""
     return {
         (phase, trigger)
-        for trigger, row in node._transitions.items()
+        for trigger, row in TRANSITIONS.items()
         for phase, entry in row.items()
         if isinstance(entry, Transition) and entry.phase is not phase
     }
@@ -57,31 +58,32 @@ def changes(node: Peer) -> set[Change]:
 
 
 def test_every_trigger_has_an_entry_in_every_phase() -> None:
-    table = peer()._transitions
-    assert table.keys() == set(Trigger)
-    for trigger, row in table.items():
+    assert TRANSITIONS.keys() == set(Trigger)
+    for trigger, row in TRANSITIONS.items():
         assert row.keys() == set(Phase), trigger
         assert all(isinstance(entry, Transition | Unhandled) for entry in row.values()), trigger
-        assert all(entry.handlers for entry in row.values() if isinstance(entry, Transition)), trigger
+        for entry in row.values():
+            if isinstance(entry, Transition):
+                assert entry.handlers, trigger
+                assert set(entry.handlers) <= HANDLER_PARTS.keys(), trigger
 
 
 def test_phases_only_follow_each_other_forward_and_a_finished_peer_does_nothing() -> None:
     order = list(Phase)
-    for trigger, row in peer()._transitions.items():
+    for trigger, row in TRANSITIONS.items():
         assert not isinstance(row[Phase.FINISHED], Transition), trigger
         for phase, entry in row.items():
             if isinstance(entry, Transition):
                 assert order.index(entry.phase) >= order.index(phase), trigger
 
 
-def test_a_trigger_without_a_transition_is_an_internal_error() -> None:
+def test_a_trigger_without_a_transition_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = "internal error: peer 1 met END in phase gathering, for which it has no transition; please report it"
     with pytest.raises(RunFailed, match=sentence):
         list(peer()._perform(Trigger.END, Signal(Trigger.END, 0.0)))
-    node = peer()
-    del node._transitions[Trigger.GOAL]
+    monkeypatch.delitem(TRANSITIONS, Trigger.GOAL)
     with pytest.raises(RunFailed, match="internal error: peer 1 met GOAL in phase gathering"):
-        list(node._perform(Trigger.GOAL, Signal(Trigger.GOAL, 0.0)))
+        list(peer()._perform(Trigger.GOAL, Signal(Trigger.GOAL, 0.0)))
 
 
 # Every change of phase happens
@@ -94,7 +96,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[Change]:
     perform = Peer._perform
 
     def observed(self: Peer, trigger: Trigger, occurrence: Event | Signal) -> Iterator[Action]:
-        entry = self._transitions[trigger][self._phase]
+        entry = TRANSITIONS[trigger][self._phase]
         if isinstance(entry, Transition) and entry.phase is not self._phase:
             happened.add((self._phase, trigger))
         yield from perform(self, trigger, occurrence)
@@ -184,10 +186,12 @@ def test_every_change_of_phase_in_the_table_happens(seen: set[Change]) -> None:
     ends_without_finite_parameters()
     with one_thread():
         for seed in CASES:
-            if seen == changes(peer()):
+            if seen == changes():
                 break
-            Simulation(draw_case(ob.Gossip(), seed).experiment, MemoryWriter(), events_max=100_000).run()
-    assert seen == changes(peer())
+            case = draw_case(ob.Gossip(), seed)
+            settings = {"events_max": 100_000, "notice_seconds": case.notice_seconds}
+            Simulation(case.experiment, MemoryWriter(), **settings).run()
+    assert seen == changes()
 
 
 # Memory

@@ -26,7 +26,7 @@ from offbeat.strategies.gossip.peer_training import PeerTraining
 from offbeat.strategies.gossip.phases import Phase, Signal, Trigger, Unhandled, trigger_of
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.termination import Termination
-from offbeat.strategies.gossip.transitions import transitions
+from offbeat.strategies.gossip.transitions import HANDLER_PARTS, TRANSITIONS
 from offbeat.strategies.message_kinds import unexpected
 from offbeat.strategies.node_state import Stateful
 
@@ -61,7 +61,8 @@ class Peer(Stateful, Node):
         self._rounds = rounds = GlobalAverages(view, replica, averaging, training, context.random)
         self._termination = Termination(view, expected, patience, training, rounds, evaluations)
         self._membership = PeerMembership(view, expected, patience, rounds, self._termination)
-        self._transitions = transitions(averaging, training, rounds, self._termination, self._membership, evaluations)
+        parts = (averaging, training, rounds, self._termination, self._membership, evaluations)
+        self._parts: dict[type[Stateful], Stateful] = {type(part): part for part in parts}
 
     def replica(self) -> Tensor:
         return self._replica.parameters
@@ -86,7 +87,7 @@ class Peer(Stateful, Node):
 
     def _perform(self, trigger: Trigger, occurrence: Event | Signal) -> Iterator[Action]:
         """Make the transition of the table, and those of the signals that its handlers return."""
-        entry = self._transitions.get(trigger, {}).get(self._phase, Unhandled.IMPOSSIBLE)
+        entry = TRANSITIONS.get(trigger, {}).get(self._phase, Unhandled.IMPOSSIBLE)
         if entry is Unhandled.IMPOSSIBLE:
             raise RunFailed(
                 f"internal error: peer {self._view.rank} met {trigger.name} in phase {self._phase.value}, for which "
@@ -96,7 +97,7 @@ class Peer(Stateful, Node):
             return
         self._phase = entry.phase
         for handler in entry.handlers:
-            for step in handler(occurrence):
+            for step in handler(self._parts[HANDLER_PARTS[handler]], occurrence):
                 if isinstance(step, Signal):
                     yield from self._perform(step.trigger, step)
                 else:

@@ -128,8 +128,8 @@ class Signal:
 
 
 Step = Action | Signal
-Handler = Callable[[Any], Iterable[Step]]
-"""Takes the event or signal that triggers it."""
+Handler = Callable[..., Iterable[Step]]
+"""A method of a part, which takes the event or signal that triggers it."""
 
 
 @dataclass(frozen=True)
