@@ -122,7 +122,7 @@ class Child:
 
     def failure_reason(self) -> str | None:
         """Why it failed, in one line: as it reported, else as its output describes it; None if there was no output."""
-        return describe_output(self._lines) if self.report is None else self.report.sentence
+        return describe_output(list(self._lines)) if self.report is None else self.report.sentence
 
     def _read(self, output: int) -> None:
         with open(output, "rb") as stream:
