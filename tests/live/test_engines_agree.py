@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +13,19 @@ import torch
 from torch import nn
 
 import offbeat as ob
+from offbeat.core.actions import Compute, Send, SetTimer
+from offbeat.core.events import Event, Started
+from offbeat.core.messages import Message
 from offbeat.core.strategy import Strategy
-from offbeat.testing import check_engines_agree, draw_case
+from offbeat.core.wire_size import wire_size
+from offbeat.errors import ConfigurationError, ContractViolation
+from offbeat.live import live_round
+from offbeat.records.files import MemoryWriter
+from offbeat.simulation import delivery
+from offbeat.simulation.round_timing import RoundTiming
+from offbeat.simulation.simulator import Simulation
+from offbeat.testing import Violation, check_engines_agree, draw_case
+from offbeat.testing.fake_clock_run import FakeClockRun
 
 UNIT = 2.0**-16
 """Durations are whole multiples of it, so that sums of times are exact in both engines."""
@@ -56,6 +69,10 @@ def random_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
 
 
+def dropout_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
+
+
 NAMES = sorted(Strategy.members)
 
 DELAYS = ob.stragglers.Mixture(((0.0, 0.0, 0.5), (0.5, 0.1, 0.3), (2.0, 0.3, 0.2)))
@@ -91,6 +108,9 @@ CASES: dict[str, Callable[[str], ob.Experiment]] = {
     "statistics and dropout": lambda name: ob.Experiment(
         classifier(random_model), strategy(name), cluster=cluster(), evaluate=ob.EverySeconds(1.0)
     ),
+    "dropout without statistics": lambda name: ob.Experiment(
+        classifier(dropout_model), strategy(name), cluster=cluster(), evaluate=None
+    ),
     "stragglers": lambda name: ob.Experiment(
         classifier(random_model), strategy(name), cluster=cluster(straggle=DELAYS), evaluate=None
     ),
@@ -120,9 +140,10 @@ CASES: dict[str, Callable[[str], ob.Experiment]] = {
 def test_both_engines_give_the_same_run(name: str, case: str) -> None:
     experiment = CASES[case](name)
     experiment = dataclasses.replace(experiment, workers=4, seed=11, until=experiment.until or ob.Samples(900))
-    agreement = check_engines_agree(experiment)
-    assert agreement.records["update"] > 3
-    assert agreement.records["round"] > 10
+    comparison = check_engines_agree(experiment)
+    assert sum(comparison.bytes_sent.values()) > 0 or experiment.strategy.processes(4) == 1
+    assert comparison.records["update"] > 3
+    assert comparison.records["round"] > 10
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,3 +152,124 @@ def test_both_engines_give_the_same_run_with_random_settings(name: str, seed: in
     case = draw_case(Strategy.members[name](), seed, faults=False).experiment
     settings = dataclasses.replace(case, cluster=cluster(case.worker_count), bytes_per_second=None)
     assert check_engines_agree(settings).records["round"] > 0
+
+
+@pytest.mark.parametrize("name", ["fmb", "gossip"])
+def test_dropout_is_drawn_alike_when_the_simulator_may_merge_micro_batches(name: str) -> None:
+    """The simulator merges micro-batches to be faster, but not where that would change the random numbers."""
+    settings = {"cluster": cluster(), "workers": 4, "until": ob.Samples(300), "evaluate": None}
+    experiment = ob.Experiment(classifier(dropout_model), strategy(name), **settings).resolved()[0]
+    merged, separate = (
+        Simulation(experiment, MemoryWriter(), merge_microbatches=merge).run().finishes[0].parameters
+        for merge in (True, False)
+    )
+    assert torch.equal(merged, separate)
+
+
+# What the comparison finds
+
+
+def test_an_experiment_with_faults_is_refused() -> None:
+    faulty = cluster(faults=(ob.faults.Crash(rank=1, at_seconds=1.0),))
+    with pytest.raises(Violation, match="faults are not injected on the loopback"):
+        check_engines_agree(ob.Experiment(classifier(plain_model), strategy("fmb"), cluster=faulty, workers=4))
+
+
+def test_a_difference_between_the_engines_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine is made to differ from the other in one respect, as they once did."""
+    experiment = CASES["statistics and dropout"]("sync-amsgrad")
+    experiment = dataclasses.replace(experiment, workers=4, until=ob.Samples(400))
+
+    def cut_without_merging(done: int, microbatch: int, samples_max: int | None) -> int:
+        return microbatch if samples_max is None else min(microbatch, samples_max - done)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(live_round, "next_microbatch", cut_without_merging)
+        with pytest.raises((Violation, ConfigurationError)):
+            check_engines_agree(experiment)
+    with monkeypatch.context() as patched:
+        patched.setattr(RoundTiming, "induced_seconds", lambda self, samples, elapsed: 0.0)
+        with pytest.raises(Violation, match="induced_seconds"):
+            check_engines_agree(dataclasses.replace(experiment, cluster=cluster(factors=(2.0,))))
+    with monkeypatch.context() as patched:
+        patched.setattr(delivery, "wire_size", lambda message: wire_size(message)._replace(nbytes=64))
+        with pytest.raises(Violation, match="messages sent differ"):
+            check_engines_agree(experiment)
+    check_engines_agree(experiment)
+
+
+# Nodes that break the contract
+
+
+@dataclass(frozen=True)
+class Note(Message):
+    """A message."""
+
+
+@dataclass(frozen=True)
+class Wrong(ob.Strategy):
+    """One rank that computes; its node asks for what the contract forbids."""
+
+    actions: Callable[[ob.nodes.NodeContext], list[Any]] = lambda context: []
+    computing: bool = True
+
+    def processes(self, workers: int) -> int:
+        return 2
+
+    def computes(self, rank: int) -> bool:
+        return self.computing or rank == 1
+
+    def peers(self, rank: int, processes: int) -> Iterable[int]:
+        return (1 - rank,)
+
+    def node(self, context: ob.nodes.NodeContext) -> ob.nodes.Node:
+        return WrongNode(self, context)
+
+
+class WrongNode(ob.nodes.Node):
+    def __init__(self, config: Wrong, context: ob.nodes.NodeContext) -> None:
+        self._config, self._context = config, context
+
+    def handle(self, event: Event) -> Iterable[Any]:
+        is_first = isinstance(event, Started) and self._context.rank == 0
+        return self._config.actions(self._context) if is_first else ()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def compute(context: ob.nodes.NodeContext) -> Compute:
+    return Compute(context.parameters, context.buffers, 0, 0, ob.Samples(8), 4)
+
+
+FORBIDDEN: dict[str, Wrong] = {
+    "rank 0 asked for 'finish', which is not an action": Wrong(actions=lambda context: ["finish"]),
+    "rank 0 asked for a second Compute while one was outstanding": Wrong(
+        actions=lambda context: [compute(context)] * 2
+    ),
+    "rank 0 asked for Compute, but by its strategy it does not compute": Wrong(
+        actions=lambda context: [compute(context)], computing=False
+    ),
+    "rank 0 sent to 7, which its strategy does not name as a peer": Wrong(actions=lambda context: [Send(7, Note())]),
+    "rank 0 sent to 0, which its strategy does not name as a peer": Wrong(actions=lambda context: [Send(0, Note())]),
+    "rank 0 set the timer 'x' to -1.0 s, but a timer needs 0 s or more": Wrong(
+        actions=lambda context: [SetTimer("x", -1.0)]
+    ),
+    "rank 0 set the timer 'x' to nan s, but a timer needs 0 s or more": Wrong(
+        actions=lambda context: [SetTimer("x", float("nan"))]
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", FORBIDDEN)
+def test_both_engines_refuse_what_the_contract_forbids_with_the_same_sentence(sentence: str) -> None:
+    settings = {"workers": 2, "until": ob.Samples(100), "evaluate": None}
+    experiment, workload = ob.Experiment(classifier(plain_model), FORBIDDEN[sentence], **settings).resolved()
+    with pytest.raises(ContractViolation, match=f"^{re.escape(sentence)}$"):
+        Simulation(experiment, MemoryWriter()).run()
+    live = FakeClockRun(experiment, workload)
+    with pytest.raises(ContractViolation, match=f"^{re.escape(sentence)}$"):
+        live.run()

@@ -33,6 +33,7 @@ class GradientAccumulator:
     def __init__(self, flat: FlatModule) -> None:
         self._flat = flat
         self._losses: list[Tensor] = []
+        self._seed = 0
 
     def begin(self, seed: int, rank: int, draw: int) -> None:
         """Begin a round: zero the gradients and seed torch's default generator.
@@ -46,13 +47,19 @@ class GradientAccumulator:
         self._flat.zero_gradients()
         self._losses = []
         # Only the default generator: seeding accelerators too would cost more than a small gradient.
-        torch.default_generator.manual_seed(zlib.crc32(repr(((seed, rank), draw)).encode()))
+        self._seed = zlib.crc32(repr(((seed, rank), draw)).encode())
+        torch.default_generator.manual_seed(self._seed)
 
     def add(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch; `loss` is the sum of its losses."""
         self._flat.bind_gradients()  # a training loop may have called zero_grad, which unbinds them
         loss.backward()  # type: ignore[no-untyped-call]
         self._losses.append(loss.detach())
+
+    def has_drawn_randomness(self) -> bool:
+        """Whether the round has taken random numbers from torch's default generator."""
+        fresh = torch.Generator().manual_seed(self._seed)
+        return not torch.equal(torch.default_generator.get_state(), fresh.get_state())
 
     def end(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> GradientResult:
         """End the round; `copy` copies the gradients, which the next round overwrites."""

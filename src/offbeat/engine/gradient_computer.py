@@ -1,7 +1,7 @@
 """Gradients of a workload's model: load parameters, run micro-batches, return the sum.
 
-One model serves all ranks of a process. If nothing in it depends on the size of a batch (no buffers, no batch norm),
-consecutive micro-batches are merged into one call: the sum is the same, up to rounding.
+One model serves all ranks of a process. If nothing in it depends on how a round is divided (no buffers, no batch norm,
+no random numbers), consecutive micro-batches are merged into one call: the sum is the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class GradientComputer:
         self._accumulator = GradientAccumulator(self.flat)
         self._loaded: tuple[Tensor, int] | None = None
         self._merge_microbatches = merge_microbatches and not self.flat.buffers and not self.batch_norm
+        self._is_first = True
 
     @property
     def batch_norm(self) -> bool:
@@ -53,6 +54,15 @@ class GradientComputer:
 
     def gradient(self, parameters: Tensor, buffers: Buffers, request: GradientRequest) -> GradientResult:
         """The sum of gradients over the requested samples, in a new tensor."""
+        result = self._gradient(parameters, buffers, request)
+        if self._merge_microbatches and self._is_first:
+            self._is_first = False
+            if self._accumulator.has_drawn_randomness():
+                self._merge_microbatches = False
+                return self._gradient(parameters, buffers, request)
+        return result
+
+    def _gradient(self, parameters: Tensor, buffers: Buffers, request: GradientRequest) -> GradientResult:
         self._load(parameters, buffers)
         self._accumulator.begin(*request.key, request.first)
         for first, stop in self._calls(request):

@@ -15,7 +15,7 @@ write the same bytes. A failure names its seed and the `offbeat replay` command 
 May import everything but the command line and `api`.
 """
 
-from offbeat.testing.engine_agreement import Agreement, check_engines_agree
+from offbeat.testing.engine_comparison import EngineComparison, check_engines_agree
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation
 from offbeat.testing.strategy_conformance import check_case, check_strategy, replay
@@ -28,8 +28,8 @@ from offbeat.testing.transport_conformance import (
 )
 
 __all__ = [
-    "Agreement",
     "Case",
+    "EngineComparison",
     "Invariants",
     "NumberedMessage",
     "Remote",

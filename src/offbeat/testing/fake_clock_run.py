@@ -205,7 +205,8 @@ class FakeClockRun:
             runner.start(threaded=False)
         for _ in range(MOMENTS_MAX):
             while self._handle_moment():
-                pass
+                for runner in self.runners.values():
+                    runner.check()
             if all(runner.ended for runner in self.runners.values()):
                 break
             following = min(self._next_times(), default=None)

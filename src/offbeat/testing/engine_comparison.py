@@ -36,14 +36,14 @@ RELATIVE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Agreement:
+class EngineComparison:
     """How much was compared: records of each kind, and the bytes of messages of each kind."""
 
     records: dict[str, int]
     bytes_sent: dict[str, int]
 
 
-def check_engines_agree(experiment: Experiment) -> Agreement:
+def check_engines_agree(experiment: Experiment) -> EngineComparison:
     """Run an experiment in both engines and compare; returns what was compared.
 
     Compared are all records but summaries (updates with their staleness, rounds, dropped gradients, exchanges,
@@ -72,7 +72,7 @@ def check_engines_agree(experiment: Experiment) -> Agreement:
     received = [bytes_received(run) for run in runs]
     verify(received[0] == received[1], f"the bytes received differ: simulated {received[0]}, live {received[1]}")
     _compare_finishes(outcome.finishes, finishes)
-    return Agreement(records, {kind: flow.bytes for kind, flow in flows[0].items()})
+    return EngineComparison(records, {kind: flow.bytes for kind, flow in flows[0].items()})
 
 
 def _comparable(records: Iterable[Record]) -> list[dict[str, Any]]:
