@@ -48,13 +48,14 @@ from offbeat.core.events import (
 )
 from offbeat.core.messages import Buffers, Stopped
 from offbeat.core.strategy import Node
+from offbeat.core.wire_size import wire_size
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.live.evaluation import Evaluator, Measure
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.live.live_round import LiveRound
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended, LinkUse, Round
-from offbeat.records.traffic import TrafficCounter, message_size
+from offbeat.records.traffic import TrafficCounter
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Transport, TransportEvent
 
@@ -178,9 +179,7 @@ class NodeRunner:
         """A heap of (time, entry number, entry)."""
         self._timers: dict[str, int] = {}
         """name → the number of its valid heap entry"""
-        self._rate_limited = (
-            None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.wire_bytes)
-        )
+        self._rate_limited = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second)
         self._outbox_turns: dict[int, int] = {}
         """peer → the number of its valid `OutboxDue` entry"""
         self._bytes_sent_to: dict[int, int] = {}
@@ -472,7 +471,7 @@ class NodeRunner:
         message = arrived.message
         if self._linked.get(arrived.source) != arrived.incarnation:
             return  # delayed for so long that its link is gone
-        self._traffic.received(message_size(message, arrived.nbytes))
+        self._traffic.received(wire_size(message))
         if isinstance(message, RecordLines):
             if self._on_remote_records is not None:
                 self._on_remote_records(arrived.source, message)

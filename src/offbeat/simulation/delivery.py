@@ -25,9 +25,9 @@ from offbeat.core.events import (
     StepReady,
 )
 from offbeat.core.messages import Message
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.wire_size import MessageSize, wire_size
 from offbeat.errors import ContractViolation
-from offbeat.records.traffic import TrafficCounter, message_size
+from offbeat.records.traffic import TrafficCounter
 from offbeat.simulation.network import LinkState, Outbox
 from offbeat.simulation.state import SimulationState
 
@@ -95,7 +95,7 @@ class Delivery:
         """Whether rate limit and card allow the next message to leave; if not, `_transmit` is called again later."""
         to = outbox.queue[0].to
         if outbox.rate_limit is not None:
-            due = outbox.rate_limit.ready_at(outbox.queue[0].message.nbytes, self._state.now)
+            due = outbox.rate_limit.ready_at(wire_size(outbox.queue[0].message).nbytes, self._state.now)
             if due > self._state.now:
                 if due != outbox.ready_at_scheduled:
                     outbox.ready_at_scheduled = due
@@ -114,7 +114,7 @@ class Delivery:
 
     def _begin_transmission(self, rank: int, link: LinkState, outbox: Outbox) -> Transmission:
         send = outbox.transmitting = outbox.queue.popleft()
-        size = message_size(send.message)
+        size = wire_size(send.message)
         self.traffic.sent(size)
         if outbox.rate_limit is not None:
             outbox.rate_limit.consume(size.nbytes)
