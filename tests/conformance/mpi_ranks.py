@@ -21,7 +21,7 @@ from transport_cases import DOOMED_NUMBER, RawHead, encode_and_die, encode_or_no
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.wire_size import HEAD_BYTES, MessageSize
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.testing.transport_conformance import NumberedMessage
 from offbeat.transports import wire
@@ -50,9 +50,9 @@ def pack(message: Message) -> bytes:
 
 def unpack(raw: bytes) -> Message:
     memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    head = wire.read_head(memory[: wire.HEAD_BYTES].clone(), len(raw))
-    first = wire.HEAD_BYTES + (head.meta_bytes if head.meta is None else 0)
-    meta = head.meta if head.meta is not None else memory[wire.HEAD_BYTES : first].numpy().tobytes()
+    head = wire.read_head(memory[:HEAD_BYTES].clone(), len(raw))
+    first = HEAD_BYTES + (head.meta_bytes if head.meta is None else 0)
+    meta = head.meta if head.meta is not None else memory[HEAD_BYTES:first].numpy().tobytes()
     return wire.decode(head, meta, memory[first:])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.wire_size import HEAD_BYTES, MessageSize
 from offbeat.testing.transport_conformance import NumberedMessage, Remote, TransportCase
 from offbeat.transports import wire
 from offbeat.transports.gloo import GlooTransport
@@ -74,7 +74,7 @@ class RawHead(Message):
 
 def encode_or_not(message: Message, checksum: bool = False) -> wire.Encoded:
     if isinstance(message, RawHead):
-        return wire.Encoded(message.head, None, [], MessageSize(RawHead, wire.HEAD_BYTES, wire.HEAD_BYTES))
+        return wire.Encoded(message.head, None, [], MessageSize(RawHead, HEAD_BYTES, HEAD_BYTES))
     return ENCODE(message, checksum)
 
 

@@ -167,7 +167,7 @@ def test_messages_sent_right_before_the_end_are_sent_before_the_process_ends() -
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
     receiver, record = ReceiverNode(), MemoryWriter()
-    limit = 16_000.0  # four messages a second
+    limit = 20_000.0  # four messages a second
     sending = NodeRunner(SenderNode(4), first, options(0, writer=record, bytes_per_second=limit))
     receiving = NodeRunner(receiver, second, options(1, writer=MemoryWriter()))
     receiving.start()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offbeat.core.actions import Samples, Seconds
 from offbeat.core.messages import Message, Stop, Stopped
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 
@@ -84,10 +85,10 @@ def test_any_message_survives_encoding(message: Message, checksum: bool) -> None
         assert torch.equal(bits(came), bits(went))
 
 
-@given(st.binary(max_size=wire.HEAD_BYTES), st.booleans())
+@given(st.binary(max_size=HEAD_BYTES), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_random_heads_are_read_or_refused(junk: bytes, begins_well: bool) -> None:
-    raw = (b"OFFB\x01" + junk if begins_well else junk)[: wire.HEAD_BYTES].ljust(wire.HEAD_BYTES, b"\0")
+    raw = (b"OFFB\x01" + junk if begins_well else junk)[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
     with contextlib.suppress(wire.WireError):
         head = wire.read_head(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1000)
         assert head.payload_bytes <= 1000

@@ -17,6 +17,7 @@ import offbeat as ob
 from offbeat.core.actions import Action, Finish, Send, SetTimer
 from offbeat.core.events import Event, MessageArrived, PeerJoined, Sent, TimerFired
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import wire_size
 from offbeat.lab.simulated_runs import record_bytes
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import LinkUse
@@ -38,7 +39,7 @@ class Box(Message):
 
 def box(nbytes: int = LARGE, text: str = "") -> Box:
     """A message of so many bytes, header included."""
-    return Box(VALUES[: nbytes - Box(VALUES[:0]).nbytes], text)
+    return Box(VALUES[: nbytes - wire_size(Box(VALUES[:0])).nbytes], text)
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def chatter(seed: int) -> Callable[[Actor, Event], Iterable[Action]]:
         if isinstance(event, PeerJoined | TimerFired):
             peer = int(random.choice([rank for rank in range(4) if rank != actor.rank]))
             for _ in range(int(random.integers(1, 4))):
-                nbytes = int(random.integers(200, 30_000))
+                nbytes = int(random.integers(1_100, 30_000))
                 yield Send(peer, box(nbytes), supersedes=f"{next(numbers)} {nbytes}")
             yield SetTimer(f"next {peer}", float(random.exponential(0.1)))
 
@@ -278,9 +279,7 @@ def test_no_card_and_no_bandwidth_limit_is_ever_exceeded(seed: int, budget: floa
     for rank in range(4):
         check_rate([pair for (source, _), moved in links.items() if source == rank for pair in moved], RATE)
         received = [
-            (event.at, event.message.nbytes)
-            for of, event in stage.log
-            if of == rank and isinstance(event, MessageArrived)
+            (event.at, event.nbytes) for of, event in stage.log if of == rank and isinstance(event, MessageArrived)
         ]
         check_rate(received, RATE)
     if budget is not None:

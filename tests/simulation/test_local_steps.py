@@ -11,6 +11,7 @@ from scenes import Scene, play
 from torch import Tensor
 
 import offbeat as ob
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.records.schema import Dropped, Membership, Round, Traffic, Update
 from offbeat.strategies.local_steps_worker import LocalStepsWorker
 
@@ -146,7 +147,7 @@ def test_fragments_are_sent_in_turn_and_a_draw_counts_when_all_are_sent() -> Non
     parts = play(decoupled(fragments=4, quorum=2), digits(), cluster=cluster, workers=2, until=ob.Samples(2048))
     assert len(parts.of(Update)) > 3 * len(whole.of(Update))
     sizes = [scene.of(Traffic)[-1].sent["LocalDelta"] for scene in (whole, parts)]
-    per_message = [flow.bytes / flow.messages for flow in sizes]
+    per_message = [flow.bytes / flow.messages - HEAD_BYTES for flow in sizes]
     assert per_message[0] > 3.5 * per_message[1]
     assert [update.samples for update in parts.of(Update)[:3]] == [0, 0, 0]
     assert whole.of(Update)[0].samples == 2 * 8 * 8

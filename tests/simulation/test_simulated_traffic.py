@@ -8,8 +8,8 @@ import pytest
 from scenes import NAMES, Scene, play
 
 import offbeat as ob
-from offbeat.core.messages import HEADER_BYTES
 from offbeat.core.strategy import EverySeconds
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Ended, Evaluation, Flow, Traffic, Update
 
@@ -38,7 +38,7 @@ def test_the_last_traffic_record_equals_the_ended_record_and_only_sent_messages_
         assert flow.bytes <= traffic.sent[kind].bytes
     for flow in (*traffic.sent.values(), *traffic.received.values()):
         assert flow.bytes_uncompressed == flow.bytes
-        assert flow.bytes >= HEADER_BYTES * flow.messages
+        assert flow.bytes >= HEAD_BYTES * flow.messages
 
 
 def test_the_traffic_of_fmb_equals_a_count_by_hand() -> None:
@@ -51,12 +51,12 @@ def test_the_traffic_of_fmb_equals_a_count_by_hand() -> None:
     def flow(messages: int, nbytes: int) -> Flow:
         return Flow(messages, messages * nbytes, messages * nbytes)
 
-    whole = HEADER_BYTES + TENSOR_BYTES
+    whole = HEAD_BYTES + TENSOR_BYTES
     expected = {
         "Gradient": flow(workers * updates, whole),
         "Parameters": flow(workers * (updates - 1), whole),
         "Stop": flow(workers, whole),
-        "Stopped": flow(workers, HEADER_BYTES),
+        "Stopped": flow(workers, HEAD_BYTES),
         "Welcome": flow(workers, whole),
     }
     assert last(scene).sent == expected

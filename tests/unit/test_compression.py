@@ -14,7 +14,8 @@ from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES
 from offbeat.core.compression.top_k import SAMPLE
 from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.memory_pool import Pool
-from offbeat.core.messages import HEADER_BYTES, Stop
+from offbeat.core.messages import Stop
+from offbeat.core.wire_size import HEAD_BYTES, wire_size
 from offbeat.errors import ContractViolation
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters
 
@@ -201,8 +202,8 @@ def test_the_saved_bytes_of_a_message_are_counted() -> None:
     blob = ob.compression.Int8().encode(values, Pool())
     coded = gradient(values).with_tensors(iter([blob, values[:2]]))
     assert is_encoded(blob)
-    assert coded.nbytes == HEADER_BYTES + blob.nbytes + 8
-    assert coded.nbytes + saved_bytes(coded) == plain.nbytes == HEADER_BYTES + 4000 + 8
+    assert wire_size(coded).nbytes == HEAD_BYTES + blob.nbytes + 8
+    assert wire_size(coded).nbytes + saved_bytes(coded) == wire_size(plain).nbytes == HEAD_BYTES + 4000 + 8
     stop = Stop(torch.zeros(30, dtype=torch.uint8), (), 0)
     assert saved_bytes(stop) == 0
 

@@ -11,6 +11,7 @@ import pytest
 
 import offbeat as ob
 from offbeat.core.messages import Message
+from offbeat.records.traffic import TrafficCounter
 from offbeat.transports import wire
 
 HEADER = "from dataclasses import dataclass\nfrom offbeat.core.messages import Message\n\n"
@@ -40,7 +41,12 @@ def test_equal_names_in_two_modules_are_two_messages(modules: Path) -> None:
         assert head.meta is not None
         decoded = wire.decode(head, head.meta, encoded.head[:0])
         assert type(decoded) is kind
-        assert encoded.kind == "Note", "records have the bare name"
+        assert encoded.size.kind is kind
+        count = TrafficCounter()
+        count.sent(encoded.size)
+        record = count.record(1.0)
+        assert record is not None
+        assert list(record.sent) == ["Note"], "records have the bare name"
 
 
 def test_two_messages_of_one_name_in_a_module_are_refused(modules: Path) -> None:

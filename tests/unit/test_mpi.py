@@ -14,6 +14,7 @@ from torch import Tensor
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ConfigurationError
 from offbeat.transports import mpi, wire
 from offbeat.transports.link import WINDOW, LinkLoss, LinkOptions
@@ -143,12 +144,12 @@ def test_a_message_is_begun_when_the_one_before_it_was_sent() -> None:
 def test_large_tensors_are_sent_in_chunks_and_arrive_whole() -> None:
     here, there = End(chunk_bytes=1000), End(chunk_bytes=1000)
     here.send(7, size=1001)
-    assert [frame.numel() for frame in here.port.frames] == [wire.HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
+    assert [frame.numel() for frame in here.port.frames] == [HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
     here.transfer(there)
     assert there.numbers() == [7]
     arrived = there.events[-1]
     assert isinstance(arrived, MessageArrived)
-    assert arrived.nbytes == wire.HEAD_BYTES + 4004
+    assert arrived.nbytes == HEAD_BYTES + 4004
 
 
 def test_a_goodbye_is_answered_and_follows_everything_else() -> None:

@@ -16,6 +16,7 @@ import offbeat as ob
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import RateLimitedOutbox, TokenBucket
 from offbeat.core.messages import Message, Stopped
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.lab.experiment_plan import Plan
 
 
@@ -26,15 +27,11 @@ class SizedMessage(Message):
 
 
 def sized_send(to: int, nbytes: int, number: int = 0, key: str | None = None) -> Send:
-    return Send(to, SizedMessage(torch.zeros(nbytes, dtype=torch.uint8), number), key)
+    return Send(to, SizedMessage(torch.zeros(nbytes - HEAD_BYTES, dtype=torch.uint8), number), key)
 
 
-def payload(message: Message) -> int:
-    return sum(tensor.nbytes for tensor in message.tensors())
-
-
-def outbox(rate: float = 100.0) -> RateLimitedOutbox:
-    limited = RateLimitedOutbox(rate, payload)
+def outbox(rate: float = 10_000.0) -> RateLimitedOutbox:
+    limited = RateLimitedOutbox(rate)
     for peer in (1, 2):
         limited.open(peer, 0.0)
     return limited
@@ -96,8 +93,8 @@ def test_the_limit_holds_from_the_beginning_to_any_moment(seed: int) -> None:
 def test_queued_messages_are_sent_in_order_with_a_limit_per_peer() -> None:
     limited = outbox()
     for number in range(3):
-        limited.put(sized_send(1, 50, number))
-    limited.put(sized_send(2, 25, 7))
+        limited.put(sized_send(1, 5000, number))
+    limited.put(sized_send(2, 2500, 7))
     assert (take_all(limited, 1, 0.0), limited.ready_at(1, 0.0), limited.ready_at(2, 0.0)) == ([], 0.5, 0.25)
     assert (take_all(limited, 1, 1.0), take_all(limited, 2, 1.0)) == ([0, 1], [7])
     assert (len(limited), limited.ready_at(2, 1.0), limited.empty_at(1.0)) == (1, None, 1.5)
@@ -108,20 +105,20 @@ def test_queued_messages_are_sent_in_order_with_a_limit_per_peer() -> None:
 def test_a_queued_message_is_superseded_in_its_place() -> None:
     limited = outbox()
     for number, key in enumerate(["newest", None, "newest"]):
-        limited.put(sized_send(1, 50, number, key))
+        limited.put(sized_send(1, 5000, number, key))
     assert take_all(limited, 1, 0.5) == [2]
     assert take_all(limited, 1, 1.0) == [1]
 
 
 def test_messages_to_a_lost_peer_are_discarded_and_its_bucket_is_not_filled_twice() -> None:
     limited = outbox()
-    limited.put(sized_send(1, 50))
+    limited.put(sized_send(1, 5000))
     assert take_all(limited, 1, 0.5) == [0]
-    limited.put(sized_send(1, 1000))
+    limited.put(sized_send(1, 100_000))
     limited.lose(1)
     assert (len(limited), limited.ready_at(1, 0.5), take_all(limited, 1, 99.0)) == (0, None, [])
     limited.open(1, 0.6)
-    limited.put(sized_send(1, 50, 3))
+    limited.put(sized_send(1, 5000, 3))
     assert take_all(limited, 1, 0.9) == []
     assert take_all(limited, 1, 1.0) == [3]
 
@@ -147,7 +144,7 @@ def test_text_is_no_rate_limit() -> None:
 
 
 def test_without_the_limit_all_messages_are_sent_at_once_in_order() -> None:
-    outbox = RateLimitedOutbox(1.0, lambda message: 1000)
+    outbox = RateLimitedOutbox(1.0)
     outbox.open(1, now=0.0)
     first, second = Send(1, Stopped(1, 1)), Send(1, Stopped(2, 2))
     outbox.put(first)

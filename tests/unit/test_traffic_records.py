@@ -14,8 +14,8 @@ from rich.console import Console
 
 import offbeat as ob
 from offbeat.core.memory_pool import Pool
-from offbeat.core.messages import HEADER_BYTES, Message, Stop
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.messages import Message, Stop
+from offbeat.core.wire_size import HEAD_BYTES, MessageSize, wire_size
 from offbeat.lab.plots.figures import plot
 from offbeat.lab.report.formatting import size
 from offbeat.lab.report.page import report_page
@@ -24,7 +24,7 @@ from offbeat.records.comparison import Comparison, cost_ratio
 from offbeat.records.curves import quality_over_bytes
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import RECORD_DECODER, RECORD_LINES_KIND, Ended, Flow, RunRecords, Traffic
-from offbeat.records.traffic import BytesSent, TrafficCounter, message_size
+from offbeat.records.traffic import BytesSent, TrafficCounter
 from offbeat.strategies.hub.hub_worker import Gradient
 from offbeat.transports import wire
 from offbeat.transports.remote_records import RecordLines
@@ -289,10 +289,9 @@ def test_the_start_of_a_count_follows_the_clock_until_the_first_record() -> None
     assert (first.since, second.since) == (101.0, 101.0)
 
 
-def test_the_size_of_a_message_is_that_on_the_wire_or_an_estimate() -> None:
+def test_the_size_of_a_message_is_that_on_the_wire() -> None:
     message = Stop(torch.zeros(10), (), 1)
-    assert message_size(message) == MessageSize(Stop, HEADER_BYTES + 40, HEADER_BYTES + 40)
-    assert message_size(message, 1064) == MessageSize(Stop, 1064, 1064)
+    assert wire_size(message) == wire.encode(message).size == MessageSize(Stop, HEAD_BYTES + 40, HEAD_BYTES + 40)
 
 
 def test_a_compressed_message_counts_with_and_without_compression() -> None:
@@ -300,9 +299,9 @@ def test_a_compressed_message_counts_with_and_without_compression() -> None:
     blob = ob.compression.Int8().encode(vector, Pool())
     whole, coded = (Gradient(tensor, (), 1, 0.0, 0, (0, 1), 1.0, True) for tensor in (vector, blob))
     assert blob.nbytes < vector.nbytes
-    assert message_size(coded) == MessageSize(Gradient, HEADER_BYTES + blob.nbytes, HEADER_BYTES + vector.nbytes)
+    assert wire_size(coded) == MessageSize(Gradient, HEAD_BYTES + blob.nbytes, HEAD_BYTES + vector.nbytes)
     encoded, plain = wire.encode(coded), wire.encode(whole)
-    assert (encoded.size.kind, encoded.size.nbytes) == (Gradient, wire.HEAD_BYTES + blob.nbytes)
+    assert (encoded.size.kind, encoded.size.nbytes) == (Gradient, HEAD_BYTES + blob.nbytes)
     assert encoded.size.nbytes_uncompressed == plain.size.nbytes_uncompressed == plain.size.nbytes
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.messages import Buffers, Message, Stop, Stopped
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ContractViolation
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.transports import wire
 from offbeat.transports.transport import MESSAGE_BYTES_MAX
 from offbeat.transports.wire import (
     GOODBYE,
-    HEAD_BYTES,
     HEARTBEAT,
     MESSAGE,
     META_BYTES_MAX,

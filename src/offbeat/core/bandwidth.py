@@ -9,12 +9,11 @@ pass `now`, in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from offbeat.core.actions import Send
-from offbeat.core.messages import Message
+from offbeat.core.wire_size import wire_size
 
 BURST_SECONDS = 1.0
 """The capacity of an idle bucket, in seconds of its rate."""
@@ -120,14 +119,12 @@ class RateLimitedOutbox:
     are dropped. Not thread-safe.
 
     bytes_per_second: the limit of each direction of each link
-    size_of: the bytes of a message on the wire
     """
 
-    def __init__(self, bytes_per_second: float, size_of: Callable[[Message], int]) -> None:
+    def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
         self.is_lifted = False
         """Whether messages are no longer held back, because this rank is about to end."""
-        self._size_of = size_of
         self._buckets: dict[int, TokenBucket] = {}
         self._queues: dict[int, deque[_Sized]] = {}
 
@@ -146,7 +143,7 @@ class RateLimitedOutbox:
 
     def put(self, send: Send) -> None:
         """Queue a message to a peer whose link is up."""
-        enqueue(self._queues[send.to], _Sized(send, self._size_of(send.message), send.supersedes))
+        enqueue(self._queues[send.to], _Sized(send, wire_size(send.message).nbytes, send.supersedes))
 
     def take(self, peer: int, now: float) -> Send | None:
         """Remove and return the next message to this peer, if it may be sent now."""

@@ -23,9 +23,6 @@ from offbeat.errors import ContractViolation
 Buffers = tuple[Tensor, ...]
 """The buffers of a module (such as batch-norm statistics): one flat tensor per dtype."""
 
-HEADER_BYTES = 64
-"""Assumed size of a header where messages are not encoded, as in the simulator."""
-
 
 @dataclass(frozen=True)
 class Message:
@@ -68,14 +65,14 @@ class Message:
     def tensors(self) -> list[Tensor]:
         """The payload, in the order of the fields."""
         tensors: list[Tensor] = []
-        for name, is_single in _payload(type(self)):
+        for name, is_single in payload_fields(type(self)):
             tensors += [getattr(self, name)] if is_single else getattr(self, name)
         return tensors
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Message:
         """A message with this header and other tensors, in the order of `tensors()`."""
         changes: dict[str, Any] = {}
-        for name, is_single in _payload(type(self)):
+        for name, is_single in payload_fields(type(self)):
             changes[name] = next(tensors) if is_single else tuple(next(tensors) for _ in getattr(self, name))
         return dataclasses.replace(self, **changes)
 
@@ -83,19 +80,15 @@ class Message:
         """A deep copy."""
         return self.with_tensors(tensor.clone() for tensor in self.tensors())
 
-    @property
-    def nbytes(self) -> int:
-        return HEADER_BYTES + sum(tensor.nbytes for tensor in self.tensors())
-
 
 _PAYLOADS: dict[type[Message], list[tuple[str, bool]]] = {}
 
 
-def _payload(kind: type[Message]) -> list[tuple[str, bool]]:
+def payload_fields(kind: type[Message]) -> list[tuple[str, bool]]:
     """The names of the fields that hold tensors, and whether each holds a single one."""
     if kind not in _PAYLOADS:
         hints = typing.get_type_hints(kind)
-        fields = [(item.name, hints[item.name]) for item in dataclasses.fields(kind)]
+        fields = [(item.name, hints[item.name]) for item in dataclasses.fields(kind) if item.init]
         _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in fields if hint in (Tensor, Buffers)]
     return _PAYLOADS[kind]
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from offbeat.core.events import Event, LossReason, MessageArrived, PeerJoined, PeerLost, Sent
+from offbeat.core.wire_size import wire_size
 from offbeat.errors import RunFailed
 from offbeat.live.due_queue import DueQueue
 from offbeat.live.live_backend import LiveBackend
@@ -17,7 +18,6 @@ from offbeat.live.live_outbox import LiveOutbox
 from offbeat.live.record_sink import RecordSink
 from offbeat.live.runner_options import RunnerOptions
 from offbeat.live.traffic_meter import TrafficMeter
-from offbeat.records.traffic import message_size
 from offbeat.transports.remote_records import RecordLines
 
 
@@ -84,7 +84,7 @@ class Inbox:
         message = event.message
         if self._outbox.linked.get(event.source) != event.incarnation:
             return  # delayed for so long that its link is gone
-        self._traffic.received(message_size(message, event.nbytes))
+        self._traffic.received(wire_size(message))
         if isinstance(message, RecordLines):
             self._records.receive(event.source, message)
             return

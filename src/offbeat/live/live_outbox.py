@@ -24,7 +24,7 @@ class LiveOutbox:
     def __init__(self, transport: Transport, due: DueQueue, bytes_per_second: float | None) -> None:
         self._transport = transport
         self._due = due
-        self._limit = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second, transport.wire_bytes)
+        self._limit = None if bytes_per_second is None else RateLimitedOutbox(bytes_per_second)
         self.linked: dict[int, int] = {}
         """peer → the incarnation of its link, as announced to the node"""
         self.ever_linked: set[int] = set()

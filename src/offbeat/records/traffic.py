@@ -11,8 +11,6 @@ from bisect import bisect_left
 
 import msgspec
 
-from offbeat.core.compression import saved_bytes
-from offbeat.core.messages import Message
 from offbeat.core.wire_size import MessageSize
 from offbeat.records.schema import RECORD_LINES_KIND, Flow, RunRecords, Traffic, of_kind
 
@@ -72,12 +70,6 @@ def _value_at(seconds: float, times: list[float], totals: list[int]) -> float:
         return totals[index]
     before, after = times[index - 1], times[index]
     return totals[index - 1] + (totals[index] - totals[index - 1]) * (seconds - before) / (after - before)
-
-
-def message_size(message: Message, nbytes: int | None = None) -> MessageSize:
-    """The size of a message; `nbytes` is its size on the wire, if it was encoded."""
-    nbytes = message.nbytes if nbytes is None else nbytes
-    return MessageSize(type(message), nbytes, nbytes + saved_bytes(message))
 
 
 class TrafficCounter:

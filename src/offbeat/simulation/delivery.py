@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import enqueue
 from offbeat.core.events import Event, MessageArrived, Sent
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.wire_size import MessageSize, wire_size
 from offbeat.errors import ContractViolation
-from offbeat.records.traffic import TrafficCounter, message_size
+from offbeat.records.traffic import TrafficCounter
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.leases import Lease, SentTensors
 from offbeat.simulation.link_control import LinkControl
@@ -77,7 +77,7 @@ class Delivery:
         """Whether rate limit and card allow the next message to leave; if not, `_transmit` is called again later."""
         to = outbox.queue[0].to
         if outbox.rate_limit is not None:
-            due = outbox.rate_limit.ready_at(outbox.queue[0].message.nbytes, self._queue.now)
+            due = outbox.rate_limit.ready_at(wire_size(outbox.queue[0].message).nbytes, self._queue.now)
             if due > self._queue.now:
                 if due != outbox.ready_at_scheduled:
                     outbox.ready_at_scheduled = due
@@ -96,7 +96,7 @@ class Delivery:
 
     def _begin_transmission(self, rank: int, link: LinkState, outbox: Outbox) -> Transmission:
         send = outbox.transmitting = outbox.queue.popleft()
-        size = message_size(send.message)
+        size = wire_size(send.message)
         self.traffic.sent(size)
         if outbox.rate_limit is not None:
             outbox.rate_limit.consume(size.nbytes)

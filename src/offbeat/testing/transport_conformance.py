@@ -29,6 +29,7 @@ from torch import Tensor
 
 from offbeat.core.events import MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Buffers, Message
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import RunFailed
 from offbeat.testing.invariants import Violation, verify
 from offbeat.transports import wire
@@ -90,7 +91,7 @@ class TransportCase(ABC):
         raise NotImplementedError
 
     def send_raw(self, rank: int, incarnation: int, head: Tensor) -> None:
-        """Let a rank send rank 0 these `wire.HEAD_BYTES` bytes instead of a message."""
+        """Let a rank send rank 0 these `HEAD_BYTES` bytes instead of a message."""
         raise NotImplementedError
 
     def allocations(self, transport: Transport) -> int:
@@ -475,7 +476,7 @@ def garbage_closes_only_its_own_link(case: TransportCase) -> None:
 def _garbage() -> list[Tensor]:
     """Heads that are noise, of another version, of too large a payload, and with inconsistent sizes."""
     valid = wire.encode(NumberedMessage(0, _tensor(4))).head
-    junk = torch.arange(wire.HEAD_BYTES).to(torch.uint8)
+    junk = torch.arange(HEAD_BYTES).to(torch.uint8)
     other_version, too_large, cut_meta, more = (valid.clone() for _ in range(4))
     other_version[4] += 1
     too_large[12:20] = 255

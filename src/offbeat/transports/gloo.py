@@ -44,7 +44,7 @@ from offbeat.transports.rendezvous import (
 )
 from offbeat.transports.shared_memory import SharedSlots
 from offbeat.transports.transport import SILENCE_SECONDS, QueuedTransport, TransportEvent
-from offbeat.transports.wire import WIRE_VERSION, encode
+from offbeat.transports.wire import WIRE_VERSION
 
 _STABLE_SECONDS = 2.0
 """After a link that lasted so long, the first attempt to reconnect follows soon."""
@@ -144,9 +144,6 @@ class GlooTransport(QueuedTransport):
             link = self._links.get(to)
         if link is not None and link.incarnation == incarnation:
             link.post(message, key)
-
-    def wire_bytes(self, message: Message) -> int:
-        return encode(message).size.nbytes
 
     def _on_receive(self, event: TransportEvent) -> None:
         if isinstance(event, MessageArrived):

@@ -21,6 +21,7 @@ from torch import Tensor
 from offbeat.core.events import LossReason, MessageArrived, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ContractViolation
 from offbeat.transports import wire
 from offbeat.transports.transport import MESSAGE_BYTES_MAX, InboxItem
@@ -163,7 +164,7 @@ class LinkBase(ABC):
 
     def _read(self) -> Iterator[Iterable[Tensor]]:
         """Yields the memory to fill next, and continues when it is filled; ends after a goodbye."""
-        raw = torch.empty(wire.HEAD_BYTES, dtype=torch.uint8)
+        raw = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         while True:
             yield [raw]
             head = wire.read_head(raw, MESSAGE_BYTES_MAX)
@@ -177,7 +178,7 @@ class LinkBase(ABC):
 
     def _read_message(self, head: wire.Head) -> Iterator[Iterable[Tensor]]:
         # A generator of its own, so that the payload is not referenced while the link waits for the next head.
-        meta, nbytes = head.meta, wire.HEAD_BYTES + head.payload_bytes
+        meta, nbytes = head.meta, HEAD_BYTES + head.payload_bytes
         if meta is None:
             rest = torch.empty(head.meta_bytes, dtype=torch.uint8)
             yield [rest]

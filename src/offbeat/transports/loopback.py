@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
-from offbeat.core.compression import saved_bytes
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.wire_size import MessageSize, wire_size
 from offbeat.errors import ConfigurationError
 from offbeat.transports.transport import QueuedTransport, Transport
 
@@ -79,8 +78,7 @@ class Loopback:
 
     def pass_on(self, source: LoopbackTransport, to: int, incarnation: int, message: Message, key: str | None) -> None:
         """For `LoopbackTransport`: send a message to another rank."""
-        nbytes = message.nbytes
-        size = MessageSize(type(message), nbytes, nbytes + saved_bytes(message))
+        size = wire_size(message)
         with self._lock:
             if source.linked.get(to) == incarnation:
                 self._open[to].inbox.put(_Passed(self, source.rank, to, incarnation, message, key, size))

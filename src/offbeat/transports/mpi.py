@@ -52,7 +52,7 @@ from offbeat.transports.mpi_link import (
 )
 from offbeat.transports.mpi_runtime import DIED, MpiRuntime
 from offbeat.transports.transport import SILENCE_SECONDS, QueuedTransport, TransportEvent
-from offbeat.transports.wire import WIRE_VERSION, WireError, encode
+from offbeat.transports.wire import WIRE_VERSION, WireError
 
 _log = logging.getLogger(__name__)
 
@@ -188,9 +188,6 @@ class MpiTransport(QueuedTransport):
         link = self._links.get(to)
         if link is not None and incarnation == INCARNATION and link.post(message, key):
             self._runtime.wake()
-
-    def wire_bytes(self, message: Message) -> int:
-        return encode(message).size.nbytes
 
     def _on_receive(self, event: TransportEvent) -> None:
         if isinstance(event, MessageArrived):

@@ -60,10 +60,6 @@ class Transport(ABC):
             key: a queued message with the same key is replaced by this one.
         """
 
-    def wire_bytes(self, message: Message) -> int:
-        """Size of a message on the wire, as `Sent` reports it."""
-        return message.nbytes
-
     @abstractmethod
     def receive(self, timeout: float | None = None) -> TransportEvent | None:
         """The next event; None after `timeout` seconds, after `wake()`, and once closed.

@@ -32,25 +32,32 @@ from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.core.compression import saved_bytes
-from offbeat.core.configuration import Family, from_plain, to_plain
+from offbeat.core.configuration import from_plain
 from offbeat.core.messages import Buffers, Message
-from offbeat.core.wire_size import MessageSize
+from offbeat.core.wire_size import (
+    HEAD_BYTES,
+    META_INLINE_BYTES_MAX,
+    PLAIN_ENCODER,
+    MessageSize,
+    cannot_be_sent,
+    encoded_configuration,
+    mentions_configuration,
+    shape_on_wire,
+)
 from offbeat.errors import ContractViolation, OffbeatError
 
 WIRE_VERSION = 2
-HEAD_BYTES = 1024
 META_BYTES_MAX = 1 << 20
 MESSAGE, HEARTBEAT, GOODBYE, SLOT = 0, 1, 2, 4
 
 _MAGIC = b"OFFB"
 _HEAD = struct.Struct("<4sBBBBIQIQ")
 _COUNT = struct.Struct("<Q")
-_INLINE_BYTES_MAX = HEAD_BYTES - _HEAD.size
+assert HEAD_BYTES - _HEAD.size == META_INLINE_BYTES_MAX
 _CHECKSUM, _IN_SLOT = 1, 2
 _FLAGS_OFFSET, _SLOT_OFFSET = 5, 7
 _DIMENSIONS_MAX = 8
@@ -133,13 +140,10 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
         header = plan.write(message)
         plan.header.decode(header)  # what the peer could not decode is rejected here, where the mistake is
         counts = [len(getattr(message, name)) for name in plan.groups]
-        meta = _ENCODER.encode((kind.key, msgspec.Raw(header), shapes, counts))
+        meta = PLAIN_ENCODER.encode((kind.key, msgspec.Raw(header), shapes, counts))
         saved = saved_bytes(message)
     except (TypeError, ValueError, OverflowError, RuntimeError, msgspec.MsgspecError, OffbeatError) as error:
-        raise ContractViolation(
-            f"the message {kind.__name__} cannot be sent: {error}; header fields are plain data of the declared types, "
-            "all else is Tensor or Buffers"
-        ) from error
+        raise cannot_be_sent(kind, error) from error
     if len(meta) > META_BYTES_MAX:
         raise ContractViolation(
             f"the header of the message {kind.__name__} takes {len(meta)} bytes, but at most {META_BYTES_MAX} can be "
@@ -148,7 +152,7 @@ def encode(message: Message, checksum: bool = False) -> Encoded:
     payload_bytes = sum(view.numel() for view in views)
     crc = _checksum(meta, views) if checksum else None
     head = _write_head(MESSAGE, meta, payload_bytes, crc)
-    inline = len(meta) <= _INLINE_BYTES_MAX
+    inline = len(meta) <= META_INLINE_BYTES_MAX
     rest = None if inline else torch.frombuffer(bytearray(meta), dtype=torch.uint8)
     nbytes = HEAD_BYTES + (0 if inline else len(meta)) + payload_bytes
     return Encoded(head, rest, views, MessageSize(kind, nbytes, nbytes + saved))
@@ -172,14 +176,14 @@ def set_slot(head: Tensor, number: int) -> None:
 
 def offer(slot: Slot) -> Tensor:
     """A head that offers a slot to the peer."""
-    return _write_head(SLOT, _ENCODER.encode(slot), 0, None)
+    return _write_head(SLOT, PLAIN_ENCODER.encode(slot), 0, None)
 
 
 def _write_head(kind: int, meta: bytes, payload_bytes: int, checksum: int | None) -> Tensor:
     raw = bytearray(HEAD_BYTES)
     flags = 0 if checksum is None else _CHECKSUM
     _HEAD.pack_into(raw, 0, _MAGIC, WIRE_VERSION, flags, kind, 0, len(meta), payload_bytes, checksum or 0, 0)
-    if len(meta) <= _INLINE_BYTES_MAX:
+    if len(meta) <= META_INLINE_BYTES_MAX:
         raw[_HEAD.size : _HEAD.size + len(meta)] = meta
     return torch.frombuffer(raw, dtype=torch.uint8)
 
@@ -189,7 +193,6 @@ def _bytes_of(tensor: Tensor) -> tuple[str, int | tuple[int, ...], Tensor]:
     if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPE_NAMES:
         name = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is not a kind of tensor that can be sent")
-    shape: int | tuple[int, ...] = tensor.numel() if tensor.dim() == 1 else tuple(tensor.shape)
     if tensor.dim() > _DIMENSIONS_MAX:
         raise TypeError(f"a tensor has {tensor.dim()} dimensions, at most {_DIMENSIONS_MAX} can be sent")
     flat = tensor.detach()
@@ -197,7 +200,8 @@ def _bytes_of(tensor: Tensor) -> tuple[str, int | tuple[int, ...], Tensor]:
         flat = flat.resolve_conj().resolve_neg()
     # A tensor of one element may have any stride, which `view` would reject.
     flat = flat.cpu().contiguous().as_strided((flat.numel(),), (1,))
-    return _DTYPE_NAMES[tensor.dtype], shape, flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+    view = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+    return _DTYPE_NAMES[tensor.dtype], shape_on_wire(tensor), view
 
 
 def _checksum(meta: bytes, pieces: list[Tensor]) -> int:
@@ -230,7 +234,7 @@ def read_head(raw: Tensor, message_bytes_max: int) -> Head:
             f"a message announces {meta_bytes} + {payload_bytes} bytes, but at most {META_BYTES_MAX} + "
             f"{message_bytes_max} are accepted"
         )
-    inline = data[_HEAD.size : _HEAD.size + meta_bytes] if meta_bytes <= _INLINE_BYTES_MAX else None
+    inline = data[_HEAD.size : _HEAD.size + meta_bytes] if meta_bytes <= META_INLINE_BYTES_MAX else None
     if kind == MESSAGE:
         checksum = crc if flags & _CHECKSUM else None
         payload_slot = slot if flags & _IN_SLOT else None
@@ -282,13 +286,6 @@ class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     counts: list[_Length]
 
 
-def _number_as_python(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not plain data")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_number_as_python)
 _META = msgspec.msgpack.Decoder(_Meta)
 _SLOT = msgspec.msgpack.Decoder(Slot)
 
@@ -361,8 +358,8 @@ class _Plan:
         self.groups = [name for name, single in self.payload if not single]
         plain = [(name, hint) for name, hint in fields if hint not in (Tensor, Buffers)]
         self.names = [name for name, _ in plain]
-        self.families = [(i, name, hint) for i, (name, hint) in enumerate(plain) if _mentions_family(hint)]
-        types = tuple(msgspec.Raw if _mentions_family(hint) else hint for _, hint in plain)
+        self.families = [(i, name, hint) for i, (name, hint) in enumerate(plain) if mentions_configuration(hint)]
+        types = tuple(msgspec.Raw if mentions_configuration(hint) else hint for _, hint in plain)
         self.header: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[types])  # type: ignore[valid-type]
         self.readers: dict[int, Callable[[bytes], Any]] = {
             i: functools.lru_cache(64)(functools.partial(_read_family, hint, name)) for i, name, hint in self.families
@@ -378,8 +375,8 @@ class _Plan:
     def write(self, message: Message) -> bytes:
         values = [getattr(message, name) for name in self.names]
         for i, _, _ in self.families:
-            values[i] = msgspec.Raw(_written_family(values[i]))
-        return _ENCODER.encode(values)
+            values[i] = msgspec.Raw(encoded_configuration(values[i]))
+        return PLAIN_ENCODER.encode(values)
 
     def read(self, header: msgspec.Raw) -> list[Any]:
         values = list(self.header.decode(header))
@@ -410,19 +407,6 @@ def _plan(kind: type[Message]) -> _Plan:
         with _PLANNING:  # two threads that make the decoder of one type at once crash the process
             plan = _PLANS[kind] = _PLANS.get(kind) or _Plan(kind)
     return plan
-
-
-def _mentions_family(hint: Any) -> bool:
-    """Whether the type holds a configuration family, which `core.configuration` converts to plain data."""
-    if isinstance(hint, type) and issubclass(hint, Family):
-        return True
-    return any(_mentions_family(inner) for inner in typing.get_args(hint))
-
-
-@functools.lru_cache(256)
-def _written_family(value: Any) -> bytes:
-    """Cached: configurations are frozen, and the same few are sent again and again."""
-    return _ENCODER.encode(to_plain(value))
 
 
 def _read_family(hint: Any, name: str, raw: bytes) -> Any:
