@@ -48,7 +48,10 @@ class FakeClock(Clock):
     def now(self) -> float:
         return self.time
 
-    def wait(self, cancelled: threading.Event, seconds: float) -> None:
+    def set(self, elapsed_seconds: float, at_monotonic: float) -> None:
+        self.time = elapsed_seconds
+
+    def wait(self, event: threading.Event, seconds: float) -> None:
         raise AssertionError("internal error: nothing waits for a fake clock")
 
 

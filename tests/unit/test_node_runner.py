@@ -1,0 +1,277 @@
+"""The live engine without threads: a runner with a fake clock on the loopback, and its parts on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import offbeat as ob
+from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Report, Send, SetTimer
+from offbeat.core.events import Event, GradientReady, LossReason, MessageArrived, PeerJoined, PeerLost, Sent, Started
+from offbeat.core.events import TimerFired as Fired
+from offbeat.core.messages import Message
+from offbeat.core.strategy import Node
+from offbeat.errors import UnexpectedMessage
+from offbeat.live.due_queue import DueQueue, OutboxDue, TimerDue
+from offbeat.live.injected_delay import InjectedDelay
+from offbeat.live.node_runner import NodeRunner
+from offbeat.live.runner_options import RunnerOptions
+from offbeat.records.files import MemoryWriter
+from offbeat.records.schema import Notice, Round
+from offbeat.testing.fake_clock_run import FakeClock
+from offbeat.transports.loopback import Loopback
+from offbeat.transports.remote_records import RemoteRecordWriter
+
+Script = Callable[[Event], Iterable[Action]]
+
+
+@dataclass(frozen=True)
+class Letter(Message):
+    values: Tensor
+    number: int = 0
+
+
+class ScriptedNode(Node):
+    """Runs a script and keeps the events."""
+
+    def __init__(self, script: Script = lambda event: ()) -> None:
+        self._script = script
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> Iterable[Action]:
+        self.events.append(event)
+        return self._script(event)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+
+class Pair:
+    """Two runners on the loopback with one clock."""
+
+    def __init__(self, *scripts: Script, writer: Any = None, **settings: Any) -> None:
+        self.clock = FakeClock()
+        self.loaded: list[Tensor] = []
+        loopback = Loopback({0: [1], 1: [0]})
+        self.transports = [loopback.transport(rank) for rank in (0, 1)]
+        self.nodes = [ScriptedNode(script) for script in scripts]
+        self.writers = [MemoryWriter(), MemoryWriter() if writer is None else writer]
+        self.runners = [
+            NodeRunner(
+                self.nodes[rank],
+                self.transports[rank],
+                RunnerOptions(
+                    rank=rank,
+                    clock=self.clock,
+                    writer=self.writers[rank],
+                    is_peer=(1 - rank).__eq__,
+                    load=lambda parameters, buffers: self.loaded.append(parameters),
+                    **settings,
+                ),
+            )
+            for rank in (0, 1)
+        ]
+        for runner in self.runners:
+            runner.start(threaded=False)
+
+    def settle(self, at: float | None = None) -> None:
+        """Move the clock, and handle what is received and due until nothing is left."""
+        self.clock.time = self.clock.time if at is None else at
+        quiet = 0
+        while quiet < 3:  # a `wake` makes one `receive` return nothing
+            received = [transport.receive(0.0) for transport in self.transports]
+            for runner, event in zip(self.runners, received, strict=True):
+                runner.process(event)
+            quiet = 0 if any(event is not None for event in received) else quiet + 1
+
+
+def send_on_join(event: Event) -> Iterable[Action]:
+    if isinstance(event, PeerJoined):
+        yield Send(event.peer, Letter(torch.ones(4)), supersedes="letter")
+
+
+def nothing(event: Event) -> Iterable[Action]:
+    return ()
+
+
+def test_events_of_the_transport_reach_the_node_with_the_time_of_the_run() -> None:
+    pair = Pair(send_on_join, nothing)
+    pair.settle(at=2.5)
+    assert pair.nodes[0].kinds() == ["Started", "PeerJoined", "Sent"]
+    assert pair.nodes[1].kinds() == ["Started", "PeerJoined", "MessageArrived"]
+    arrived, sent = pair.nodes[1].events[-1], pair.nodes[0].events[-1]
+    assert isinstance(arrived, MessageArrived)
+    assert isinstance(sent, Sent)
+    assert (arrived.at, arrived.source, sent.at, sent.key) == (2.5, 0, 2.5, "letter")
+    assert sent.size is not None
+    assert sent.size.nbytes == arrived.nbytes > 1024
+
+
+def test_a_delayed_message_is_handled_when_it_is_due_and_before_the_loss_of_its_link() -> None:
+    delay = InjectedDelay(links={0: ob.Link(latency_seconds=3.0)})
+    pair = Pair(send_on_join, nothing, injected_delay=delay)
+    pair.settle(at=1.0)
+    pair.transports[0].close()
+    pair.settle()
+    assert pair.nodes[1].kinds() == ["Started", "PeerJoined"]
+    assert pair.runners[1].next_due() == 4.0
+    pair.settle(at=4.0)
+    assert pair.nodes[1].kinds() == ["Started", "PeerJoined", "MessageArrived", "PeerLost"]
+    lost = pair.nodes[1].events[-1]
+    assert isinstance(lost, PeerLost)
+    assert (lost.at, lost.reason) == (4.0, LossReason.CLOSED)
+
+
+def test_a_timer_that_was_set_again_fires_once_and_a_cleared_one_never() -> None:
+    def script(event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield SetTimer("again", 1.0)
+            yield SetTimer("again", 2.0)
+            yield SetTimer("cleared", 1.0)
+            yield ClearTimer("cleared")
+
+    pair = Pair(script, nothing)
+    pair.settle(at=1.5)
+    assert Fired not in map(type, pair.nodes[0].events)
+    pair.settle(at=2.0)
+    pair.settle(at=9.0)
+    assert [event for event in pair.nodes[0].events if isinstance(event, Fired)] == [Fired(2.0, "again")]
+
+
+def test_a_rate_limit_holds_messages_back_and_a_newer_one_replaces_a_queued_one() -> None:
+    def script(event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined):
+            for number in range(3):
+                yield Send(1, Letter(torch.zeros(256), number), supersedes="newest")
+
+    pair = Pair(script, nothing, bytes_per_second=1024.0)
+    pair.settle()
+    assert pair.nodes[1].kinds() == ["Started", "PeerJoined"]
+    assert pair.runners[0].next_due() == 2.0  # head and payload have 2,048 bytes
+    pair.settle(at=2.0)
+    arrived = [event.message for event in pair.nodes[1].events if isinstance(event, MessageArrived)]
+    assert [letter.number for letter in arrived if isinstance(letter, Letter)] == [2]
+
+
+def compute(samples: int) -> Compute:
+    return Compute(torch.zeros(2), (), 5, 10, ob.Samples(samples), 4)
+
+
+def test_a_round_carries_its_times_and_draws_and_an_empty_one_is_recorded_too() -> None:
+    def script(event: Event) -> Iterable[Action]:
+        if isinstance(event, Started | GradientReady):
+            yield compute(8)
+        if isinstance(event, GradientReady):
+            yield Cancel()
+
+    pair = Pair(script, nothing)
+    assert len(pair.loaded) == 1
+    first = pair.runners[0].round
+    assert first is not None
+    first.samples = 8
+    pair.clock.time = 3.0
+    pair.runners[0].complete(torch.ones(2), 4.0, (), True)
+    second = pair.runners[0].round
+    assert second is not None
+    assert second.next_microbatch_size() == 0
+    pair.runners[0].complete(torch.zeros(2), 0.0, (), True)
+    rounds = [record for record in pair.writers[0].records if isinstance(record, Round)]
+    assert [(each.start, each.seconds, each.samples, each.draws) for each in rounds] == [
+        (0.0, 3.0, 8, (10, 18)),
+        (3.0, 0.0, 0, (10, 10)),
+    ]
+
+
+def test_a_message_of_an_unexpected_kind_is_noted_once_and_does_not_end_the_rank() -> None:
+    def refuse(event: Event) -> Iterable[Action]:
+        if isinstance(event, MessageArrived):
+            raise UnexpectedMessage(event.source, type(event.message).__name__, 1)
+        return ()
+
+    def send_two(event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined):
+            yield Send(1, Letter(torch.zeros(1)))
+            yield Send(1, Letter(torch.zeros(1)))
+
+    pair = Pair(send_two, refuse)
+    pair.settle()
+    runner = pair.runners[1]
+    runner.write_last(runner.ended_record())
+    notices = [record for record in pair.writers[1].records if isinstance(record, Notice)]
+    assert [notice.text for notice in notices] == [
+        "rank 0 sent Letter to rank 1, which does not expect it; give every rank the same strategy; it was ignored"
+    ]
+    assert not runner.ended
+
+
+def test_records_from_before_the_clock_is_set_are_shifted_and_those_of_a_remote_rank_are_sent() -> None:
+    def report(event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            yield Report(Notice(at=event.at, rank=1, text="early"))
+
+    own = MemoryWriter()
+    pair = Pair(nothing, report, writer=RemoteRecordWriter(own))
+    received: list[Any] = []
+    pair.runners[0]._records._on_remote_records = lambda rank, lines: received.append((rank, lines.lines))
+    pair.transports[1].elapsed_at_join = (1000.0, 0.0)
+    assert own.records == []
+    pair.settle(at=7.0)
+    assert [record.at for record in own.records if isinstance(record, Notice)] == [993.0]
+    ((rank, lines),) = received
+    assert rank == 1
+    assert '"early"' in lines[0]
+    sent = [event for event in pair.nodes[1].events if isinstance(event, Sent)]
+    assert sent == [], "the node has sent nothing"
+
+
+def test_a_node_that_fails_ends_its_runner_with_a_sentence() -> None:
+    def fail(event: Event) -> Iterable[Action]:
+        raise ZeroDivisionError("by zero")
+
+    pair = Pair(fail, nothing)
+    assert pair.runners[0].failure == "rank 0 failed: ZeroDivisionError: by zero"
+    assert pair.runners[0].round is None
+
+
+def test_a_finished_node_handles_no_further_event() -> None:
+    def finish(event: Event) -> Iterable[Action]:
+        yield Finish(torch.zeros(1), (), 0)
+
+    pair = Pair(finish, send_on_join)
+    pair.settle(at=1.0)
+    assert pair.nodes[0].kinds() == ["Started"]
+
+
+# The queue of what is due
+
+
+def test_the_queue_returns_entries_in_the_order_of_time_and_replaces_unique_ones() -> None:
+    changes: list[None] = []
+    queue = DueQueue(lambda: changes.append(None))
+    queue.put(3.0, TimerDue("a"))
+    queue.put(1.0, OutboxDue(4))
+    queue.put(2.0, TimerDue("a"))
+    assert len(changes) == 3
+    assert (queue.next_at(), queue.pop(0.5)) == (1.0, None)
+    assert queue.pop(5.0) == OutboxDue(4)
+    assert queue.pop(5.0) == TimerDue("a")
+    assert (queue.pop(5.0), queue.next_at()) == (None, None)
+
+
+def test_a_removed_entry_is_not_due_and_an_adjusted_clock_moves_all_others() -> None:
+    queue = DueQueue(lambda: None)
+    queue.put(1.0, TimerDue("a"))
+    queue.put(2.0, TimerDue("b"))
+    queue.remove(TimerDue("a"))
+    queue.shift(10.0)
+    assert queue.next_at() == 12.0
