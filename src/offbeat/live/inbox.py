@@ -17,7 +17,7 @@ from offbeat.live.live_backend import LiveBackend
 from offbeat.live.live_outbox import LiveOutbox
 from offbeat.live.record_sink import RecordSink
 from offbeat.live.runner_options import RunnerOptions
-from offbeat.live.traffic_meter import TrafficMeter
+from offbeat.records.traffic import TrafficCounter
 from offbeat.transports.remote_records import RecordLines
 
 
@@ -38,7 +38,7 @@ class Inbox:
         outbox: LiveOutbox,
         due: DueQueue,
         records: RecordSink,
-        traffic: TrafficMeter,
+        traffic: TrafficCounter,
     ) -> None:
         self._rank = options.rank
         self._clock = options.clock

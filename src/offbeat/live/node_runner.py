@@ -6,7 +6,7 @@ the training loop for results, a background thread for messages and timers, an e
 user's own training loop and the one of `offbeat train` are driven in the same way.
 
 The runner has the lock and dispatches. Its parts do the rest: `Inbox` turns what was received into events of the node,
-`LiveBackend` carries out actions, `LiveOutbox` sends, `RecordSink` writes records, `TrafficMeter` counts messages, and
+`LiveBackend` carries out actions, `LiveOutbox` sends, `RecordSink` writes records, `TrafficCounter` counts messages, and
 `DueQueue` holds what happens later.
 """
 
@@ -42,8 +42,8 @@ from offbeat.live.live_outbox import LiveOutbox
 from offbeat.live.live_round import LiveRound
 from offbeat.live.record_sink import FLUSH_SECONDS, RecordSink
 from offbeat.live.runner_options import RunnerOptions
-from offbeat.live.traffic_meter import TrafficMeter
 from offbeat.records.schema import Ended, Notice, Round
+from offbeat.records.traffic import TrafficCounter
 from offbeat.transports.transport import Transport
 
 WAIT_SECONDS_MAX = 3600.0
@@ -86,7 +86,7 @@ class NodeRunner:
         self._thread = threading.Thread(target=self._receive_loop, name=f"offbeat rank {self.rank}", daemon=True)
         self._due = DueQueue(self._wake)
         self._outbox = LiveOutbox(transport, self._due, options.bytes_per_second)
-        self._traffic = TrafficMeter(self.rank)
+        self._traffic = TrafficCounter(self.rank)
         self._records = RecordSink(
             self.rank, options.writer, transport, self._outbox, self._traffic, options.on_remote_records
         )

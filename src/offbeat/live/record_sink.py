@@ -12,9 +12,9 @@ import msgspec
 
 from offbeat.core.actions import Record
 from offbeat.live.live_outbox import LiveOutbox
-from offbeat.live.traffic_meter import TrafficMeter
 from offbeat.records.files import Writer
 from offbeat.records.schema import Ended
+from offbeat.records.traffic import TrafficCounter
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Transport
 
@@ -41,7 +41,7 @@ class RecordSink:
         writer: Writer,
         transport: Transport,
         outbox: LiveOutbox,
-        traffic: TrafficMeter,
+        traffic: TrafficCounter,
         on_remote_records: OnRemoteRecords | None = None,
     ) -> None:
         self._rank = rank

@@ -72,6 +72,10 @@ def _value_at(seconds: float, times: list[float], totals: list[int]) -> float:
     return totals[index - 1] + (totals[index] - totals[index - 1]) * (seconds - before) / (after - before)
 
 
+RECORD_SECONDS = 1.0
+"""Interval between two records of a live rank, and thus what a killed process leaves unrecorded at most."""
+
+
 class TrafficCounter:
     """Counts the messages of a process from its start, for one rank or for all ranks of a simulation.
 
@@ -80,7 +84,7 @@ class TrafficCounter:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._since = 0.0
+        self._since = self._recorded_at = 0.0
         self._sent: dict[str, list[int]] = {}
         self._received: dict[str, list[int]] = {}
         self._recorded: Traffic | None = None
@@ -103,15 +107,21 @@ class TrafficCounter:
 
     def begin(self, since: float) -> None:
         """Set the time at which counting began, in seconds since the run began."""
-        self._since = since
+        self._since = self._recorded_at = since
 
     def shift(self, seconds: float) -> None:
         """The clock was adjusted. After the first record `since` stays, since it identifies the series."""
+        self._recorded_at += seconds
         if self._recorded is None:
             self._since += seconds
 
+    def next_at(self) -> float | None:
+        """When a live rank records its traffic next; None if nothing has moved since the last record."""
+        return self._recorded_at + RECORD_SECONDS if self.moved else None
+
     def record(self, at: float) -> Traffic | None:
         """A record of the counts at time `at`; None if it is equal to the last one."""
+        self._recorded_at = at
         traffic = Traffic(
             at=at, rank=self._rank, since=self._since, sent=_flows(self._sent), received=_flows(self._received)
         )
