@@ -6,8 +6,8 @@ the training loop for results, a background thread for messages and timers, an e
 user's own training loop and the one of `offbeat train` are driven in the same way.
 
 The runner has the lock and dispatches. Its parts do the rest: `Inbox` turns what was received into events of the node,
-`LiveBackend` carries out actions, `LiveOutbox` sends, `RecordSink` writes records, `TrafficCounter` counts messages, and
-`DueQueue` holds what happens later.
+`LiveBackend` carries out actions, `LiveOutbox` sends, `RecordSink` writes records, and `DueQueue` holds what happens
+later.
 """
 
 from __future__ import annotations
