@@ -53,7 +53,7 @@ def unpack(raw: bytes) -> Message:
     head = wire.read_head(memory[:HEAD_BYTES].clone(), len(raw))
     first = HEAD_BYTES + (head.meta_bytes if head.meta is None else 0)
     meta = head.meta if head.meta is not None else memory[HEAD_BYTES:first].numpy().tobytes()
-    return wire.decode(head, meta, memory[first:])
+    return wire.decode(wire.read_meta(head, meta), memory[first:])
 
 
 def send_plain(connection: Connection, *plain: Any, body: bytes = b"") -> None:

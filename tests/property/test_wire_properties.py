@@ -76,7 +76,7 @@ def frames(message: Message, checksum: bool) -> tuple[Tensor, bytes, Tensor]:
 @settings(deadline=None)
 def test_any_message_survives_encoding(message: Message, checksum: bool) -> None:
     raw, meta, payload = frames(message, checksum)
-    read = wire.decode(wire.read_head(raw, 1 << 34), meta, payload)
+    read = wire.decode(wire.read_meta(wire.read_head(raw, 1 << 34), meta), payload)
     assert type(read) is type(message)
     assert header_of(read) == header_of(message)
     for came, went in zip(read.tensors(), message.tensors(), strict=True):
@@ -94,9 +94,9 @@ def test_random_heads_are_read_or_refused(junk: bytes, begins_well: bool) -> Non
         assert head.payload_bytes <= 1000
         assert head.meta_bytes <= wire.META_BYTES_MAX
         if head.kind == wire.MESSAGE and head.meta is not None:
-            sizes = wire.tensor_sizes(head, head.meta)
-            assert sum(sizes) == head.payload_bytes
-            wire.decode(head, head.meta, torch.zeros(head.payload_bytes, dtype=torch.uint8))
+            announced = wire.read_meta(head, head.meta)
+            assert sum(announced.tensor_sizes) == head.payload_bytes
+            wire.decode(announced, torch.zeros(head.payload_bytes, dtype=torch.uint8))
 
 
 PLAIN = st.recursive(
@@ -120,8 +120,9 @@ METAS = st.binary(max_size=300) | (LIKE_A_META | PLAIN).map(msgspec.msgpack.enco
 def test_random_metas_are_read_or_refused(meta: bytes, payload_bytes: int) -> None:
     head = wire.Head(wire.MESSAGE, len(meta), payload_bytes, None, meta)
     with contextlib.suppress(wire.WireError):
-        assert sum(wire.tensor_sizes(head, meta)) == payload_bytes
-        wire.decode(head, meta, torch.ones(payload_bytes, dtype=torch.uint8))
+        announced = wire.read_meta(head, meta)
+        assert sum(announced.tensor_sizes) == payload_bytes
+        wire.decode(announced, torch.ones(payload_bytes, dtype=torch.uint8))
 
 
 @given(MESSAGES, st.data())
@@ -132,8 +133,9 @@ def test_a_message_with_one_byte_changed_is_read_or_refused(message: Message, da
     changed[data.draw(st.integers(0, len(meta) - 1))] = data.draw(st.integers(0, 255))
     head = wire.Head(wire.MESSAGE, len(meta), payload.numel(), None, bytes(changed))
     with contextlib.suppress(wire.WireError):
-        assert sum(wire.tensor_sizes(head, bytes(changed))) == payload.numel()
-        wire.decode(head, bytes(changed), payload)
+        announced = wire.read_meta(head, bytes(changed))
+        assert sum(announced.tensor_sizes) == payload.numel()
+        wire.decode(announced, payload)
 
 
 @given(MESSAGES, st.data())
@@ -149,7 +151,7 @@ def test_a_checksum_finds_any_byte_that_changed(message: Message, data: st.DataO
         payload[position - len(meta)] ^= bit
     head = wire.read_head(raw, 1 << 34)
     try:
-        wire.decode(head, bytes(changed), payload)
+        wire.decode(wire.read_meta(head, bytes(changed)), payload)
     except wire.WireError:
         return
     raise AssertionError("damage was not noticed")

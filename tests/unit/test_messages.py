@@ -39,7 +39,7 @@ def test_equal_names_in_two_modules_are_two_messages(modules: Path) -> None:
         encoded = wire.encode(kind(7))
         head = wire.read_head(encoded.head, 1 << 20)
         assert head.meta is not None
-        decoded = wire.decode(head, head.meta, encoded.head[:0])
+        decoded = wire.decode(wire.read_meta(head, head.meta), encoded.head[:0])
         assert type(decoded) is kind
         assert encoded.size.kind is kind
         count = TrafficCounter()

@@ -152,6 +152,24 @@ def test_large_tensors_are_sent_in_chunks_and_arrive_whole() -> None:
     assert arrived.nbytes == HEAD_BYTES + 4004
 
 
+def test_a_meta_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    metas: list[bytes] = []
+
+    class CountingDecoder:
+        def decode(self, meta: bytes) -> Any:
+            metas.append(meta)
+            return decoder.decode(meta)
+
+    decoder = wire._META
+    monkeypatch.setattr(wire, "_META", CountingDecoder())
+    here, there = End(), End()
+    for number in range(WINDOW):
+        here.send(number, size=100)
+    here.transfer(there)
+    assert there.numbers() == list(range(WINDOW))
+    assert len(metas) == WINDOW
+
+
 def test_a_goodbye_is_answered_and_follows_everything_else() -> None:
     here, there = End(), End()
     for number in range(2 * WINDOW):

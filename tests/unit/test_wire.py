@@ -80,9 +80,9 @@ def roundtrip(message: Message, checksum: bool = False) -> Message:
     meta = head.meta if encoded.meta is None else bytes(encoded.meta.tolist())
     assert meta is not None
     payload = payload_of(encoded)
-    assert wire.tensor_sizes(head, meta) == [piece.numel() for piece in encoded.tensors]
+    assert wire.read_meta(head, meta).tensor_sizes == [piece.numel() for piece in encoded.tensors]
     assert encoded.size.nbytes == HEAD_BYTES + (0 if encoded.meta is None else len(meta)) + payload.numel()
-    return wire.decode(head, meta, payload)
+    return wire.decode(wire.read_meta(head, meta), payload)
 
 
 def same(one: Message, other: Message) -> bool:
@@ -132,7 +132,7 @@ def test_neither_encoding_nor_decoding_copies_tensors() -> None:
     assert encoded.tensors[0].data_ptr() == message.gradient.data_ptr()
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
     payload = payload_of(encoded)
-    read = wire.decode(head, head.meta or b"", payload)
+    read = wire.decode(wire.read_meta(head, head.meta or b""), payload)
     assert read.tensors()[0].data_ptr() == payload.data_ptr()
     assert read.tensors()[1].data_ptr() == payload.data_ptr() + 20
 
@@ -184,7 +184,7 @@ def test_control_heads_have_a_kind_and_nothing_else(kind: int) -> None:
     head = wire.read_head(wire.control(kind), 0)
     assert (head.kind, head.meta_bytes, head.payload_bytes, head.meta) == (kind, 0, 0, b"")
     with pytest.raises(WireError):
-        wire.tensor_sizes(head, b"")
+        wire.read_meta(head, b"")
 
 
 def raw_head(
@@ -267,7 +267,7 @@ def test_an_invalid_meta_is_rejected(meta: list[object]) -> None:
     packed = msgspec.msgpack.encode([KEYS.get(item, item) if isinstance(item, str) else item for item in meta])
     head = wire.Head(MESSAGE, len(packed), 8, None, packed)
     with pytest.raises(WireError):
-        wire.decode(head, packed, torch.full((8,), 255, dtype=torch.uint8))
+        wire.decode(wire.read_meta(head, packed), torch.full((8,), 255, dtype=torch.uint8))
 
 
 def test_damage_is_detected_with_checksums() -> None:
@@ -276,7 +276,7 @@ def test_damage_is_detected_with_checksums() -> None:
     payload = payload_of(encoded)
     payload[3] ^= 1
     with pytest.raises(WireError, match="damaged"):
-        wire.decode(head, head.meta or b"", payload)
+        wire.decode(wire.read_meta(head, head.meta or b""), payload)
 
 
 def test_sizes_must_be_those_that_were_announced() -> None:
@@ -286,19 +286,22 @@ def test_sizes_must_be_those_that_were_announced() -> None:
     payload = payload_of(encoded)
     for wrong in (payload[:-1], payload.to(torch.int16), payload.reshape(2, -1)):
         with pytest.raises(WireError):
-            wire.decode(head, meta, wrong)
+            wire.decode(wire.read_meta(head, meta), wrong)
     with pytest.raises(WireError):
-        wire.decode(head, meta[:-1], payload)
+        wire.decode(wire.read_meta(head, meta[:-1]), payload)
 
 
 def test_a_head_names_the_slot_of_its_payload() -> None:
     encoded = wire.encode(gradient(), checksum=True)
     assert encoded.payload_bytes == payload_of(encoded).numel()
     assert wire.read_head(encoded.head, MESSAGE_BYTES_MAX).slot is None
+    before = encoded.head.clone()
     wire.set_slot(encoded.head, 3)
     head = wire.read_head(encoded.head, MESSAGE_BYTES_MAX)
     assert (head.slot, head.payload_bytes) == (3, encoded.payload_bytes)
-    assert isinstance(wire.decode(head, head.meta or b"", payload_of(encoded)), Gradient)
+    assert isinstance(wire.decode(wire.read_meta(head, head.meta or b""), payload_of(encoded)), Gradient)
+    wire.set_slot(encoded.head, None)
+    assert torch.equal(encoded.head, before)
 
 
 def test_a_slot_is_offered_in_a_head_of_its_own() -> None:

@@ -22,7 +22,7 @@ from offbeat.core.events import LossReason
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.transports import wire
-from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, loss_of
+from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, Outgoing, loss_of
 from offbeat.transports.shared_memory import SharedSlots
 from offbeat.transports.transport import InboxItem
 
@@ -113,12 +113,13 @@ class ChannelLink(LinkBase):
 
     def post(self, message: Message, key: str | None) -> None:
         """Queue a message, or replace a queued one with the same key."""
+        outgoing = Outgoing(key, message)
         with self._changed:
-            if self._finishing or self.loss is not None or self._supersede(message, key):
+            if self._finishing or self.loss is not None or self._supersede(outgoing):
                 return
             is_free = not (self._busy or self._outbox or self._rest) and self._may_leave()
-            if not (is_free and self._send_now(message, key)):
-                self._outbox.append((key, message))
+            if not (is_free and self._send_now(outgoing)):
+                self._outbox.append(outgoing)
                 self._changed.notify()
 
     def acknowledge(self) -> None:
@@ -148,10 +149,10 @@ class ChannelLink(LinkBase):
 
     # Sending without the sending thread, which saves a thread switch; the caller of `post` holds the lock
 
-    def _send_now(self, message: Message, key: str | None) -> bool:
+    def _send_now(self, outgoing: Outgoing) -> bool:
         """Send what the channel accepts at once; False if the message has to be queued."""
         try:
-            encoded = self._encode(message)
+            encoded = self._encode(outgoing)
             if encoded is None:
                 return True
             begun = time.perf_counter()
@@ -165,10 +166,10 @@ class ChannelLink(LinkBase):
             self._sent += 1
             self._count_acked()
             if rest:
-                self._rest = (rest, encoded, key, begun)
+                self._rest = (rest, encoded, outgoing.key, begun)
                 self._changed.notify()
             else:
-                self._report_sent(encoded, key, begun)
+                self._report_sent(encoded, outgoing.key, begun)
         except ConnectionLost as error:
             self._set_broken(error.loss)  # the receiving thread finds the channel broken, and ends the link
             self._channel.break_off()
@@ -184,6 +185,7 @@ class ChannelLink(LinkBase):
         rest = self._channel.send_now(encoded.opening)
         if rest is None:
             self._shared.release(slot)
+            wire.set_slot(encoded.head, None)
         return rest
 
     def _write_slot(self, encoded: wire.Encoded) -> int | None:
@@ -255,15 +257,15 @@ class ChannelLink(LinkBase):
                     return self._send_rest
                 if self._outbox and self._may_leave():
                     self._busy = True
-                    return functools.partial(self._send, *self._outbox.popleft())
+                    return functools.partial(self._send, self._outbox.popleft())
                 if self._finishing or self.loss is not None:
                     return None
                 if self._ack_due or not self._changed.wait(self._options.silence_seconds / 4):
                     self._busy = True
                     return functools.partial(self._send_control, wire.HEARTBEAT)
 
-    def _send(self, key: str | None, message: Message) -> None:
-        encoded = self._encode(message)
+    def _send(self, outgoing: Outgoing) -> None:
+        encoded = self._encode(outgoing)
         if encoded is not None:
             begun = time.perf_counter()
             pieces = self._shared_pieces(encoded)
@@ -271,7 +273,7 @@ class ChannelLink(LinkBase):
                 self._sent += 1
                 wire.set_acknowledged(encoded.head, self._count_acked())
             self._channel.send(pieces)
-            self._report_sent(encoded, key, begun)
+            self._report_sent(encoded, outgoing.key, begun)
 
     def _send_control(self, kind: int) -> None:
         self._channel.send([self._acknowledging(wire.control(kind))])

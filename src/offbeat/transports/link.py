@@ -86,6 +86,15 @@ class LinkOptions:
     checksum: bool
 
 
+@dataclass(slots=True)
+class Outgoing:
+    """A message to be sent. It is encoded when its turn comes, since a newer one may replace it before."""
+
+    key: str | None
+    message: Message
+    encoded: wire.Encoded | None = None
+
+
 class LinkBase(ABC):
     """State of one incarnation of a link. Subclasses move the bytes and own the lock that guards the counters."""
 
@@ -103,7 +112,7 @@ class LinkBase(ABC):
         self._options = options
         self._pool = pool
         self._deliver = deliver
-        self._outbox: deque[tuple[str | None, Message]] = deque()
+        self._outbox: deque[Outgoing] = deque()
         self._finishing = False
         self._sent = self._acked_by_peer = 0
         """Messages of this rank: sent, and acknowledged by the peer."""
@@ -112,12 +121,12 @@ class LinkBase(ABC):
 
     # The caller holds the lock
 
-    def _supersede(self, message: Message, key: str | None) -> bool:
+    def _supersede(self, outgoing: Outgoing) -> bool:
         """Put a message in the place of a queued one with the same key, if there is one."""
-        if key is not None:
-            for index, (queued, _) in enumerate(self._outbox):
-                if queued == key:
-                    self._outbox[index] = (key, message)
+        if outgoing.key is not None:
+            for index, queued in enumerate(self._outbox):
+                if queued.key == outgoing.key:
+                    self._outbox[index] = outgoing
                     return True
         return False
 
@@ -134,13 +143,14 @@ class LinkBase(ABC):
 
     # Sending
 
-    def _encode(self, message: Message) -> wire.Encoded | None:
+    def _encode(self, outgoing: Outgoing) -> wire.Encoded | None:
         """None for a message that cannot be encoded: its sender gets the error, and the link stays."""
-        try:
-            return wire.encode(message, self._options.checksum)
-        except ContractViolation as error:
-            self._deliver(error)
-            return None
+        if outgoing.encoded is None:
+            try:
+                outgoing.encoded = wire.encode(outgoing.message, self._options.checksum)
+            except ContractViolation as error:
+                self._deliver(error)
+        return outgoing.encoded
 
     def _pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:
         return itertools.chain(encoded.opening, self._chunks(encoded.tensors))
@@ -184,8 +194,9 @@ class LinkBase(ABC):
             yield [rest]
             meta = rest.numpy().tobytes()
             nbytes += head.meta_bytes
-        payload = yield from self._read_payload(head, wire.tensor_sizes(head, meta))
-        message = wire.decode(head, meta, payload)
+        announced = wire.read_meta(head, meta)
+        payload = yield from self._read_payload(head, announced.tensor_sizes)
+        message = wire.decode(announced, payload)
         self._deliver(
             functools.partial(
                 MessageArrived,

@@ -23,7 +23,15 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.errors import RunFailed
 from offbeat.transports import wire
-from offbeat.transports.link import CLOSED, LinkBase, LinkLoss, LinkOptions, different_models, different_versions
+from offbeat.transports.link import (
+    CLOSED,
+    LinkBase,
+    LinkLoss,
+    LinkOptions,
+    Outgoing,
+    different_models,
+    different_versions,
+)
 from offbeat.transports.transport import InboxItem
 
 CHUNK_BYTES = 16 << 20
@@ -131,10 +139,11 @@ class MpiLink(LinkBase):
 
     def post(self, message: Message, key: str | None) -> bool:
         """Queue a message, or replace a queued one with the same key; whether it can be sent now."""
+        outgoing = Outgoing(key, message)
         with self._lock:
-            if not self.linked or self.over or self._finishing or self._supersede(message, key):
+            if not self.linked or self.over or self._finishing or self._supersede(outgoing):
                 return False
-            self._outbox.append((key, message))
+            self._outbox.append(outgoing)
             return self._may_leave()
 
     def acknowledge(self) -> bool:
@@ -252,7 +261,7 @@ class MpiLink(LinkBase):
             quiet_seconds = time.monotonic() - self._sent_at
             heartbeat = self._window_is_full() or quiet_seconds > self._options.silence_seconds / 4
         if queued is not None:
-            self._begin_message(*queued)
+            self._begin_message(queued)
         elif goodbye:
             self._goodbye_sent = True
             self._post([self._acknowledging(wire.control(wire.GOODBYE))])
@@ -262,12 +271,12 @@ class MpiLink(LinkBase):
             return False
         return True
 
-    def _begin_message(self, key: str | None, message: Message) -> None:
-        encoded = self._encode(message)
+    def _begin_message(self, outgoing: Outgoing) -> None:
+        encoded = self._encode(outgoing)
         if encoded is None:
             return
         self._sent += 1
-        self._leaving = (encoded, key, time.perf_counter())
+        self._leaving = (encoded, outgoing.key, time.perf_counter())
         self._acknowledging(encoded.head)
         self._post(self._pieces(encoded))
 

@@ -168,10 +168,11 @@ def set_acknowledged(head: Tensor, count: int) -> None:
     _COUNT.pack_into(head.numpy(), _HEAD.size - _COUNT.size, count)  # type: ignore[arg-type]
 
 
-def set_slot(head: Tensor, number: int) -> None:
-    """Declare that the payload of a message is in a slot, and does not follow."""
-    head[_FLAGS_OFFSET] |= _IN_SLOT
-    head[_SLOT_OFFSET] = number
+def set_slot(head: Tensor, number: int | None) -> None:
+    """Declare that the payload of a message is in a slot, and does not follow; None: it follows."""
+    flags = int(head[_FLAGS_OFFSET])
+    head[_FLAGS_OFFSET] = flags & ~_IN_SLOT if number is None else flags | _IN_SLOT
+    head[_SLOT_OFFSET] = number or 0
 
 
 def offer(slot: Slot) -> Tensor:
@@ -254,25 +255,40 @@ def read_slot(head: Head) -> Slot:
         raise WireError(f"the offer of a slot cannot be decoded: {error}") from None
 
 
-def tensor_sizes(head: Head, meta: bytes) -> list[int]:
-    """Bytes of each tensor that follows, as in `Encoded.tensors`: empty ones are not sent."""
-    return [nbytes for _, _, nbytes in _read_meta(head, meta)[1] if nbytes]
+_Announced = tuple[torch.dtype, int | tuple[int, ...], int]
+"""Dtype, shape and bytes of an announced tensor."""
 
 
-def decode(head: Head, meta: bytes, payload: Tensor) -> Message:
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A message without its payload. `raw` is its meta as received."""
+
+    head: Head
+    raw: bytes
+    plan: _Plan
+    header: msgspec.Raw
+    tensors: list[_Announced]
+    counts: list[int]
+
+    @property
+    def tensor_sizes(self) -> list[int]:
+        """Bytes of each tensor that follows, as in `Encoded.tensors`: empty ones are not sent."""
+        return [nbytes for _, _, nbytes in self.tensors if nbytes]
+
+
+def decode(announced: Announcement, payload: Tensor) -> Message:
     """The message. Its tensors are views of `payload`, or copies where they are not aligned to their dtype."""
-    read, tensors = _read_meta(head, meta)
+    head, plan, kind = announced.head, announced.plan, announced.plan.kind.key
     if payload.dtype is not torch.uint8 or payload.dim() != 1 or payload.numel() != head.payload_bytes:
         raise WireError(f"{payload.nbytes} bytes were received, but {head.payload_bytes} were announced")
-    if head.checksum is not None and head.checksum != _checksum(meta, [payload]):
-        raise WireError(f"the checksum of a message {read.kind} is wrong: it was damaged in transit")
-    plan = _plan_of_peer(read.kind)
+    if head.checksum is not None and head.checksum != _checksum(announced.raw, [payload]):
+        raise WireError(f"the checksum of a message {kind} is wrong: it was damaged in transit")
     try:
-        return plan.build(plan.read(read.header), _tensors_in(payload, tensors), read.counts)
+        return plan.build(plan.read(announced.header), _tensors_in(payload, announced.tensors), announced.counts)
     except WireError:
         raise
     except Exception as error:  # the constructor of a message may fail on a peer's data
-        raise WireError(f"a message {read.kind} cannot be decoded: {error}") from error
+        raise WireError(f"a message {kind} cannot be decoded: {error}") from error
 
 
 _Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -289,11 +305,9 @@ class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 _META = msgspec.msgpack.Decoder(_Meta)
 _SLOT = msgspec.msgpack.Decoder(Slot)
 
-_Announced = tuple[torch.dtype, int | tuple[int, ...], int]
-"""Dtype, shape and bytes of an announced tensor."""
 
-
-def _read_meta(head: Head, meta: bytes) -> tuple[_Meta, list[_Announced]]:
+def read_meta(head: Head, meta: bytes) -> Announcement:
+    """Decode a meta; raises WireError unless its tensors take the bytes that the head announces."""
     if head.kind != MESSAGE or len(meta) != head.meta_bytes:
         raise WireError(f"{len(meta)} bytes of meta were received, but {head.meta_bytes} were announced")
     try:
@@ -314,7 +328,7 @@ def _read_meta(head: Head, meta: bytes) -> tuple[_Meta, list[_Announced]]:
         raise WireError(f"the tensors of a message {read.kind} take {total} bytes, not {head.payload_bytes}")
     if len(read.counts) != len(plan.groups) or plan.singles + sum(read.counts) != len(tensors):
         raise WireError(f"a message {read.kind} has {len(tensors)} tensors, which does not match its fields")
-    return read, tensors
+    return Announcement(head, meta, plan, read.header, tensors, read.counts)
 
 
 def _tensors_in(payload: Tensor, announced: list[_Announced]) -> list[Tensor]:
