@@ -51,7 +51,6 @@ from offbeat.core.randomness import stream
 from offbeat.core.splits import Split
 from offbeat.records.comparison import interval
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 
 PEERS = (16, 32, 64)
 SEEDS = 10
@@ -190,7 +189,11 @@ def one_run(task: Task) -> Result:
     cluster, until = ob.Cluster(seconds_per_sample=1.0 / BATCH), ob.Seconds(float(BURN_IN + WINDOW))
     sampler = DistanceSampler()
     simulation = Simulation(
-        Scenario(strategy, workload, cluster, task.peers, until, task.seed), sampler, observer=sampler
+        ob.Experiment(
+            workload, strategy, cluster=cluster, workers=task.peers, until=until, seed=task.seed, evaluate=None
+        ),
+        sampler,
+        observer=sampler,
     )
     outcome = simulation.run()
     assert outcome.failure is None, outcome.failure

@@ -47,7 +47,6 @@ from offbeat.core.configuration import to_plain
 from offbeat.core.workload import Measured
 from offbeat.records.schema import Evaluation, Traffic
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.local_steps.local_steps_strategies import DecoupledDiLoCo, DiLoCo, LocalSGD
 
 WORKERS = 8
@@ -310,7 +309,7 @@ def one_run(task: Task) -> Found:
     """In virtual time; how long anything takes does not matter here."""
     torch.set_num_threads(1)
     case, watch = task.case, Watch(task.target)
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=case.strategy,
         workload=regularised(case.workload),
         cluster=ob.Cluster(),
@@ -320,7 +319,7 @@ def one_run(task: Task) -> Found:
         evaluate=ob.EveryUpdates(case.evaluate),
     )
     try:
-        outcome = Simulation(scenario, watch).run()
+        outcome = Simulation(experiment, watch).run()
     except EnoughError:
         return Found(task, tuple(watch.points))
     assert outcome.failure is None or "not finite" in outcome.failure, outcome.failure

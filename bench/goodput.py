@@ -51,7 +51,6 @@ from offbeat.core.actions import Action, Record, Report, SetTimer
 from offbeat.core.events import Event, TimerFired
 from offbeat.records.schema import Membership, Undone, Update
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.local_steps.local_steps_strategies import DecoupledDiLoCo
 
 WORKERS = 64
@@ -198,8 +197,16 @@ def one_run(task: Task) -> dict[str, Any]:
     )
     watch = Watch()
     until = ob.Seconds(task.seconds)
-    scenario = Scenario(strategy.with_default_optimizer(built.optimizer), workload, cluster, WORKERS, until, task.seed)
-    simulation = Simulation(scenario, watch, observer=watch)
+    experiment = ob.Experiment(
+        workload,
+        strategy.with_default_optimizer(built.optimizer),
+        cluster=cluster,
+        workers=WORKERS,
+        until=until,
+        seed=task.seed,
+        evaluate=None,
+    )
+    simulation = Simulation(experiment, watch, observer=watch)
     outcome = simulation.run()
     assert outcome.failure is None, outcome.failure
     if watch.values is None:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from offbeat.lab.experiment import Plan
+from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.plots.style import save
 from offbeat.lab.plots.timeline import timeline
 from offbeat.lab.simulated_runs import simulate_all

@@ -22,7 +22,6 @@ from offbeat.core.examples import Order
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Round
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 
 WORKERS = 16
 BATCH = 64
@@ -52,9 +51,9 @@ def one_pair() -> tuple[float, float]:
     """Seconds of a simulated run, and of the gradients in it computed by a plain loop."""
     workload = ob.workloads.DigitsCNN().build()
     strategy = ob.AsyncFixed(batch=BATCH, microbatch=BATCH).with_default_optimizer(workload.optimizer)
-    scenario = Scenario(strategy, workload, ob.Cluster(), WORKERS, ob.Samples(ROUNDS * BATCH), seed=0)
+    experiment = ob.Experiment(workload, strategy, workers=WORKERS, until=ob.Samples(ROUNDS * BATCH), evaluate=None)
     writer = MemoryWriter()
-    simulation = Simulation(scenario, writer)
+    simulation = Simulation(experiment, writer)
     simulated = seconds_of(simulation.run)
     rounds = [record for record in writer.records if isinstance(record, Round)]
 
@@ -75,10 +74,14 @@ def one_pair() -> tuple[float, float]:
 def events_per_second() -> float:
     workload = ob.workloads.Quadratic(dimension=10).build()
     strategy = ob.AsyncTimed(worker_seconds=1.0, hub_seconds=1.0, samples_max=32, microbatch=32)
-    scenario = Scenario(
-        strategy.with_default_optimizer(workload.optimizer), workload, ob.Cluster(), 1000, ob.Samples(150_000), seed=0
+    experiment = ob.Experiment(
+        workload,
+        strategy.with_default_optimizer(workload.optimizer),
+        workers=1000,
+        until=ob.Samples(150_000),
+        evaluate=None,
     )
-    simulation = Simulation(scenario, MemoryWriter())
+    simulation = Simulation(experiment, MemoryWriter())
     elapsed = seconds_of(simulation.run)
     return simulation.events / elapsed
 

@@ -2,9 +2,12 @@
 
     OffbeatError
     ├── ConfigurationError       the user: a value, a name or a file; exit code 2
+    │   ├── FieldError           the user: the value of a field of a configuration
     │   └── MissingDependency    the user: an optional package; the message has the command that installs it
     ├── RunFailed                the environment: the run started and could not continue; exit code 1
+    │   └── LinkLost             the environment: the link to another rank is gone
     └── ContractViolation        the author of a strategy: a node broke the contract of `core/strategy.py`
+        └── UnexpectedMessage    the sender of a message: its receiver has no use for that kind
 
 Every message says what happened, what was expected and what to type.
 """
@@ -23,6 +26,19 @@ class ConfigurationError(OffbeatError):
     """A value, name or file of the user cannot be used."""
 
 
+class FieldError(ConfigurationError):
+    """A field of a configuration has a value that it cannot have.
+
+    owner: the name of the class
+    field: the name of the field
+    problem: the rest of the sentence, such as "must be greater than 0, but is -1"
+    """
+
+    def __init__(self, owner: str, field: str, problem: str) -> None:
+        super().__init__(f"{owner}.{field} {problem}")
+        self.owner, self.field, self.problem = owner, field, problem
+
+
 class MissingDependency(ConfigurationError):
     """An optional package is not installed; the message has the command that installs it.
 
@@ -39,8 +55,43 @@ class RunFailed(OffbeatError):
     """A run started and could not continue."""
 
 
+class LinkLost(RunFailed):
+    """The link to a peer is gone, without which this process cannot continue.
+
+    peer: the rank of the peer
+    why: the reason that the transport gives
+    sentence: the message; None: that the peer was lost
+    """
+
+    def __init__(self, peer: int, why: str, sentence: str | None = None) -> None:
+        super().__init__(sentence or f"rank {peer} was lost ({why})")
+        self.peer, self.why = peer, why
+
+
 class ContractViolation(OffbeatError):
     """A node broke the contract between strategies and engines (`core/strategy.py`)."""
+
+
+class UnexpectedMessage(ContractViolation):
+    """A node has received a kind of message that it does not handle. It is raised before the node has changed.
+
+    source: the rank that sent it
+    kind: the name of its class
+    receiver: the rank that received it
+    """
+
+    def __init__(self, source: int, kind: str, receiver: int) -> None:
+        super().__init__(
+            f"rank {source} sent {kind} to rank {receiver}, which does not expect it; give every rank the same strategy"
+        )
+        self.source = source
+        self.kind = kind
+        self.receiver = receiver
+
+
+def closest(given: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like the given one; None if none is."""
+    return next(iter(difflib.get_close_matches(given, sorted(known), n=1, cutoff=0.55)), None)
 
 
 def unknown(what: str, given: str, known: Iterable[str], hint: str = "") -> ConfigurationError:
@@ -52,9 +103,9 @@ def unknown(what: str, given: str, known: Iterable[str], hint: str = "") -> Conf
     hint: appended to the sentence
     """
     names = sorted(known)
-    close = difflib.get_close_matches(given, names, n=1, cutoff=0.55)
-    if close:
-        advice = f"did you mean {close[0]!r}?"
+    close = closest(given, names)
+    if close is not None:
+        advice = f"did you mean {close!r}?"
     elif names:
         advice = f"known: {', '.join(names)}"
     else:

@@ -99,8 +99,23 @@ def script_of(tmp_path: Path, body: str) -> str:
 def test_a_different_model_on_one_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = script_of(tmp_path, "model = torch.nn.Sequential(*[torch.nn.Linear(3, 2, bias=rank != 2)])")
     assert main(["launch", "-n", "3", "--out", str(tmp_path / "run"), script]) == 1
-    assert "every rank must build the same model" in capfd.readouterr().err
+    *_, said = capfd.readouterr().err.splitlines()
+    assert said.startswith("offbeat: rank 2: rank 2 has a different model")  # its sentence, without the exception
+    assert said.endswith("every rank must build the same model")
     assert not processes_of(os.getpid())
+
+
+@pytest.mark.integration
+def test_a_wrong_loop_of_a_script_is_not_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The script reports a configuration error, though its exit code is that of any exception."""
+    script = Path(script_of(tmp_path, "model = torch.nn.Linear(3, 2)"))
+    script.write_text(
+        script.read_text().replace("        run.backward", "        if rank == 2: continue\n        run.backward")
+    )
+    assert main(["launch", "-n", "3", "--out", str(tmp_path / "run"), str(script)]) == 1
+    said = capfd.readouterr().err
+    assert said.splitlines()[-1].startswith("offbeat: rank 2: a micro-batch was taken from run.batches")
+    assert "started again" not in said
 
 
 def test_a_worker_script_that_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -410,6 +410,8 @@ def more(model: nn.Module) -> torch.optim.Optimizer:
         ({"optimizer": ob.SGD(lr=0.1)}, "the optimizer must be an object such as torch.optim.SGD"),
         ({"graph": "complete", "acid": True}, "complete graph"),
         ({"graph": "cylce"}, "did you mean 'cycle'"),
+        ({"grahp": "cycle"}, "unknown argument of AsyncDataParallel 'grahp'; did you mean 'graph'"),
+        ({"untill": 100}, "unknown argument of AsyncDataParallel 'untill'; did you mean 'until'"),
         ({"graph": ob.graphs.Cycle()}, "a name here"),
         ({"partner": "none"}, "unknown partner"),
         ({"clock": "cuckoo"}, "unknown exchange clock"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from accounts import check_accounts
 
-from offbeat.launch.children import mpirun_command
+from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.records.files import read_run
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Exchange, Update, of_kind

@@ -14,7 +14,7 @@ from accounts import check_accounts, check_traffic, processes_of
 
 import offbeat as ob
 from offbeat.core.strategy import Node
-from offbeat.lab.experiment import Experiment
+from offbeat.engine.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
 from offbeat.records.files import read_run
 from offbeat.records.metrics import summarize
@@ -99,9 +99,8 @@ def experiment(
     """A run slow enough to be disturbed in its middle on any machine."""
     slow = ob.stragglers.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=1.0)
-    return Experiment(
-        ob.workloads.Digits(), strategy, cluster, workers, ob.Samples(samples), evaluate=ob.EverySeconds(0.3)
-    )
+    until, evaluate = ob.Samples(samples), ob.EverySeconds(0.3)
+    return Experiment(ob.workloads.Digits(), strategy, cluster=cluster, workers=workers, until=until, evaluate=evaluate)
 
 
 KILLED = [

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from accounts import check_accounts
 
-from offbeat.launch.children import mpirun_command
+from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.records.files import find_runs, read_run
 from offbeat.records.schema import Round, Update, of_kind
 

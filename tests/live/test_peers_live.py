@@ -23,10 +23,12 @@ from offbeat.core.actions import Action, Finish, Report
 from offbeat.core.events import Event, PeerLost, Started
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.core.strategy import Node
-from offbeat.lab.experiment import Experiment
+from offbeat.engine.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.worker_main import read_result
-from offbeat.live.node_runner import Clock, NodeRunner
+from offbeat.live.clock import Clock
+from offbeat.live.node_runner import NodeRunner
+from offbeat.live.runner_options import RunnerOptions
 from offbeat.records.files import MemoryWriter, read_run
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Dropped, Evaluation, Notice, RunRecords, Update, of_kind
@@ -64,12 +66,12 @@ class UntilRankIsBack(ob.Gossip, name=""):
     def node(self, context: ob.nodes.NodeContext) -> Node:
         node = super().node(context)
         assert isinstance(node, Peer)
-        is_goal_reached, rank = node._is_goal_reached, context.rank
+        is_goal_reached, rank = node._training.is_goal_reached, context.rank
 
         def with_rank_back() -> bool:
             return is_goal_reached() and (rank == self.back or node._view.live.get(self.back, 0) > 0)
 
-        node._is_goal_reached = with_rank_back  # type: ignore[method-assign]
+        node._training.is_goal_reached = with_rank_back  # type: ignore[method-assign]
         return node
 
 
@@ -80,7 +82,8 @@ def experiment(strategy: ob.Strategy, samples: int, faults: tuple[ob.faults.Cras
     """A run that is slow enough on any machine to be disturbed in its middle."""
     slow = ob.stragglers.WorkerOverride(tuple(range(4)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=2.0)
-    return Experiment(ob.workloads.Digits(), strategy, cluster, 4, ob.Samples(samples), evaluate=ob.EverySeconds(0.3))
+    until, evaluate = ob.Samples(samples), ob.EverySeconds(0.3)
+    return Experiment(ob.workloads.Digits(), strategy, cluster=cluster, workers=4, until=until, evaluate=evaluate)
 
 
 def check_peers(run: RunRecords, samples: int) -> None:
@@ -99,6 +102,10 @@ def check_peers(run: RunRecords, samples: int) -> None:
     assert (summary.failure, summary.samples) == (None, applied)
     assert summary.accuracy is not None
     assert summary.accuracy >= 0.9
+
+
+def options(rank: int, **settings: Any) -> RunnerOptions:
+    return RunnerOptions(rank=rank, clock=Clock(), is_peer=(1 - rank).__eq__, **settings)
 
 
 def test_peers_train_and_the_command_prints_a_summary(tmp_path: Path) -> None:
@@ -191,7 +198,7 @@ class EndsWithItsPeer(Node):
 def test_a_rank_that_comes_back_while_all_others_end_does_not_start_alone(returned: bool) -> None:
     loopback = Loopback({0: [1], 1: [0]})
     other, mine = loopback.transport(0), loopback.transport(1)
-    runner = NodeRunner(EndsWithItsPeer(), mine, rank=1, clock=Clock(), writer=MemoryWriter(), is_rejoining=returned)
+    runner = NodeRunner(EndsWithItsPeer(), mine, options(1, writer=MemoryWriter(), is_rejoining=returned))
     runner.start()
     other.close()
     try:
@@ -207,7 +214,7 @@ def test_records_from_before_the_clock_is_set_get_the_time_of_the_run() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     mine, writer = loopback.transport(1), MemoryWriter()
     mine.elapsed_at_join = (1000.0, time.monotonic())
-    runner = NodeRunner(EndsWithItsPeer(), mine, rank=1, clock=Clock(), writer=writer)
+    runner = NodeRunner(EndsWithItsPeer(), mine, options(1, writer=writer))
     runner.start()
     assert writer.records == []
     loopback.transport(0).close()

@@ -16,7 +16,9 @@ from offbeat.core.actions import Action, Finish, Send
 from offbeat.core.events import Event, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
-from offbeat.live.node_runner import Clock, NodeRunner
+from offbeat.live.clock import Clock
+from offbeat.live.node_runner import NodeRunner
+from offbeat.live.runner_options import RunnerOptions
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Ended, LinkUse, Round, RunRecords, Traffic, of_kind
 from offbeat.transports.loopback import Loopback
@@ -63,6 +65,10 @@ def shares(run: RunRecords) -> dict[tuple[int, str], float]:
         for use in of_kind(run, LinkUse)
         for peer, nbytes in use.used.items()
     }
+
+
+def options(rank: int, **settings: Any) -> RunnerOptions:
+    return RunnerOptions(rank=rank, clock=Clock(), is_peer=(1 - rank).__eq__, **settings)
 
 
 def test_processes_keep_to_a_rate_limit_and_use_it() -> None:
@@ -162,8 +168,8 @@ def test_messages_sent_right_before_the_end_are_sent_before_the_process_ends() -
     first, second = loopback.transport(0), loopback.transport(1)
     receiver, record = ReceiverNode(), MemoryWriter()
     limit = 20_000.0  # four messages a second
-    sending = NodeRunner(SenderNode(4), first, rank=0, clock=Clock(), writer=record, bytes_per_second=limit)
-    receiving = NodeRunner(receiver, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    sending = NodeRunner(SenderNode(4), first, options(0, writer=record, bytes_per_second=limit))
+    receiving = NodeRunner(receiver, second, options(1, writer=MemoryWriter()))
     receiving.start()
     sending.start()
     try:
@@ -182,7 +188,7 @@ def test_messages_sent_right_before_the_end_are_sent_before_the_process_ends() -
 def test_messages_queued_for_a_lost_peer_delay_nothing() -> None:
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
-    sending = NodeRunner(SenderNode(4), first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=1.0)
+    sending = NodeRunner(SenderNode(4), first, options(0, writer=MemoryWriter(), bytes_per_second=1.0))
     sending.start()
     try:
         assert sending.wait(JOIN_SECONDS)
@@ -218,8 +224,8 @@ def test_a_queued_message_is_superseded_and_reported_as_sent_only_when_it_was() 
     loopback = Loopback({0: [1], 1: [0]})
     first, second = loopback.transport(0), loopback.transport(1)
     node, receiver = SupersedingNode(), ReceiverNode()
-    sending = NodeRunner(node, first, rank=0, clock=Clock(), writer=MemoryWriter(), bytes_per_second=16_000.0)
-    receiving = NodeRunner(receiver, second, rank=1, clock=Clock(), writer=MemoryWriter())
+    sending = NodeRunner(node, first, options(0, writer=MemoryWriter(), bytes_per_second=16_000.0))
+    receiving = NodeRunner(receiver, second, options(1, writer=MemoryWriter()))
     receiving.start()
     sending.start()
     try:

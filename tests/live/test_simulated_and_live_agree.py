@@ -56,6 +56,47 @@ def contributions(run: RunRecords) -> list[list[tuple[int, int, int, int]]]:
     return [[(c.rank, c.first, c.stop, c.staleness) for c in update.contributions] for update in of_kind(run, Update)]
 
 
+def joined(workload: ob.Workload, strategy: ob.Strategy, until: ob.Samples, seed: int) -> Finish:
+    """The result of a training loop of one's own, hub and worker in this process."""
+    model = workload.initial_model(seed)
+    strategy = strategy.with_default_optimizer(workload.optimizer)
+    with ob.join(model, strategy, until, every=None, seed=seed) as run:
+        for batch in run.batches(workload.train):
+            run.backward(workload.losses(model, batch))
+    assert run.finish is not None
+    return run.finish
+
+
+def test_dropout_depends_on_the_samples_alone_in_every_engine() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+    workload = dataclasses.replace(regression(), model=model)
+    strategy, until = ob.FixedMinibatch(batch=24, microbatch=24), ob.Samples(240)
+    expected = result_of(ob.simulate(workload, strategy, until=until, workers=1, seed=7, evaluate=None)).parameters
+    torch.manual_seed(99)
+    for live in (
+        joined(workload, strategy, until, seed=7),
+        result_of(ob.train(workload, strategy, until, workers=1, seed=7, evaluate=None)),
+    ):
+        torch.testing.assert_close(live.parameters, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_single_sample_that_is_left_over_joins_the_last_micro_batch_in_every_engine() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+
+    workload = dataclasses.replace(regression(), model=model)
+    strategy, until = ob.FixedMinibatch(batch=49, microbatch=16), ob.Samples(490)
+    simulated = result_of(ob.simulate(workload, strategy, until=until, workers=1, seed=8, evaluate=None))
+    for live in (
+        joined(workload, strategy, until, seed=8),
+        result_of(ob.train(workload, strategy, until, workers=1, seed=8, evaluate=None)),
+    ):
+        torch.testing.assert_close(live.parameters, simulated.parameters, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(live.buffers, simulated.buffers, rtol=1e-9, atol=1e-12)
+
+
 class Replayed(WorkSizing):
     """Budgets with the numbers of samples of a recorded run."""
 

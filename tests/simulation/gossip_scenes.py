@@ -14,7 +14,6 @@ from offbeat.core.events import Event, GradientReady, MessageArrived
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.gossip_messages import Answer
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.strategies.gossip.replica import ALPHA
@@ -121,13 +120,14 @@ def average(
     seconds = cluster.seconds_per_sample * BATCH
     cluster = dataclasses.replace(cluster, link=dataclasses.replace(cluster.link, latency_seconds=latency * seconds))
     strategy = dataclasses.replace(strategy, batch=BATCH, microbatch=BATCH, optimizer=ob.SGD(lr=0.0))
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=strategy,
         workload=zero_gradient_workload(dimension, dtype),
         cluster=cluster,
         workers=peers,
         until=ob.Samples(peers * gradients * BATCH),
         seed=seed,
+        evaluate=None,
     )
     with one_thread():
-        Simulation(scenario, MemoryWriter(), observer=Disagreement(seed, seconds, measure)).run()
+        Simulation(experiment, MemoryWriter(), observer=Disagreement(seed, seconds, measure)).run()

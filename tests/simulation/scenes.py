@@ -10,7 +10,6 @@ from offbeat.core.actions import Budget, Record
 from offbeat.core.strategy import Cadence
 from offbeat.records.files import MemoryWriter
 from offbeat.simulation.simulator import Simulation, SimulationResult
-from offbeat.simulation.state import Scenario
 from offbeat.testing import Invariants
 
 Kind = TypeVar("Kind", bound=Record)
@@ -47,19 +46,18 @@ def play(
     """Simulate a run. `checked=False` is for runs that break the invariants on purpose."""
     workload = workload or quadratic()
     strategy = strategy.with_default_optimizer(workload.optimizer)
-    scenario = Scenario(
-        strategy,
+    experiment = ob.Experiment(
         workload,
-        cluster or ob.Cluster(),
-        workers,
-        until or ob.Samples(2000),
-        seed,
-        evaluate,
-        user_optimizer,
+        strategy,
+        cluster=cluster or ob.Cluster(),
+        workers=workers,
+        until=until or ob.Samples(2000),
+        seed=seed,
+        evaluate=evaluate,
     )
     invariants = Invariants(strategy)
     writer = invariants if checked else MemoryWriter()
-    simulation = Simulation(scenario, writer, observer=invariants if checked else None)
+    simulation = Simulation(experiment, writer, observer=invariants if checked else None, user_optimizer=user_optimizer)
     outcome = simulation.run()
     if checked:
         invariants.check_end(simulation, outcome)

@@ -22,7 +22,6 @@ from offbeat.lab.simulated_runs import record_bytes
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import LinkUse
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 
 LARGE = 44_000_000
 """The bytes of the parameters of a ResNet-18."""
@@ -89,8 +88,10 @@ class Actor(ob.nodes.Node):
 
 def staged(stage: Stage, cluster: ob.Cluster, workers: int, budget: float | None = None) -> Stage:
     workload = ob.workloads.Quadratic(dimension=2, examples=8).build()
-    scenario = Scenario(stage, workload, cluster, workers, ob.Samples(1), 0, bytes_per_second=budget)
-    Simulation(scenario, MemoryWriter()).run()
+    experiment = ob.Experiment(
+        workload, stage, cluster=cluster, workers=workers, until=ob.Samples(1), evaluate=None, bytes_per_second=budget
+    )
+    Simulation(experiment, MemoryWriter()).run()
     return stage
 
 

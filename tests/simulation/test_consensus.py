@@ -17,7 +17,7 @@ from offbeat.core.actions import Action, Compute, Evaluate, Finish
 from offbeat.core.events import Evaluated, Event, GradientReady, Started
 from offbeat.core.strategy import State
 from offbeat.records.schema import Consensus, Ended, Evaluation, Record
-from offbeat.simulation.rounds import consensus_distance
+from offbeat.simulation.simulation_records import consensus_distance
 
 STEPS = 4
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 from scenes import HUB_NAMES, NAMES, Scene, play
 
 import offbeat as ob
+from offbeat.cluster.faults import RankFault
 from offbeat.records.schema import Dropped, Membership, Round, Update
 
 SPEED = 0.01
@@ -133,3 +135,13 @@ def test_on_a_slow_link_parameters_are_superseded_and_the_worker_waits() -> None
     assert all(r.send_seconds == pytest.approx((64 + 32) / 400.0) for r in scene.of(Round)[20:])
     used = {r.version for r in scene.of(Round) if r.rank == 1}
     assert max(used) > len(used), "superseded versions are never used"
+
+
+@dataclass(frozen=True)
+class Overheat(RankFault):
+    """A fault that the simulator has no case for."""
+
+
+def test_a_fault_without_a_case_in_the_simulator_is_refused() -> None:
+    with pytest.raises(ob.RunFailed, match="internal error: Overheat has no case"):
+        play(ob.AsyncFixed(), cluster=ob.Cluster(faults=(Overheat(1, 1.0),)))

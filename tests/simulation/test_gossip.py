@@ -18,7 +18,6 @@ from offbeat.records.files import MemoryWriter
 from offbeat.records.metrics import evaluations
 from offbeat.records.schema import Consensus, Dropped, Exchange, Notice, Round, Update, of_kind
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule
 from offbeat.strategies.gossip.peer import Peer
 from offbeat.topology.graphs import Graph
@@ -194,16 +193,17 @@ def test_guarded_peers_converge_where_unguarded_ones_diverge(peers: int, latency
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
 def test_every_due_exchange_is_made(rate: float, clock: object, latency: float, tolerance: float) -> None:
     """The rate itself is tested for the regular clock; a Poisson clock has its rate only in the long run: see below."""
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=ob.Gossip(rate=rate, clock=clock, batch=1, microbatch=1, optimizer=ob.SGD(lr=0.01)),  # type: ignore[arg-type]
         workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=1.0, link=ob.Link(latency_seconds=latency)),
         workers=2,
         until=ob.Samples(1000),
         seed=0,
+        evaluate=None,
     )
     writer = MemoryWriter()
-    simulation = Simulation(scenario, writer)
+    simulation = Simulation(experiment, writer)
     simulation.run()
     nodes = [process.node for process in simulation.processes]
     due = sum(node._averaging.exchanges_due for node in nodes if isinstance(node, Peer))
@@ -312,17 +312,17 @@ def test_fast_peers_take_more_samples_and_all_end_with_the_same_model() -> None:
 
 def test_steps_of_a_user_optimizer_are_averaged_too() -> None:
     seen: list[float] = []
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=ob.Gossip(batch=8, microbatch=8),
         workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=0.1),
         workers=4,
         until=ob.Samples(1600),
         seed=0,
-        user_optimizer=ob.SGD(lr=0.05),
+        evaluate=None,
     )
     writer = MemoryWriter()
-    outcome = Simulation(scenario, writer).run()
+    outcome = Simulation(experiment, writer, user_optimizer=ob.SGD(lr=0.05)).run()
     seen = [record.loss / record.samples for record in writer.records if isinstance(record, Round) and record.samples]  # type: ignore[operator]
     assert outcome.failure is None
     assert np.mean(seen[-20:]) < 0.2 * np.mean(seen[:4])
@@ -338,15 +338,16 @@ def test_batch_norm_statistics_are_averaged_with_the_parameters() -> None:
         (inputs, inputs.sum(1)),
         split=ob.workloads.Sharded(),
     )
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=ob.Gossip(batch=8, microbatch=8, optimizer=ob.SGD(lr=1e-4)),
         workload=workload,
         cluster=ob.Cluster(seconds_per_sample=0.1),
         workers=4,
         until=ob.Samples(1600),
         seed=0,
+        evaluate=None,
     )
-    finishes = Simulation(scenario, MemoryWriter()).run().finishes
+    finishes = Simulation(experiment, MemoryWriter()).run().finishes
     first = finishes[0].buffers
     assert all(torch.equal(a, b) for finish in finishes.values() for a, b in zip(first, finish.buffers, strict=True))
     counter = next(buffer for buffer in first if not buffer.is_floating_point())
@@ -418,7 +419,7 @@ def test_a_run_ends_close_to_its_goal_even_if_exchanges_are_rare() -> None:
 def test_peers_that_notice_a_loss_at_different_times_end_with_the_same_result(seed: int) -> None:
     """The next root starts the final average before all peers know that it is the root."""
     at = 11.0 + float(stream(seed, "when").uniform(0.0, 1.5))
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
         workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(
@@ -426,13 +427,14 @@ def test_peers_that_notice_a_loss_at_different_times_end_with_the_same_result(se
             faults=(ob.faults.Crash(0, at),),
             crash_seen_seconds=0.1,
             link=ob.Link(latency_seconds=0.05),
+            evaluate=None,
         ),
         workers=5,
         until=ob.Samples(1200),
         seed=seed,
         notice_seconds=0.4,
     )
-    outcome = Simulation(scenario, MemoryWriter(), events_max=100_000).run()
+    outcome = Simulation(experiment, MemoryWriter(), events_max=100_000).run()
     assert outcome.failure is None
     results = [outcome.finishes[rank].parameters for rank in range(1, 5)]
     assert all(torch.equal(result, results[0]) for result in results)
@@ -451,15 +453,16 @@ def test_a_peer_with_infinite_parameters_is_left_out_of_the_result() -> None:
             if rank == 2 and simulation.now > 12 and isinstance(node, Peer):
                 node._replica.parameters.fill_(math.inf)
 
-    scenario = Scenario(
+    experiment = ob.Experiment(
         strategy=ob.Gossip(batch=4, microbatch=4, optimizer=ob.SGD(lr=0.01)),
         workload=ob.workloads.Quadratic(dimension=4).build(),
         cluster=ob.Cluster(seconds_per_sample=0.05),
         workers=4,
         until=ob.Samples(1000),
         seed=0,
+        evaluate=None,
     )
     observer = SetToInfinity(0, 1.0, lambda time, observer: None)
     observer._randomized = set(range(4))
-    outcome = Simulation(scenario, MemoryWriter(), observer=observer).run()
+    outcome = Simulation(experiment, MemoryWriter(), observer=observer).run()
     assert all(torch.isfinite(finish.parameters).all() for finish in outcome.finishes.values())

@@ -18,8 +18,8 @@ from offbeat.core.events import Evaluated, GradientReady, MessageArrived, PeerJo
 from offbeat.core.flat import layout_of
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
+from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.records.schema import Evaluation, Notice, Update
-from offbeat.simulation.gradients import GradientComputer
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters
 from offbeat.strategies.population.population_member import (
     PopulationMember,

@@ -18,9 +18,9 @@ from offbeat.core.examples import Order
 from offbeat.core.optimizers import AMSGrad
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import EveryUpdates, Node, NodeContext
+from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
 from offbeat.lab.live_runs import workers_for_processes
 from offbeat.records.schema import Dropped, Evaluation, Round, Update
-from offbeat.simulation.gradients import GradientComputer, GradientRequest
 from offbeat.strategies.serial import ArtificialDelay, Serial
 from offbeat.testing import check_strategy
 

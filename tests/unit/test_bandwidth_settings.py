@@ -16,7 +16,8 @@ from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.cli.train_command import read_plan
 from offbeat.cluster.presets import PRESETS
 from offbeat.core.configuration import to_plain
-from offbeat.lab.experiment import DEFAULT_WORKERS, Experiment, Plan
+from offbeat.engine.experiment import DEFAULT_WORKERS, Experiment
+from offbeat.lab.experiment_plan import Plan
 from offbeat.launch.rank_info import RankInfo
 from offbeat.live.injected_delay import InjectedDelay
 
@@ -71,7 +72,7 @@ def test_in_an_experiment_file_what_the_file_says_counts(tmp_path: Path) -> None
 def test_in_python_as_well() -> None:
     star = ob.load_cluster("pc-star")
     assert Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch()).workers == DEFAULT_WORKERS
-    assert Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(), star).workers == 8
+    assert Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(), cluster=star).workers == 8
     assert Plan(workload=ob.workloads.Quadratic(), strategies=(ob.FixedMinibatch(),), cluster=star).workers == 8
     run = ob.simulate(ob.workloads.Quadratic(), ob.FixedMinibatch(), star, ob.Samples(2000))
     assert run.summary.workers == 8

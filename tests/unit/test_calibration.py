@@ -16,7 +16,7 @@ from offbeat.cli import main
 from offbeat.cli.measurement_commands import as_toml
 from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
 from offbeat.cluster.presets import load_cluster
-from offbeat.cluster.stragglers import CEDAR, RoundDelay, Speed, Trace
+from offbeat.cluster.stragglers import CEDAR, Lognormal, RoundDelay, Slowdown, Speed, StragglerModel, Trace
 from offbeat.core.randomness import stream
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.calibration import (
@@ -133,6 +133,21 @@ def test_delays_that_were_longer_than_drawn_are_added() -> None:
     ]
     assert oversleep_seconds([run(late, workers=1)], CEDAR) == pytest.approx(0.002)
     assert oversleep_seconds([], CEDAR) == 0.0
+
+
+@pytest.mark.parametrize("straggle", [Slowdown(2.5), Lognormal(0.5)], ids=["factor", "lognormal"])
+def test_the_slow_down_that_was_drawn_is_not_added_to_the_cost_of_rounds(straggle: StragglerModel) -> None:
+    factors = [each.factor for each in itertools.islice(straggle.draws(stream(1, "speed", 1)), 200)]
+
+    def slowed(late: float) -> RunRecords:
+        induced = [0.3 * max(0.0, factor - 1.0) + late for factor in factors]
+        made = rounds(1, [0.3 + each for each in induced])
+        pairs = zip(made, induced, strict=True)
+        return run([msgspec.structs.replace(one, induced_seconds=each) for one, each in pairs], workers=1)
+
+    assert oversleep_seconds([slowed(0.0)], straggle) == pytest.approx(0.0, abs=1e-12)
+    mean = sum(factors[2:]) / len(factors[2:])  # of the rounds after the warm-up
+    assert mean * oversleep_seconds([slowed(0.002)], straggle) == pytest.approx(0.002, rel=0.02)
 
 
 # From seconds to a cluster
@@ -274,11 +289,19 @@ def test_measured_speeds_are_not_injected_and_requested_delay_is() -> None:
     link = Link(latency_seconds=0.5)
     measured = Cluster(0.1, workers=(override,), link=link, speed_trace=Trace((2.0,)), factors=(3.0,), measured=True)
     induced = InjectedDelay.of(measured, {1: 0}, 1, [0], seed=0)
-    assert induced.next_round_delay() == pytest.approx(RoundDelay(0.0, 3.0))
+    assert induced.next_round_delay() == pytest.approx((0.0, 3.0, 0.0))
     assert induced.delay(0, 1000, 0.0) == 0.0
     asleep = InjectedDelay.of(Cluster(straggle=CEDAR, measured=True), {1: 0}, 1, [0], seed=0)
     usual = InjectedDelay.of(Cluster(straggle=CEDAR), {1: 0}, 1, [0], seed=0)
     assert [asleep.next_round_delay() for _ in range(5)] == [usual.next_round_delay() for _ in range(5)]
+
+
+def test_a_slow_round_prolongs_the_extra_time_of_its_micro_batches_too() -> None:
+    cluster = Cluster(0.1, straggle=Slowdown(2.0), workers=(WorkerOverride((0,), seconds_per_call=0.01),))
+    delay = InjectedDelay.of(cluster, {1: 0}, 1, [0], seed=0).next_round_delay()
+    assert delay == pytest.approx((0.0, 2.0, 0.02))
+    assert delay.slowdown_seconds(0.1) == pytest.approx(0.1 + 0.02)
+    assert 0.1 + delay.slowdown_seconds(0.1) == pytest.approx(cluster.speed(0).microbatch_seconds(1, 2.0))
 
 
 # What is refused

@@ -28,8 +28,9 @@ from offbeat.core.optimizers import SGD, AMSGrad
 from offbeat.core.schedules import Linear
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
+from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment, Plan, share_done
+from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Update
@@ -204,7 +205,16 @@ def test_the_help_of_simulate_comes_in_sections(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     places = [shown.index(f"─ {section} ─") for section in GROUPS if section != LIVE]
     assert places == sorted(places)
-    assert "seconds between updates [async-timed: " in shown
+    assert "seconds between updates; none: as long as 90 samples" in shown
+    assert "[async-timed: none]" in shown
+
+
+def test_the_help_of_compare_shows_no_defaults_since_the_file_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "a named cluster, or a TOML file; the flags below change it " in shown
+    assert not [flag.name for flag in flags.file_flags() if flag.default]
+    assert "[none]" not in shown
 
 
 # What words and flags mean

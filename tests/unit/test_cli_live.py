@@ -16,10 +16,11 @@ from offbeat.cli import flags, main, train_command, worker_process
 from offbeat.cli.live_view import RunWatcher
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import NamedWorkload
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment, Plan
-from offbeat.lab.worker_main import LiveOptions
+from offbeat.lab.experiment_plan import Plan
 from offbeat.launch.rank_info import RankInfo
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.files import LIVE, RANK_RECORDS, write_header
 from offbeat.records.schema import Notice, RunRecords
 

@@ -17,7 +17,7 @@ from offbeat.core.events import Event, MessageArrived, PeerLost, Started, TimerF
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message, Stop
 from offbeat.core.strategy import Node, State
-from offbeat.simulation.delivery import Lease
+from offbeat.simulation.leases import Lease
 from offbeat.strategies.compressed_node import CompressedNode, build_node
 from offbeat.strategies.gossip.replica import Replica
 

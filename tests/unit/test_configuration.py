@@ -11,7 +11,7 @@ import offbeat as ob
 from offbeat.core.actions import Budget
 from offbeat.core.configuration import Family, build, from_plain, option, options, to_plain
 from offbeat.core.strategy import Cadence, Strategy
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, FieldError
 
 
 class Shape(Family):
@@ -139,3 +139,12 @@ BAD_SETTINGS = [
 def test_settings_that_cannot_work_are_refused_where_they_are_written(number: int) -> None:
     with pytest.raises(ConfigurationError, match="must be"):
         BAD_SETTINGS[number]()
+
+
+def test_an_error_about_a_field_names_the_class_the_field_and_the_problem() -> None:
+    with pytest.raises(FieldError) as raised:
+        ob.SGD(lr=0.1, momentum=1.5)
+    error = raised.value
+    assert (error.owner, error.field) == ("SGD", "momentum")
+    assert error.problem == "must be at least 0 and below 1, but is 1.5"
+    assert str(error) == f"SGD.momentum {error.problem}"

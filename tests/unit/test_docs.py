@@ -37,7 +37,7 @@ from offbeat.core.configuration import build, options
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
-from offbeat.lab.experiment import Plan
+from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.reproduction.study import study_of
 from offbeat.records.files import read_run
 from offbeat.records.metrics import Summary

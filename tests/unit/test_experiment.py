@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import offbeat as ob
-from offbeat.lab.experiment import Plan
+from offbeat.engine.experiment import Experiment, RunSettings
+from offbeat.lab.experiment_plan import Plan
 from offbeat.records.files import read_run
 
 
@@ -78,6 +80,48 @@ def test_a_plan_is_equal_after_a_roundtrip_through_plain_data(tmp_path: Path) ->
     assert plan.cluster.speed(3).straggle == ob.stragglers.NIAGARA
     assert Plan.from_plain(plan.to_plain(), "again") == plan
     assert [(e.name, e.seed) for e in plan.experiments()] == [("slow", 3), ("amb", 3), ("slow", 5), ("amb", 5)]
+
+
+def test_every_setting_of_a_plan_reaches_its_experiments() -> None:
+    settings = {
+        "cluster": ob.load_cluster("niagara"),
+        "workers": 3,
+        "until": ob.Seconds(5.0),
+        "evaluate": None,
+        "bytes_per_second": 1e6,
+        "target": ob.Target("loss", 0.5),
+    }
+    assert settings.keys() == {item.name for item in dataclasses.fields(RunSettings)}
+    plan = Plan(workload=ob.workloads.Quadratic(), strategies=(ob.FixedMinibatch(),), seeds=(4,), **settings)
+    (experiment,) = plan.experiments()
+    assert {name: getattr(experiment, name) for name in settings} == settings
+    assert (experiment.seed, experiment.name) == (4, "fmb")
+    plain = experiment.to_plain()
+    assert plain is not None
+    again = Experiment.from_plain(plain)
+    assert {name: getattr(again, name) for name in settings} == settings
+
+
+def test_settings_of_an_experiment_are_named() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(), ob.Cluster())  # type: ignore[misc]
+
+
+def test_an_experiment_that_was_written_before_a_setting_existed_is_read_with_its_default() -> None:
+    plain = Experiment(ob.workloads.Quadratic(), ob.FixedMinibatch(), workers=2).to_plain()
+    assert plain is not None
+    del plain["target"]
+    assert Experiment.from_plain(plain).target is None
+    del plain["cluster"]
+    with pytest.raises(KeyError, match="cluster"):
+        Experiment.from_plain(plain)
+
+
+def test_an_experiment_without_a_workload_cannot_be_simulated_or_written() -> None:
+    experiment = Experiment(None, ob.FixedMinibatch(), until=100)
+    assert experiment.to_plain() is None
+    with pytest.raises(ob.ConfigurationError, match="the workload must be an object such as"):
+        experiment.resolved()
 
 
 def test_runs_without_evaluation_have_no_time_to_target() -> None:

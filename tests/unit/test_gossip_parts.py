@@ -16,9 +16,9 @@ from offbeat.records.files import read_run
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
 from offbeat.strategies.gossip.gossip_messages import Average, PartialSum, ReduceStart
 from offbeat.strategies.gossip.membership_view import MembershipView, linked_ranks
-from offbeat.strategies.gossip.peer_state import PeerState
 from offbeat.strategies.gossip.replica import Replica
 from offbeat.strategies.gossip.tree_reduce import TreeReduce, children, parents
+from offbeat.strategies.node_state import Stateful
 
 FLOATS = torch.tensor([1.0, 3.0])
 COUNTER = torch.tensor([5])
@@ -205,9 +205,14 @@ def test_a_tree_reduce_gives_the_mean_unless_a_part_is_an_earlier_result() -> No
 
 def test_messages_and_generators_survive_a_checkpoint() -> None:
     average = Average(FLOATS, (COUNTER,), 0, 3, True, (0, 2), False, 8, (1, 2, 3))
-    peer = PeerState()
-    peer.restore(PeerState(result=average).state())
-    restored = peer.result
+
+    class HoldsResult(Stateful):
+        result: Average | None = None
+
+    holder, again = HoldsResult(), HoldsResult()
+    holder.result = average
+    again.restore(holder.state())
+    restored = again.result
     assert restored is not None
     assert (restored.members, restored.counts, restored.version) == ((0, 2), (1, 2, 3), 8)
     assert torch.equal(restored.parameters, FLOATS)

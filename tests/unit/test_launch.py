@@ -10,18 +10,20 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from made_records import a_round
 
 import offbeat as ob
 from offbeat.cli import ARGUMENTS_BEFORE_SCRIPT, BOOLEAN_FLAGS, _separate_script, application, main
-from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
-from offbeat.lab.worker_main import local_ranks
 from offbeat.launch.children import Child, start_command, start_forked
-from offbeat.launch.supervisor import RunMonitor
-from offbeat.live.node_runner import Clock
+from offbeat.launch.failure_reports import SENTENCE_CHARACTERS_MAX, FailureKind, FailureReport, find_pipe, report_of
+from offbeat.launch.run_monitor import RunMonitor
+from offbeat.live.clock import Clock
 from offbeat.live.rank_allocator import RankAllocator
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.files import RankWriter, rank_file, read_rank
 from offbeat.records.schema import Notice
 from offbeat.transports.rendezvous import Assignment, CallRequest
@@ -126,35 +128,110 @@ def test_a_function_runs_in_a_forked_copy_and_returns_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "reason"),
+    ("error", "code", "kind", "reason"),
     [
-        (ConfigurationError("the model\nis another one"), 2, "the model is another one"),
-        (RunFailed("no worker is left"), 1, "no worker is left"),
-        (ValueError("there is no x"), 1, "ValueError: there is no x"),
-        (KeyboardInterrupt(), 130, None),
-        (SystemExit(4), 4, None),
+        (ConfigurationError("the model\nis another one"), 2, FailureKind.CONFIGURATION, "the model is another one"),
+        (RunFailed("no worker is left"), 1, FailureKind.RUN_FAILED, "no worker is left"),
+        (ContractViolation("two rounds at once"), 1, FailureKind.CONTRACT, "two rounds at once"),
+        (ValueError("there is no x\nof this"), 1, FailureKind.OTHER, "ValueError: there is no x"),
+        (KeyboardInterrupt(), 130, None, None),
+        (SystemExit(4), 4, None, None),
     ],
 )
 def test_a_function_that_fails_reports_it_as_a_program_does(
-    error: BaseException, code: int, reason: str | None
+    error: BaseException, code: int, kind: FailureKind | None, reason: str | None
 ) -> None:
     def function() -> int:
         raise error
 
-    child = forked(function, [])
+    lines: Lines = []
+    child = forked(function, lines)
     assert (child.wait(), child.failure_reason()) == (code, reason)
+    assert (None if child.report is None else child.report.kind) == kind
+    assert bool(lines) == (kind is FailureKind.OTHER)  # its traceback
+
+
+# Reports of failures
+
+HOOKED = """
+from offbeat.launch.failure_reports import report_uncaught
+from offbeat.launch.rank_info import read_report_pipe
+report_uncaught(read_report_pipe())
+report_uncaught(read_report_pipe())
+"""
+
+
+def hooked(script: str, lines: Lines) -> Child:
+    """A program that uses offbeat, and then runs `script`."""
+    argv = [sys.executable, "-c", HOOKED + script]
+    return start_command(argv, rank=1, incarnation=0, environment={}, on_line=lambda *line: lines.append(line))
+
+
+def test_an_exception_that_nothing_catches_is_reported_and_its_traceback_printed() -> None:
+    lines: Lines = []
+    child = hooked("from offbeat.errors import ConfigurationError\nraise ConfigurationError('no\\nmodel')", lines)
+    assert child.wait() == 1
+    assert child.report == FailureReport(FailureKind.CONFIGURATION, "no model")
+    assert lines[0] == (1, "Traceback (most recent call last):")
+
+
+def test_a_process_that_the_child_has_started_does_not_report_for_it() -> None:
+    forks = "import os\nif os.fork() == 0: raise ValueError('of the copy')\nos.wait(); os._exit(3)"
+    runs = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import os; print(os.environ[\"OFFBEAT_REPORT\"]);'\n"
+        "    'from offbeat.launch.rank_info import read_report_pipe; print(read_report_pipe())'])\n"
+        "sys.exit(3)"
+    )
+    for script in (forks, runs):
+        lines: Lines = []
+        child = hooked(script, lines)
+        assert (child.wait(), child.report) == (3, None)
+    assert lines[-1] == (1, "None")
+
+
+def test_a_pipe_is_recognised_by_its_identity_and_not_by_its_number() -> None:
+    reading, writing = os.pipe()
+    inode = os.fstat(writing).st_ino
+    try:
+        assert find_pipe(f"{writing}:{inode}") == writing
+        assert find_pipe(f"{writing}:{inode + 1}") is None
+        assert [find_pipe(text) for text in ("", "3", "a:b", f"-1:{inode}")] == [None] * 4
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_report_of_any_length_reaches_the_launcher() -> None:
+    def function() -> int:
+        raise RunFailed("ä" * 100_000)
+
+    child = forked(function, [])
+    assert child.wait() == 1
+    assert child.report == FailureReport(FailureKind.RUN_FAILED, "ä" * SENTENCE_CHARACTERS_MAX)
+
+
+def test_the_line_that_names_an_exception_has_no_line_breaks_and_is_never_empty() -> None:
+    class Silent(Exception):
+        pass
+
+    error: BaseException
+    for error, line in ((ValueError("a\nb"), "ValueError: a"), (ValueError(), "ValueError"), (OSError(2, "x"), None)):
+        assert report_of(error).sentence == (line or "FileNotFoundError: [Errno 2] x")
+    assert report_of(Silent()).sentence.endswith("Silent")
+    assert report_of(SyntaxError("bad", ("file.py", 1, 1, "x x"))).sentence == "SyntaxError: bad"
 
 
 # Ranks of runs with a hub, and of peers
 
 
 def test_rank_0_is_always_started_here() -> None:
-    assert local_ranks(ob.FixedMinibatch(), 4, 0) == [0]
-    assert local_ranks(ob.FixedMinibatch(), 4, 2) == [0, 1, 2]
-    assert local_ranks(ob.Gossip(), 4, 2) == [0, 1]
-    assert local_ranks(ob.Gossip(), 4, None) == [0, 1, 2, 3]
+    assert LiveOptions(local_workers=0).local_ranks(ob.FixedMinibatch(), 4) == [0]
+    assert LiveOptions(local_workers=2).local_ranks(ob.FixedMinibatch(), 4) == [0, 1, 2]
+    assert LiveOptions(local_workers=2).local_ranks(ob.Gossip(), 4) == [0, 1]
+    assert LiveOptions(local_workers=None).local_ranks(ob.Gossip(), 4) == [0, 1, 2, 3]
     with pytest.raises(ConfigurationError, match="--local-workers must be 1 or more"):
-        local_ranks(ob.Gossip(), 4, 0)
+        LiveOptions(local_workers=0).local_ranks(ob.Gossip(), 4)
 
 
 def test_among_peers_there_are_as_many_workers_as_processes() -> None:
@@ -285,11 +362,28 @@ def test_a_script_that_raises_fails_the_run_and_its_traceback_is_shown_with_the_
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_a_script_that_cannot_join_ends_with_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_reports_its_failure_ends_with_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    report = msgspec.json.encode(FailureReport(FailureKind.RUN_FAILED, "the disk is full"))
     Path("script.py").write_text(
-        "import os, sys\n"
-        "if os.environ['OFFBEAT_RANK'] == '0': sys.exit('offbeat: the disk is full')\n"
-        "import signal; signal.pause()\n"
+        "import os, signal, sys\n"
+        "if os.environ['OFFBEAT_RANK'] == '0':\n"
+        f"    os.write(int(os.environ['OFFBEAT_REPORT'].split(':')[0]), {report!r})\n"
+        "    sys.exit(1)\n"
+        "signal.pause()\n"
     )
     assert main(["launch", "-n", "2", "script.py"]) == 1
     assert capfd.readouterr().err == "offbeat: the disk is full\n"
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_what_a_script_prints_is_shown_and_decides_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("script.py").write_text(
+        "import os, signal, sys\n"
+        "if os.environ['OFFBEAT_RANK'] == '0': sys.exit('offbeat: the disk is full')\n"
+        "signal.pause()\n"
+    )
+    assert main(["launch", "-n", "2", "script.py"]) == 1
+    assert capfd.readouterr().err.splitlines() == [
+        "[rank 0] offbeat: the disk is full",
+        "offbeat: rank 0: offbeat: the disk is full",
+    ]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from offbeat.cli.live_view import LINE_SECONDS, LineWatcher, RunWatcher, render_run, watch_run
 from offbeat.cli.run_state import RECENT_SECONDS, RunState
-from offbeat.lab.experiment import Experiment
+from offbeat.engine.experiment import Experiment
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.process_settings import hub_or_worker_name, rank_names
 from offbeat.records.schema import Evaluation, Membership, Notice
@@ -159,12 +159,13 @@ def test_notices_are_printed_and_the_output_of_processes_is_labelled(capsys: pyt
     lines.say("worker 1 was killed by SIGKILL")
     lines.line(1, "Traceback (most recent call last):")
     lines.line(0, "a warning")
-    lines.line(0, "offbeat: the reason of its end is printed by the supervisor")
+    lines.line(0, "offbeat: shared memory is not available here")
     assert capsys.readouterr().err.splitlines() == [
         "offbeat: fmb, seed 0: raise samples_max",
         "offbeat: worker 1 was killed by SIGKILL",
         "[worker 1] Traceback (most recent call last):",
         "[hub] a warning",
+        "[hub] offbeat: shared memory is not available here",
     ]
 
 

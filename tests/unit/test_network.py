@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.cli.worker_process import run_reported
+from offbeat.core.events import LossReason, PeerLost
 from offbeat.core.messages import Message
-from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.lab.network_test import agent, controller, protocol
+from offbeat.errors import ConfigurationError, LinkLost, OffbeatError, RunFailed
+from offbeat.lab.network_test import agent, controller, processes, protocol
 from offbeat.lab.network_test.agent import Agent, Connections
 from offbeat.lab.network_test.controller import Controller
 from offbeat.lab.network_test.plan import (
@@ -31,11 +35,13 @@ from offbeat.lab.network_test.plan import (
     elements_that_fit,
     steps_of,
 )
-from offbeat.lab.network_test.processes import JOINED_BY_HAND, FreeRanks
+from offbeat.lab.network_test.processes import FreeRanks
 from offbeat.lab.network_test.protocol import DataBlock, RankReady, checksum, flaw_of
 from offbeat.lab.network_test.result import NetworkResult, read_result, write_result
+from offbeat.launch.children import start_command
+from offbeat.launch.rank_info import RankInfo
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.rendezvous import Assignment, CallRequest
+from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Program
 from offbeat.transports.transport import Transport, TransportEvent
 
 SMALL = NetworkTest(elements=1001, repeats=2)
@@ -346,14 +352,67 @@ def test_blocks_that_do_not_fit_into_a_machine_are_refused_with_what_would(monke
 def test_ranks_that_are_not_started_here_are_assigned_to_processes_that_join() -> None:
     free_ranks = FreeRanks(4, [0, 2])
 
-    def assign(member: str, rank: int | None = None) -> int | str:
-        answer = free_ranks(CallRequest("assignment", rank, member))
+    def assign(member: str, rank: int | None = None, program: Program = "network test") -> int | str:
+        answer = free_ranks(CallRequest("assignment", rank, member, program=program))
         return answer.rank if isinstance(answer, Assignment) else answer
 
-    assert [assign(f"{JOINED_BY_HAND}a"), assign(f"{JOINED_BY_HAND}b"), assign(f"{JOINED_BY_HAND}a")] == [1, 3, 1]
-    assert "all 4 ranks are taken" in str(assign(f"{JOINED_BY_HAND}c"))
+    assert [assign("a"), assign("b"), assign("a")] == [1, 3, 1]
+    assert "all 4 ranks are taken" in str(assign("c"))
     assert assign("", rank=2) == 2
-    assert "trains nothing" in str(assign("a worker"))
+    assert "trains nothing" in str(assign("a worker", program="training"))
+
+
+# Failures of processes
+
+
+def test_a_rank_that_has_lost_rank_0_is_explained_by_what_rank_0_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank reports which link was lost; only then is the reason of rank 0 added."""
+
+    def fail(info: RankInfo, test: NetworkTest) -> int:
+        raise LinkLost(0, "closed", "rank 1 lost rank 0 (closed)") if info.rank == 1 else RunFailed("no lost rank 0")
+
+    monkeypatch.setattr(processes, "_forked_main", fail)
+    info = RankInfo(0, 3, Address("127.0.0.1", 1), b"")
+    for rank, sentence in (
+        (1, "rank 1: rank 1 lost rank 0 (closed); at rank 0: a message was damaged"),
+        (2, "rank 2: no lost rank 0"),
+    ):
+        with (
+            pytest.raises(RunFailed, match=f"^{re.escape(sentence)}$"),
+            processes._started(info, NetworkTest(), range(rank, rank + 1)) as check,
+        ):
+            check(PeerLost(0.0, rank, 0, LossReason.INVALID, "a message was damaged"))
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "error", "sentence"),
+    [
+        ([RunFailed("first"), ConfigurationError("too large")], 1, ConfigurationError, "too large"),
+        ([RunFailed("rank 2 was lost")], 2, RunFailed, "rank 2 was lost"),
+        ([], 2, ConfigurationError, "mpirun: no such host"),
+        ([], 1, RunFailed, "mpirun: no such host"),
+    ],
+)
+def test_ranks_of_mpirun_report_to_a_file_and_what_mpirun_prints_comes_second(
+    reports: list[OffbeatError],
+    code: int,
+    error: type[OffbeatError],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    path = tmp_path / "network.json"
+    for reported in reports:
+        run_reported(functools.partial(_raise, reported), path.with_name(processes.FAILURES))
+    argv = [sys.executable, "-I", "-S", "-c", f"import sys; print('mpirun: no such host'); sys.exit({code})"]
+    mpirun = start_command(argv, rank=0, incarnation=0, environment={}, on_line=lambda rank, text: None)
+    made = processes._mpirun_error(mpirun, mpirun.wait(), path.with_name(processes.FAILURES))
+    assert (type(made), str(made)) == (error, sentence)
+
+
+def _raise(error: OffbeatError) -> int:
+    raise error
 
 
 # Files

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import offbeat as ob
 from offbeat.core.actions import Budget
 from offbeat.core.messages import Buffers, Stop
+from offbeat.core.randomness import stream
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.records.schema import Contribution
 from offbeat.strategies.node_state import Stateful
@@ -25,6 +29,11 @@ class Entry:
 
 class Part(Stateful):
     count: int = 0
+
+
+class Stage(Enum):
+    FIRST = "first"
+    SECOND = "second"
 
 
 class Whole(Stateful):
@@ -45,12 +54,16 @@ class Whole(Stateful):
     _parts: list[Contribution]
     _part: Part
     _several: list[Part]
+    _stage: Stage = Stage.FIRST
+    _newest: deque[Tensor]
+    _random: np.random.Generator
 
     def __init__(self) -> None:
         self.configuration = object()
         self._vector = torch.zeros(2)
         self._ranks, self._pairs, self._by_pair, self._ledgers, self._parts = set(), [], {}, {}, []
         self._part, self._several = Part(), [Part(), Part()]
+        self._newest, self._random = deque([torch.zeros(1)], maxlen=2), stream(0, "test")
 
 
 def filled() -> Whole:
@@ -67,6 +80,9 @@ def filled() -> Whole:
     whole._budget = ob.Seconds(2.0, samples_max=9)
     whole._parts = [Contribution(1, 0, 4, 2)]
     whole._part.count, whole._several[1].count = 4, 5
+    whole._stage = Stage.SECOND
+    whole._newest.extend([torch.ones(1), torch.full((1,), 2.0)])
+    whole._random.random()
     return whole
 
 
@@ -81,6 +97,9 @@ def test_every_annotated_attribute_is_restored_with_its_type() -> None:
     assert isinstance(again._stop.buffers, tuple)
     assert (again._budget, again._parts) == (ob.Seconds(2.0, samples_max=9), [Contribution(1, 0, 4, 2)])
     assert (again._part.count, [part.count for part in again._several]) == (4, [0, 5])
+    assert (again._stage, [float(value) for value in again._newest]) == (Stage.SECOND, [1.0, 2.0])
+    assert again._newest.maxlen == 2
+    assert again._random.random() == original._random.random()
 
 
 def test_a_node_without_changes_is_restored_too() -> None:

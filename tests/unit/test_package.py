@@ -45,9 +45,9 @@ def test_a_namespace_lists_its_names_and_nothing_else(namespace: str) -> None:
     "module", ["offbeat", *(f"offbeat.api.{name}" for name in NAMESPACES.split() if name != "testing")]
 )
 def test_the_example_in_the_docstring_of_a_namespace_runs(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def simulate(*arguments: Any, **settings: Any) -> Any:
+    def simulate(workload: Any, strategy: Any, cluster: Any = ob.Cluster(), **settings: Any) -> Any:  # noqa: B008
         """Checks the arguments as `ob.simulate` does, without running anything."""
-        ob.Experiment(*arguments, **settings).resolved()
+        ob.Experiment(workload, strategy, cluster=cluster, **settings).resolved()
         return MagicMock()
 
     monkeypatch.setattr(ob, "simulate", simulate)

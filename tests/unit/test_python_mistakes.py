@@ -122,3 +122,17 @@ def test_micro_batches_of_batch_norm_without_statistics_are_not_merged() -> None
         return simulate(mine(model=model), strategy, until=ob.Samples(640)).summary.loss
 
     assert losses(4) != losses(32)
+
+
+def test_batch_norm_on_single_samples_is_refused_whatever_its_error_says() -> None:
+    class Norm(torch.nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if len(input) == 1:
+                raise ValueError("another wording")
+            return super().forward(input)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(Norm(4), torch.nn.Linear(4, 3))
+
+    with pytest.raises(ob.ConfigurationError, match="batch norm, which needs at least 2 samples at a time"):
+        simulate(mine(model=model), ob.FixedMinibatch(batch=4, microbatch=1))

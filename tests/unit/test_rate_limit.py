@@ -17,7 +17,7 @@ from offbeat.core.actions import Send
 from offbeat.core.bandwidth import RateLimitedOutbox, TokenBucket
 from offbeat.core.messages import Message, Stopped
 from offbeat.core.wire_size import HEAD_BYTES
-from offbeat.lab.experiment import Plan
+from offbeat.lab.experiment_plan import Plan
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,35 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
 from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.errors import ConfigurationError
 from offbeat.launch.children import Child, start_command
+from offbeat.launch.failure_reports import FailureKind, FailureReport
+from offbeat.launch.process_faults import check_faults
 from offbeat.launch.process_settings import peer_name
-from offbeat.launch.supervisor import Supervisor, backoff_seconds, check_faults
+from offbeat.launch.rank_processes import RankFacts
+from offbeat.launch.run_failure import Cause, Exited, Killed, Reported, RunFailure
+from offbeat.launch.supervisor import Supervisor, SupervisorOptions, backoff_seconds
 
 KILL_YOURSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "raise ValueError('there is no x')"
 FOREVER = "import signal; signal.pause()"
 QUIT = "pass"
 HUB = "exec(open({!r}).read())"
+
+
+def reports(kind: FailureKind, sentence: str, code: int = 1) -> str:
+    """A program that fails as those of offbeat do; without offbeat, it starts fast."""
+    line = msgspec.json.encode(FailureReport(kind, sentence))
+    return f"import os\nos.write(int(os.environ['OFFBEAT_REPORT'].split(':')[0]), {line!r})\nos._exit({code})"
+
+
+def sentence_of(failure: RunFailure | None) -> str | None:
+    return None if failure is None else failure.sentence
 
 
 class Processes:
@@ -42,25 +56,26 @@ class Processes:
         self.sentences: list[str] = []
         self.lines: list[tuple[int, str]] = []
         self.children: dict[tuple[int, int], Child] = {}
+        self.failure: RunFailure | None = None
 
     def run(
         self, when: Callable[[], bool], script: str = QUIT, restarts_max: int = 3, faults: tuple[Fault, ...] = ()
     ) -> str | None:
+        """The sentence of the failure, if there is one; `failure` is the whole of it."""
         sent = False
 
         def tick() -> None:
             nonlocal sent
             sent = sent or (when() and self._send(script))
 
-        return Supervisor(
+        self.failure = Supervisor(
             self._start,
             range(len(self.lives)),
-            restarts_max=restarts_max,
+            RankFacts(has_joined=lambda rank: self.joined),
             say=self.sentences.append,
-            has_joined=lambda rank: self.joined,
-            faults=faults,
-            grace_seconds=0.05,
+            options=SupervisorOptions(restarts_max=restarts_max, faults=faults, grace_seconds=0.05),
         ).run(tick)
+        return sentence_of(self.failure)
 
     def _start(self, rank: int, incarnation: int) -> Child:
         script = self.lives[rank][min(incarnation, len(self.lives[rank]) - 1)]
@@ -117,7 +132,11 @@ def test_processes_that_do_not_end_with_rank_0_are_killed(tmp_path: Path, monkey
     )
     processes = Processes(tmp_path, [FOREVER], [ignores_sigterm])
     supervisor = Supervisor(
-        processes._start, range(3), say=processes.sentences.append, has_joined=lambda rank: True, grace_seconds=0.1
+        processes._start,
+        range(3),
+        RankFacts(has_joined=lambda rank: True),
+        say=processes.sentences.append,
+        options=SupervisorOptions(grace_seconds=0.1),
     )
 
     def tick() -> None:
@@ -141,18 +160,37 @@ def test_all_ranks_are_killed_when_rank_0_is(tmp_path: Path) -> None:
     assert processes.children[1, 0].poll() == -signal.SIGKILL
 
 
+DISK, DIVISION = "the disk is full", "ZeroDivisionError: division by zero"
+
+
 @pytest.mark.parametrize(
-    ("script", "sentence"),
+    ("script", "cause", "sentence"),
     [
-        ("import sys; print('offbeat: the disk is full', file=sys.stderr); sys.exit(1)", "the disk is full"),
-        (RAISE, "hub: ValueError: there is no x"),
-        ("import sys; sys.exit(3)", "the hub ended with exit code 3 and without a message"),
-        ("import sys; print('offbeat: a warning', file=sys.stderr); 1 / 0", "hub: ZeroDivisionError: division by zero"),
-        ("raise ValueError('several\\nlines')", "hub: ValueError: several"),
+        (reports(FailureKind.RUN_FAILED, DISK), Reported(FailureReport(FailureKind.RUN_FAILED, DISK)), DISK),
+        (
+            reports(FailureKind.OTHER, DIVISION),
+            Reported(FailureReport(FailureKind.OTHER, DIVISION)),
+            f"hub: {DIVISION}",
+        ),
+        (RAISE, Exited(1), "hub: ValueError: there is no x"),
+        ("import sys; sys.exit(3)", Exited(3), "the hub ended with exit code 3 and without a message"),
+        ("import sys; print('offbeat: a warning', file=sys.stderr); 1 / 0", Exited(1), f"hub: {DIVISION}"),
+        ("raise ValueError('several\\nlines')", Exited(1), "hub: ValueError: several"),
+        ("import sys; print('offbeat: ready', file=sys.stderr); sys.exit(4)", Exited(4), "hub: offbeat: ready"),
+        (KILL_YOURSELF, Killed(signal.SIGKILL), "the hub was killed by SIGKILL"),
+        (
+            reports(FailureKind.RUN_FAILED, DISK).replace("os._exit(1)", KILL_YOURSELF),
+            Killed(signal.SIGKILL),
+            "the hub was killed by SIGKILL",
+        ),
     ],
 )
-def test_a_failure_of_rank_0_fails_the_run_with_its_error_sentence(script: str, sentence: str, tmp_path: Path) -> None:
-    assert Processes(tmp_path, [FOREVER]).run(at_once, script) == sentence
+def test_a_failure_of_rank_0_fails_the_run_with_its_cause_and_its_error_sentence(
+    script: str, cause: Cause, sentence: str, tmp_path: Path
+) -> None:
+    processes = Processes(tmp_path, [FOREVER])
+    assert processes.run(at_once, script) == sentence
+    assert processes.failure == RunFailure(0, cause, sentence)
 
 
 # Restarts
@@ -183,6 +221,8 @@ def test_the_run_fails_when_no_worker_is_left(tmp_path: Path) -> None:
     processes = Processes(tmp_path, [KILL_YOURSELF])
     failure = processes.run(never, restarts_max=1)
     assert failure == "no process is left to compute: worker 1 was killed by SIGKILL"
+    assert processes.failure is not None
+    assert processes.failure.was_killed
     assert processes.starts_of(1) == 2
 
 
@@ -197,9 +237,19 @@ def test_a_worker_that_raises_before_it_ever_joined_fails_the_run(tmp_path: Path
     assert processes.starts_of(1) == 1
 
 
-def test_a_configuration_error_of_a_worker_fails_the_run_even_after_it_had_joined(tmp_path: Path) -> None:
-    wrong = "import sys; print('offbeat: the model is another one', file=sys.stderr); sys.exit(2)"
-    assert Processes(tmp_path, [wrong]).run(never) == "worker 1: the model is another one"
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        reports(FailureKind.CONFIGURATION, "the model is another one", code=2),
+        reports(FailureKind.CONFIGURATION, "the model is another one", code=1),  # a script, which raised it
+        "import sys; print('the model is another one', file=sys.stderr); sys.exit(2)",
+    ],
+)
+def test_a_configuration_error_of_a_worker_fails_the_run_even_after_it_had_joined(wrong: str, tmp_path: Path) -> None:
+    processes = Processes(tmp_path, [wrong])
+    assert processes.run(never) == "worker 1: the model is another one"
+    assert processes.failure is not None
+    assert processes.failure.is_configuration
 
 
 # Runs without a required rank
@@ -217,7 +267,9 @@ class Peers(Processes):
         self.rounds: dict[int, int] = {}
         self.gone: list[int] = []
 
-    def run_steps(self, *steps: Callable[[], bool], **options: Any) -> str | None:
+    def run_steps(
+        self, *steps: Callable[[], bool], restarts_max: int = 3, faults: tuple[Fault, ...] = ()
+    ) -> str | None:
         """Call one step after the other, each until it returns True; until the run is over."""
         left = list(steps)
 
@@ -228,17 +280,18 @@ class Peers(Processes):
         failure = Supervisor(
             self._start,
             range(len(self.lives)),
+            RankFacts(
+                has_joined=lambda rank: self.joined,
+                rounds=lambda rank: self.rounds.get(rank, 0),
+                is_required=lambda rank: False,
+                name=peer_name,
+            ),
             say=self.sentences.append,
-            has_joined=lambda rank: self.joined,
-            rounds=lambda rank: self.rounds.get(rank, 0),
-            is_required=lambda rank: False,
-            name=peer_name,
             on_gone=self.gone.append,
-            grace_seconds=0.05,
-            **options,
+            options=SupervisorOptions(restarts_max=restarts_max, faults=faults, grace_seconds=0.05),
         ).run(tick)
         assert not left
-        return failure
+        return sentence_of(failure)
 
     def send(self, rank: int, script: str) -> Callable[[], bool]:
         def is_sent() -> bool:
@@ -336,7 +389,7 @@ def test_when_all_peers_die_the_run_fails_instead_of_starting_over(tmp_path: Pat
 
 def test_a_peer_that_fails_before_it_ever_joined_fails_the_run(tmp_path: Path) -> None:
     processes = Peers(tmp_path, 2, joined=False)
-    wrong = "import sys; print('offbeat: the model is another one', file=sys.stderr); sys.exit(1)"
+    wrong = reports(FailureKind.RUN_FAILED, "the model is another one")
     assert processes.run_steps(processes.send(0, wrong)) == "peer 0: the model is another one"
 
 
@@ -353,11 +406,9 @@ def test_rank_0_that_turns_out_to_be_a_peer_does_not_end_the_run(tmp_path: Path)
     supervisor = Supervisor(
         processes._start,
         range(2),
-        restarts_max=0,
+        RankFacts(has_joined=lambda rank: True, is_required=lambda rank: rank == 0 and not processes.rounds.get(0)),
         say=processes.sentences.append,
-        has_joined=lambda rank: True,
-        is_required=lambda rank: rank == 0 and not processes.rounds.get(0),
-        grace_seconds=0.05,
+        options=SupervisorOptions(restarts_max=0, grace_seconds=0.05),
     )
     steps = [processes.send(0, KILL_YOURSELF), processes.ended(0), processes.send(1, QUIT)]
 
@@ -443,20 +494,22 @@ def test_faults_that_cannot_be_injected_into_processes_are_rejected(fault: Fault
 SUPERVISED = """
 import signal, sys
 from offbeat.launch.children import start_command
-from offbeat.launch.supervisor import Supervisor
+from offbeat.launch.rank_processes import RankFacts
+from offbeat.launch.supervisor import Supervisor, SupervisorOptions
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 only_peers, *scripts = sys.argv[1:]
 
 def show(rank, text):
-    print(f"[{rank}] {text}", flush=True)
+    sys.stdout.write(f"[{rank}] {text}\\n")  # one call, since two threads print
+    sys.stdout.flush()
 
 def start(rank, incarnation):
     argv = [sys.executable, "-I", "-S", "-c", scripts[rank]]
     return start_command(argv, rank=rank, incarnation=incarnation, environment={}, on_line=show)
 
-supervisor = Supervisor(start, range(len(scripts)), say=print, has_joined=lambda rank: True, grace_seconds=60,
-                        is_required=lambda rank: rank == 0 and not only_peers)
+facts = RankFacts(has_joined=lambda rank: True, is_required=lambda rank: rank == 0 and not only_peers)
+supervisor = Supervisor(start, range(len(scripts)), facts, say=print, options=SupervisorOptions(grace_seconds=60))
 try:
     print("failure:", supervisor.run(lambda: None))
 except KeyboardInterrupt:

@@ -12,15 +12,15 @@ from offbeat.core.actions import Samples, Seconds
 from offbeat.core.optimizers import SGD, Adam, AdamW, AMSGrad, RMSprop, TorchOptimizer
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import Target, Workload
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
 from offbeat.lab.calibration import calibrate
-from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import train
 from offbeat.lab.microbatching import microbatch
 from offbeat.lab.simulated_runs import Run, compare, simulate
-from offbeat.lab.worker_main import LiveOptions
 from offbeat.live.data_parallel import AsyncDataParallel
 from offbeat.live.session import join
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.comparison import Comparison
 from offbeat.strategies.gossip.gossip_strategies import Gossip, GossipAcid
 from offbeat.strategies.hub.hub_strategies import (

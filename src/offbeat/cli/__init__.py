@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cyclopts
 
 from offbeat.cli.output import console
-from offbeat.errors import ConfigurationError, OffbeatError, unknown
+from offbeat.errors import ConfigurationError, OffbeatError, closest, unknown
 from offbeat.version import __version__
 
 HELP = """Train one model on many machines without making the fast ones wait.
@@ -158,19 +158,22 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code_of(lambda: _run_command(sys.argv[1:] if argv is None else argv))
 
 
-def exit_code_of(call: Callable[[], int]) -> int:
-    """Call, and turn an exception into one sentence on standard error and an exit code."""
+def exit_code_of(call: Callable[[], int], on_error: Callable[[BaseException], bool] = lambda error: False) -> int:
+    """Call, and turn an exception into an exit code and one sentence on standard error.
+
+    `on_error` is called with the exception before; nothing is printed if it returns True.
+    """
     try:
         code = call()
         sys.stdout.flush()
     except cyclopts.CycloptsError as error:
         return _print_error(_describe_usage_error(error), 2)
-    except ConfigurationError as error:
-        return _print_error(error, 2)
     except OffbeatError as error:
-        return _print_error(error, 1)
+        code = 2 if isinstance(error, ConfigurationError) else 1
+        return code if on_error(error) else _print_error(error, code)
     except KeyboardInterrupt as interrupt:
-        return _print_error(f"interrupted{f'; {interrupt}' if interrupt.args else ''}", 130)
+        sentence = f"interrupted{f'; {interrupt}' if interrupt.args else ''}"
+        return 130 if on_error(interrupt) else _print_error(sentence, 130)
     except BrokenPipeError:
         # Otherwise the interpreter would print an error when it flushes its buffers on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -245,5 +248,5 @@ def _describe_usage_error(error: cyclopts.CycloptsError) -> object:
 def _unknown_option(name: str, error: cyclopts.UnknownOptionError, see: str) -> object:
     known = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
     # Of more than ten options the sentence names the nearest one only, or else refers to the help page.
-    sentence = str(unknown("option", name, known))
-    return sentence if "did you mean" in sentence or len(known) <= 10 else f"unknown option {name!r}; {see}"
+    is_answered = closest(name, known) is not None or len(known) <= 10
+    return unknown("option", name, known) if is_answered else f"unknown option {name!r}; {see}"

@@ -27,8 +27,9 @@ from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.actions import Record
 from offbeat.core.validation import require
+from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import ConfigurationError, MissingDependency
-from offbeat.lab.experiment import Experiment, Plan, share_done
+from offbeat.lab.experiment_plan import Plan, decode_experiment
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, file_name
@@ -201,6 +202,6 @@ def read_experiment(header: RunHeader, directory: Path) -> Experiment:
     plain = header.experiment or {}
     load_files(plain, str(directory))
     try:
-        return Experiment.from_plain(plain)
+        return decode_experiment(plain)
     except (KeyError, TypeError) as error:
         raise ConfigurationError(f"{directory / HEADER} describes its experiment incompletely ({error!r})") from None

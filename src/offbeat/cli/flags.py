@@ -22,9 +22,9 @@ from offbeat.cli.options import CLUSTER, GROUPS, LIVE, OPTIMIZER, RUN, STRATEGY,
 from offbeat.cluster.cluster import Cluster, Link
 from offbeat.core.configuration import Family, Option, noun, options
 from offbeat.core.optimizers import Optimizer
-from offbeat.lab.experiment import Settings
+from offbeat.lab.experiment_plan import WHAT_RUNS, Plan
 from offbeat.lab.live_runs import EVALUATE_LIVE
-from offbeat.lab.worker_main import LiveOptions
+from offbeat.live.session_options import LiveOptions
 
 ALIASES = {"optimizer.lr": "--lr"}
 METAVARS = {
@@ -66,7 +66,9 @@ class Flag:
     kind: Any
     """The type of the field."""
     text: str
-    """The help text, with the default in brackets."""
+    """What the field means."""
+    default: str = ""
+    """The default, which the help page shows in brackets; empty where the text has it, or where there is none."""
 
     @property
     def name(self) -> str:
@@ -82,7 +84,8 @@ class Flag:
         is_switch = self.kind is bool
         value = None if is_switch else METAVARS.get(self.path) or metavar(self.kind)
         group = GROUPS[self.section]
-        parameter = Parameter(name=names, help=self.text, group=group, show_default=False, metavar=value)
+        text = f"{self.text} [{self.default}]" if self.default else self.text
+        parameter = Parameter(name=names, help=text, group=group, show_default=False, metavar=value)
         return Annotated[bool | None if is_switch else str | None, parameter]
 
 
@@ -94,27 +97,35 @@ def flag_name(path: str) -> str:
 def run_flags() -> tuple[Flag, ...]:
     """Flags for settings of a plan and for the cluster."""
     seeds = "how many seeds to run, from 0 on, or which: 3,4,5; each draws its own initial parameters, data order and "
-    texts = {"seeds": seeds + "stragglers [1]"}
-    fields = [item for item in options(Settings) if item.path != "cluster"]
-    settings = [Flag(RUN, item.path, item.kind, texts.get(item.path) or _with_default(item)) for item in fields]
+    fields = [item for item in options(Plan) if item.path not in (*WHAT_RUNS, "cluster")]
+    fields.sort(key=lambda item: item.path not in ("workers", "seeds"))  # the help page begins with these
+    flags = [_flag_of(RUN, item) for item in fields]
+    settings = [
+        dataclasses.replace(flag, text=seeds + "stragglers", default="1") if flag.path == "seeds" else flag
+        for flag in flags
+    ]
     settings.insert(2, Flag(RUN, "seed", int, "run this seed alone"))
-    base = "a named cluster, or a TOML file; the flags below change it [uniform]"
-    return (*settings, Flag(CLUSTER, "cluster", Cluster, base), *_cluster_flags())
+    base = "a named cluster, or a TOML file; the flags below change it"
+    return (*settings, Flag(CLUSTER, "cluster", Cluster, base, "uniform"), *_cluster_flags())
 
 
 def _cluster_flags() -> Iterator[Flag]:
     for item in options(Cluster):
         if item.path == "link":
             for inner in options(Link):
-                yield Flag(CLUSTER, f"link.{inner.path}", inner.kind, _with_default(inner))
+                yield _flag_of(CLUSTER, inner, "link.")
         elif item.path not in TOML_ONLY:
-            yield Flag(CLUSTER, item.path, item.kind, _with_default(item))
+            yield _flag_of(CLUSTER, item)
+
+
+def _flag_of(section: str, item: Option, prefix: str = "") -> Flag:
+    return Flag(section, prefix + item.path, item.kind, item.text, format_default(item.default))
 
 
 @functools.cache
 def file_flags() -> tuple[Flag, ...]:
-    """Flags of `compare`: those of `run_flags`, without defaults in their texts: the experiment file has those."""
-    return tuple(dataclasses.replace(flag, text=flag.text.partition(" [")[0]) for flag in run_flags())
+    """Flags of `compare`: those of `run_flags`, without their defaults: the experiment file has those."""
+    return tuple(dataclasses.replace(flag, default="") for flag in run_flags())
 
 
 @functools.cache
@@ -139,17 +150,17 @@ def all_flags() -> tuple[Flag, ...]:
 @functools.cache
 def live_flags() -> tuple[Flag, ...]:
     """Flags of `train`, except those of `Output`: without `SIMULATED_ONLY`, and with those for processes."""
-    texts = {
-        "workers": "workers that compute [the size of the cluster, or else "
-        f"{live_defaults()['workers']}: one per core, 4 at the most]",
-        "evaluate": "how often to evaluate: updates:N, seconds:N, or none [seconds:0.5]",
+    workers = f"the size of the cluster, or else {live_defaults()['workers']}: one per core, 4 at the most"
+    replaced = {
+        "workers": {"text": "workers that compute", "default": workers},
+        "evaluate": {"default": format_default(EVALUATE_LIVE)},
     }
     kept = [
-        dataclasses.replace(flag, text=texts.get(flag.path, flag.text)) if flag.section == RUN else flag
+        dataclasses.replace(flag, **replaced.get(flag.path, {})) if flag.section == RUN else flag
         for flag in all_flags()
         if not (flag.section == CLUSTER and flag.path in SIMULATED_ONLY)
     ]
-    return (*kept, *(Flag(LIVE, item.path, item.kind, _with_default(item)) for item in options(LiveOptions)))
+    return (*kept, *(_flag_of(LIVE, item) for item in options(LiveOptions)))
 
 
 def live_defaults() -> dict[str, Any]:
@@ -174,18 +185,11 @@ def derive_flags(section: str, classes: Mapping[str, type[Any]], prefix: str = "
         yield Flag(section, prefix + path, kind, describe(owners, in_all=len(owners) == len(classes)))
 
 
-def _default_of(item: Option) -> tuple[str, str]:
-    """The text of a field, and its default; a text "...; none: X" says that the default none means X."""
-    text, separator, meaning = item.text.partition("; none: ")
-    return (text, meaning) if separator and item.default is None else (item.text, format_default(item.default))
-
-
 def describe(owners: Mapping[str, Option], in_all: bool) -> str:
     """The help text of a flag: each distinct text of the field, with the classes that have it and their defaults."""
     by_text: dict[str, dict[str, list[str]]] = {}
     for name, item in owners.items():
-        text, default = _default_of(item)
-        by_text.setdefault(text, {}).setdefault(default, []).append(name)
+        by_text.setdefault(item.text, {}).setdefault(format_default(item.default), []).append(name)
     parts = []
     for text, by_default in by_text.items():
         if in_all and len(by_text) == len(by_default) == 1:
@@ -194,11 +198,6 @@ def describe(owners: Mapping[str, Option], in_all: bool) -> str:
             listed = "; ".join(f"{', '.join(names)}: {default}" for default, names in by_default.items())
             parts.append(f"{text} [{listed}]")
     return "; ".join(parts)
-
-
-def _with_default(item: Option) -> str:
-    text, default = _default_of(item)
-    return f"{text} [{default}]"
 
 
 def format_default(default: Any) -> str:

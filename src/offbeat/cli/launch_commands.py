@@ -25,7 +25,9 @@ from offbeat.lab.worker_main import join_run
 from offbeat.launch.children import Child, start_command
 from offbeat.launch.listeners import advertised_address, open_listener
 from offbeat.launch.rank_info import TRANSPORTS, RankInfo, environment_of, read_token
-from offbeat.launch.supervisor import RunMonitor, Supervisor
+from offbeat.launch.rank_processes import RankFacts
+from offbeat.launch.run_monitor import RunMonitor
+from offbeat.launch.supervisor import Supervisor, SupervisorOptions
 from offbeat.records.files import HEADER, check_idle, file_name
 from offbeat.transports.mpi import check_installed
 from offbeat.transports.rendezvous import Address, request_assignment
@@ -139,20 +141,21 @@ def _supervise(starter: _Starter, restarts: int, listen: str | None) -> int:
     supervisor = Supervisor(
         starter,
         range(rank_info.processes),
-        restarts_max=restarts,
+        RankFacts(
+            has_joined=monitor.has_joined,
+            rounds=monitor.rounds.__getitem__,
+            is_required=lambda rank: rank == 0 and not monitor.rounds[0],  # a hub does not compute
+            name=_rank_name,
+        ),
         say=watcher.say,
-        has_joined=monitor.has_joined,
-        rounds=monitor.rounds.__getitem__,
-        is_required=lambda rank: rank == 0 and not monitor.rounds[0],  # a hub does not compute
-        name=_rank_name,
-        others=listen is not None,
         on_gone=lambda rank: None if rank else starter.listener.close(),
+        options=SupervisorOptions(restarts_max=restarts, has_remote_ranks=listen is not None),
     )
     failure = supervisor.run(monitor)
     if monitor.joined or monitor.rounds:
         watcher.ended()
     if failure is not None:
-        raise RunFailed(failure)
+        raise RunFailed(failure.sentence)
     return 0
 
 

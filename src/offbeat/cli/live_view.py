@@ -21,8 +21,8 @@ from offbeat.launch.process_settings import rank_names
 from offbeat.records.schema import AnyRecord, Ended, Notice
 
 if TYPE_CHECKING:
-    from offbeat.lab.experiment import Experiment
-    from offbeat.launch.supervisor import RunObserver
+    from offbeat.engine.experiment import Experiment
+    from offbeat.launch.run_monitor import RunObserver
 
 LINE_SECONDS = 5.0
 """Seconds of the run between two lines."""
@@ -42,9 +42,7 @@ class RunWatcher:
         print_status(sentence)
 
     def line(self, rank: int, text: str) -> None:
-        # The last sentence of a process that fails is the reason of its end, which the supervisor reports.
-        if not text.startswith("offbeat: "):
-            self._print(f"[{self._name(rank)}] {text}")
+        self._print(f"[{self._name(rank)}] {text}")
 
     def ended(self) -> None:
         pass

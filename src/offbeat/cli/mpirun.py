@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from offbeat.cli.output import expect_no_terminal, print_status
 from offbeat.core.validation import require
-from offbeat.launch.children import mpirun_command
+from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.launch.rank_info import RankInfo, read_rank_info
 from offbeat.transports.mpi import check_installed, mpi_world
 
 if TYPE_CHECKING:
-    from offbeat.lab.worker_main import LiveOptions
+    from offbeat.live.session_options import LiveOptions
 
 
 STARTED_BY_OFFBEAT = "OFFBEAT_UNDER_MPIRUN"

@@ -21,7 +21,7 @@ from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency, unknown
 from offbeat.lab.network_test.plan import NetworkTest
-from offbeat.lab.network_test.processes import join_by_hand, run_local, run_mpirun, run_test_rank
+from offbeat.lab.network_test.processes import FAILURES, join_by_hand, run_local, run_mpirun, run_test_rank
 from offbeat.lab.network_test.result import NetworkResult, write_result
 from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
 from offbeat.lab.plots.style import save
@@ -161,8 +161,8 @@ def _show_step(progress: Progress, line: str) -> None:
         progress.step(match[2], int(match[1]) / 100)
 
 
-def run_mpi_rank(path: Path, settings: str) -> int:
-    """Run the rank of this process, as `run_mpirun` starts it. Rank 0 prints progress and writes the result."""
+def run_network_rank(path: Path, settings: str) -> int:
+    """Run the rank of this process, as `processes` starts it. Rank 0 prints progress and writes the result."""
     test = msgspec.json.decode(settings, type=NetworkTest)
     result = run_test_rank(read_rank_info(), test, Progress(step_line=_step_line).step)
     if result is not None:
@@ -201,6 +201,7 @@ def _figure(result: NetworkResult, path: Path) -> Path | None:
 
 
 if __name__ == "__main__":
-    from offbeat.cli import exit_code_of
+    from offbeat.cli.worker_process import run_reported
 
-    sys.exit(exit_code_of(lambda: run_mpi_rank(Path(sys.argv[1]), sys.argv[2])))
+    result = Path(sys.argv[1])
+    sys.exit(run_reported(lambda: run_network_rank(result, sys.argv[2]), result.with_name(FAILURES)))

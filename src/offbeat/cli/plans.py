@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,10 @@ from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
-from offbeat.errors import ConfigurationError, unknown
-from offbeat.lab.experiment import Experiment, Plan, Settings, unique_labels
-from offbeat.lab.worker_main import LiveOptions
+from offbeat.engine.experiment import Experiment, RunSettings
+from offbeat.errors import ConfigurationError, FieldError, unknown
+from offbeat.lab.experiment_plan import Plan, unique_labels
+from offbeat.live.session_options import LiveOptions
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 
@@ -86,7 +86,7 @@ def _cluster_size(cluster: Cluster, counts: bool) -> dict[str, Any]:
     return {"workers": cluster.size} if counts and cluster.size is not None else {}
 
 
-def settings_of(flag_values: FlagValues, cluster: Cluster = Settings.cluster) -> dict[str, Any]:
+def settings_of(flag_values: FlagValues, cluster: Cluster = RunSettings.cluster) -> dict[str, Any]:
     """The settings of a plan that flags give; the cluster is `cluster` with the fields that flags change."""
     texts = dict(flag_values[RUN])
     values: dict[str, Any] = {"cluster": cluster_of(flag_values[CLUSTER], cluster)}
@@ -95,7 +95,7 @@ def settings_of(flag_values: FlagValues, cluster: Cluster = Settings.cluster) ->
         values["seeds"] = (from_plain(int, texts.pop("seed"), "--seed"),)
     if "seeds" in texts:
         values["seeds"] = _seeds(texts.pop("seeds"))
-    kinds = _kinds(Settings)
+    kinds = _kinds(Plan)
     for path, text in texts.items():
         with _naming_flags(lambda _, path=path: flag_name(path)):  # type: ignore[misc]
             values[path] = from_plain(kinds[path], text, flag_name(path))
@@ -156,11 +156,8 @@ def _naming_flags(name: Callable[[str], str]) -> Iterator[None]:
     """In errors about a field, replace `Class.field` by what sets it on the command line."""
     try:
         yield
-    except ConfigurationError as error:
-        match = re.match(r"[A-Z]\w*\.(\w+) (?=must be )", str(error))
-        if match is None:
-            raise
-        raise ConfigurationError(f"{name(match[1])} {str(error)[match.end() :]}") from None
+    except FieldError as error:
+        raise ConfigurationError(f"{name(error.field)} {error.problem}") from None
 
 
 def _kinds(cls: type[Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from offbeat.cli.options import BooleanFlag, Directory, JsonFlag, QuietFlag, num
 from offbeat.cli.output import console, new_directory, print_json, print_lines, print_status, table
 from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
+from offbeat.engine.experiment import build_workload
 from offbeat.errors import MissingDependency
-from offbeat.lab.experiment import build_workload
 from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval, quantity
 from offbeat.lab.reproduction.runs import (
     BatchTiming,

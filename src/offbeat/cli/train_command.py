@@ -25,14 +25,16 @@ from offbeat.cli.plans import check_plan, live_of, plan_from_file, plan_of
 from offbeat.core.actions import Budget
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.live_runs import run_follower, train_as_rank, train_experiment, workers_for_processes
 from offbeat.lab.simulated_runs import Run
-from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options
+from offbeat.launch.process_faults import check_faults
 from offbeat.launch.rank_info import RankInfo
-from offbeat.launch.supervisor import RunObserver, check_faults
+from offbeat.launch.run_monitor import RunObserver
 from offbeat.live.checkpoints import checkpoint_path
+from offbeat.live.session_options import LiveOptions, read_live_options
 from offbeat.records.files import HEADER, find_runs, read_header, read_run
 from offbeat.records.schema import Ended, RunRecords
 
@@ -86,9 +88,7 @@ def _train_plan(command: _Command) -> int:
         check_mpi_options(live)
         exec_mpirun(_processes_needed(plan))
     for strategy in plan.strategies:
-        local = (
-            local_ranks(strategy, strategy.processes(plan.worker_count), live.local_workers) if rank_info.alone else ()
-        )
+        local = live.local_ranks(strategy, strategy.processes(plan.worker_count)) if rank_info.alone else ()
         check_faults(plan.cluster.faults, local, strategy.is_required)
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:

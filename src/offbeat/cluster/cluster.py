@@ -131,6 +131,20 @@ class Cluster(Configuration):
             speed_trace=self._setting("speed_trace", worker),
         )
 
+    def natural_speed(self, worker: int) -> Speed:
+        """The speed of a worker without what live runs inject to slow it down.
+
+        If the speeds were measured, that is its own speed without its slow-down factor; otherwise the speed of the
+        cluster. Costs per round and recorded variation are never injected, so they are its own.
+        """
+        own = self.measured
+        return Speed(
+            seconds_per_sample=self._setting("seconds_per_sample", worker) if own else self.seconds_per_sample,
+            seconds_per_call=self._setting("seconds_per_call", worker) if own else self.seconds_per_call,
+            seconds_per_round=self._setting("seconds_per_round", worker),
+            speed_trace=self._setting("speed_trace", worker),
+        )
+
     def link_of(self, worker: int | None) -> Link:
         """The link of a worker; None is the hub."""
         link: Link = self.link if worker is None else self._setting("link", worker)

@@ -47,6 +47,10 @@ class TokenBucket:
         """The waiting message was dropped."""
         self._has_waiting = False
 
+    def shift(self, seconds: float) -> None:
+        """The clock was adjusted by `seconds`."""
+        self._used_until += seconds
+
 
 @dataclass
 class NetworkCard:
@@ -166,3 +170,8 @@ class RateLimitedOutbox:
                 rest = sum(waiting.nbytes for waiting in queue)
                 ends.append(self._buckets[peer].ready_at(rest, now))
         return max(ends)
+
+    def shift(self, seconds: float) -> None:
+        """The clock was adjusted by `seconds`."""
+        for bucket in self._buckets.values():
+            bucket.shift(seconds)

@@ -217,14 +217,25 @@ def from_plain(kind: Any, plain: Any, where: str) -> Any:
 
 def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     """An instance of a configuration class from plain data for its fields; `where` is its name in error sentences."""
-    known = {item.path: item.kind for item in options(cls)}
+    return make(cls, convert({item.path: item.kind for item in options(cls)}, table, where), where)
+
+
+def convert(kinds: Mapping[str, Any], table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of fields from plain data.
+
+    kinds: the types of the fields
+    table: plain data for some of them
+    where: their owner in error sentences
+
+    Raises ConfigurationError for a key that is no field.
+    """
     values = {}
     for key, plain in table.items():
         name = key.replace("-", "_")
-        if name not in known:
-            raise unknown(f"key in {where}", key, known)
-        values[name] = from_plain(known[name], plain, f"{where}.{name}")
-    return make(cls, values, where)
+        if name not in kinds:
+            raise unknown(f"key in {where}", key, kinds)
+        values[name] = from_plain(kinds[name], plain, f"{where}.{name}")
+    return values
 
 
 def make(cls: type[T], values: Mapping[str, Any], where: str) -> T:

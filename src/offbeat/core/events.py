@@ -32,8 +32,8 @@ class GradientReady:
     """The outstanding computation has ended.
 
     `gradient` and `loss` are SUMS over samples, not means, computed at the parameters of `version`. `draws` is the
-    half-open range of data positions. `seconds` is the duration of the round, of which `induced_seconds` were injected
-    delay. If `finite` is false, `gradient` must not be used.
+    half-open range of data positions. `seconds` is the duration of the round, of which `induced_seconds` are what
+    injected delay and slow-down factors have added. If `finite` is false, `gradient` must not be used.
     """
 
     at: float

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from offbeat.core.configuration import Family
 from offbeat.core.flat import Layout
 from offbeat.core.schedules import Milestones, Schedule, WarmUp, rate_at
-from offbeat.core.validation import require, require_not_negative, require_positive
+from offbeat.core.validation import require, require_field, require_not_negative, require_positive
 from offbeat.errors import ConfigurationError
 
 Groups = list[dict[str, Any]]
@@ -71,7 +71,7 @@ class BuiltIn(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr is not None, f"{type(self).__name__}.lr must be a number or a schedule, but is None")
+        require_field(self, "lr", self.lr is not None, "must be a number or a schedule, but is None")
         require_not_negative(self, "weight_decay")
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
@@ -257,7 +257,7 @@ class Stepper:
         self._config = config
         self._layout = layout
         self.rate_factor = 1.0
-        """Multiplier of the learning rate of the configuration; not part of the state."""
+        """Multiplier of the learning rate of the configuration."""
         self._updates = 0
         self._clipped: Tensor | None = None
         self._views = [nn.Parameter(view) for view in layout.shaped(parameters)]
@@ -289,6 +289,7 @@ class Stepper:
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self._torch.param_groups]
         return {
             "updates": self._updates,
+            "rate_factor": self.rate_factor,
             "groups": _copy(groups),
             "slots": {
                 part.name: {key: _copy(value) for key, value in self._torch.state.get(parameter, {}).items()}
@@ -298,7 +299,7 @@ class Stepper:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`, bit for bit."""
-        self._updates = state["updates"]
+        self._updates, self.rate_factor = state["updates"], state["rate_factor"]
         for group, saved in zip(self._torch.param_groups, state["groups"], strict=True):
             group.update(_copy(saved))
         # Not through load_state_dict, which casts state to the dtype of the parameters.
@@ -334,7 +335,5 @@ def _require_fraction(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         fractions = value if isinstance(value, tuple) else (value,)
-        require(
-            all(0 <= fraction < 1 for fraction in fractions),
-            f"{type(config).__name__}.{name} must be at least 0 and below 1, but is {value!r}",
-        )
+        is_valid = all(0 <= fraction < 1 for fraction in fractions)
+        require_field(config, name, is_valid, f"must be at least 0 and below 1, but is {value!r}")

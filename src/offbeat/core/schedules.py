@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from offbeat.core.configuration import Family
-from offbeat.core.validation import require, require_not_negative, require_positive
+from offbeat.core.validation import require_field, require_not_negative, require_positive
 
 REFERENCE_BATCH_SAMPLES = 256
 """The batch size of a base learning rate, by the usual linear scaling rule."""
@@ -79,7 +79,7 @@ class Exponential(Schedule, name="exponential"):
     def __post_init__(self) -> None:
         require_not_negative(self, "start")
         require_positive(self, "factor", "samples")
-        require(self.factor <= 1, f"Exponential.factor must be at most 1, but is {self.factor!r}")
+        require_field(self, "factor", self.factor <= 1, f"must be at most 1, but is {self.factor!r}")
 
     def __call__(self, samples: int) -> float:
         periods = samples // self.samples if self.staircase else samples / self.samples
@@ -101,7 +101,7 @@ class Milestones(Schedule, name="milestones"):
         require_not_negative(self, "start")
         require_positive(self, "factor")
         rising = all(earlier < later for earlier, later in pairwise((0, *self.at)))
-        require(rising, f"Milestones.at must be numbers of samples in rising order, but is {self.at!r}")
+        require_field(self, "at", rising, f"must be numbers of samples in rising order, but is {self.at!r}")
 
     def __call__(self, samples: int) -> float:
         return float(self.start * self.factor ** bisect_right(self.at, samples))

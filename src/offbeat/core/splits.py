@@ -13,7 +13,7 @@ from torch import Tensor
 from offbeat.core.configuration import Family
 from offbeat.core.examples import Indices, is_whole
 from offbeat.core.randomness import stream
-from offbeat.core.validation import require, require_positive
+from offbeat.core.validation import require, require_field, require_positive
 
 
 class Split(Family, ABC):
@@ -89,7 +89,7 @@ class Dirichlet(Split, name="dirichlet"):
 
     def __post_init__(self) -> None:
         require_positive(self, "alpha")
-        require(math.isfinite(self.alpha), f"Dirichlet.alpha must be finite, but is {self.alpha!r}; use 'sharded'")
+        require_field(self, "alpha", math.isfinite(self.alpha), f"must be finite, but is {self.alpha!r}; use 'sharded'")
 
     def indices(self, targets: Tensor, worker: int, workers: int, seed: int) -> Indices:
         labels = _labels(targets, self.name)

@@ -10,7 +10,7 @@ import typing
 from typing import Any, Literal
 
 from offbeat.core.configuration import EXPECTED, Family, options
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, FieldError
 
 
 def check_types(config: Any) -> None:
@@ -18,9 +18,10 @@ def check_types(config: Any) -> None:
     for item in options(type(config)):
         value = getattr(config, item.path)
         if not _fits(item.kind, value):
-            raise ConfigurationError(
-                f"{type(config).__name__}.{item.path} must be {_described(item.kind)}, but is {_shown(value)}"
-                f"{_suggestion(item.kind, value)}"
+            raise FieldError(
+                type(config).__name__,
+                item.path,
+                f"must be {_described(item.kind)}, but is {_shown(value)}{_suggestion(item.kind, value)}",
             )
         for inner in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
@@ -99,12 +100,24 @@ def require(condition: bool, sentence: str) -> None:
         raise ConfigurationError(sentence)
 
 
+def require_field(config: Any, name: str, condition: bool, problem: str) -> None:
+    """Raise FieldError unless the condition holds.
+
+    config: the configuration
+    name: the field that the condition is about
+    condition: whether its value is valid
+    problem: how the sentence continues after the field, such as "must be at most 1, but is 2"
+    """
+    if not condition:
+        raise FieldError(type(config).__name__, name, problem)
+
+
 def require_positive(config: Any, *names: str) -> None:
     """Check that each named field is greater than 0, or None."""
     for name in names:
         value = getattr(config, name)
         is_valid = value is None or (isinstance(value, numbers.Real) and float(value) > 0)
-        require(is_valid, f"{type(config).__name__}.{name} must be greater than 0, but is {value!r}")
+        require_field(config, name, is_valid, f"must be greater than 0, but is {value!r}")
 
 
 def require_bandwidth_limit(bytes_per_second: Any) -> None:
@@ -122,4 +135,4 @@ def require_not_negative(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         is_valid = value is None or (isinstance(value, numbers.Real) and float(value) >= 0)
-        require(is_valid, f"{type(config).__name__}.{name} must be 0 or more, but is {value!r}")
+        require_field(config, name, is_valid, f"must be 0 or more, but is {value!r}")

@@ -40,13 +40,13 @@ from offbeat.core.randomness import stream
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment
 from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_experiment
 from offbeat.lab.simulated_runs import one_thread
-from offbeat.lab.worker_main import LiveOptions
 from offbeat.lab.workloads.synthetic import Quadratic
-from offbeat.launch.supervisor import RunObserver
+from offbeat.launch.run_monitor import RunObserver
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy
 
@@ -235,7 +235,14 @@ class _ProbeRunner:
         live = dataclasses.replace(self.live, checkpoint_seconds=None)
         for attempt in range(ATTEMPTS_MAX):
             until = Seconds(seconds * 2**attempt)
-            experiment = Experiment(workload, strategy, cluster or Cluster(), self.workers, until, 0, EVALUATE_LIVE)
+            experiment = Experiment(
+                workload,
+                strategy,
+                cluster=cluster or Cluster(),
+                workers=self.workers,
+                until=until,
+                evaluate=EVALUATE_LIVE,
+            )
             records = train_experiment(experiment, None, live, self.watcher).records
             if all(len(rounds) >= ROUNDS_MIN for rounds in warm_rounds(records).values()):
                 break
@@ -278,15 +285,22 @@ def round_periods(run: RunRecords) -> dict[int, list[float]]:
 
 
 def oversleep_seconds(runs: Iterable[RunRecords], straggle: StragglerModel) -> float:
-    """The mean time by which the injected delay of a round was longer than what was drawn for it."""
-    excess: list[float] = []
+    """The mean time by which the sleeps of a round were longer than what was drawn for it, as a cost per round.
+
+    Virtual time scales the cost of a round by the factor that was drawn, so the mean is one over all factors.
+    """
+    excess = factors = 0.0
     for run in runs:
         for worker, warm in warm_rounds(run).items():
             count = sum(isinstance(record, Round) and record.rank == worker + 1 for record in run.records)
             draws = straggle.draws(stream(run.header.seed, "speed", worker + 1))
             drawn = itertools.islice(draws, count - len(warm), count)
-            excess += [one.induced_seconds - delay.delay_seconds for one, delay in zip(warm, drawn, strict=True)]
-    return max(0.0, statistics.fmean(excess)) if excess else 0.0
+            for one, delay in zip(warm, drawn, strict=True):
+                computed = one.seconds - one.induced_seconds
+                slowdown = max(0.0, delay.factor - 1.0) * computed
+                excess += one.induced_seconds - delay.delay_seconds - slowdown
+                factors += delay.factor
+    return max(0.0, excess / factors) if factors else 0.0
 
 
 def fit_round_cost(seconds: Mapping[RoundShape, float]) -> RoundCost:

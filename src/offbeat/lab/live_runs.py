@@ -26,18 +26,24 @@ from offbeat.core.actions import Budget, Finish
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.experiment import Experiment, workers_for
 from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.lab.experiment import Experiment, workers_for
-from offbeat.lab.simulated_runs import Run, check_new, header_of
-from offbeat.lab.worker_main import LiveOptions, local_ranks, read_live_options, read_result, run_rank, save_result
+from offbeat.lab.simulated_runs import Run, check_new
+from offbeat.lab.worker_main import read_result, run_rank, save_result
 from offbeat.launch.children import Child, start_command, start_forked
+from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.listeners import advertised_address, open_listener
+from offbeat.launch.process_faults import check_faults
 from offbeat.launch.process_settings import keep_freed_memory, rank_names
-from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_token
-from offbeat.launch.supervisor import RunMonitor, RunObserver, Supervisor, check_faults
+from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_report_pipe, read_token
+from offbeat.launch.rank_processes import RankFacts
+from offbeat.launch.run_failure import RunFailure
+from offbeat.launch.run_monitor import RunMonitor, RunObserver
+from offbeat.launch.supervisor import Supervisor, SupervisorOptions
 from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
-from offbeat.records.files import HEADER, LIVE, RankWriter, check_idle, rank_files, read_header, read_run, write_header
+from offbeat.live.session_options import LiveOptions, SessionOptions, read_live_options, write_live_options
+from offbeat.records.files import HEADER, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
 from offbeat.records.schema import AnyRecord, RunHeader, RunRecords
 
@@ -47,13 +53,13 @@ POLL_SECONDS = 0.25
 
 
 class StderrObserver:
-    """Prints the output of ranks to standard error, and nothing else."""
+    """Prints to standard error what ranks print, and what happens to their processes."""
 
     def records(self, records: Sequence[AnyRecord]) -> None:
         pass
 
     def say(self, sentence: str) -> None:
-        pass
+        print(f"offbeat: {sentence}", file=sys.stderr)
 
     def line(self, rank: int, text: str) -> None:
         print(f"[rank {rank}] {text}", file=sys.stderr)
@@ -89,11 +95,19 @@ def train(
     out: a new directory for records and checkpoints; None: a temporary one
     live: options of processes, transport and checkpoints
     """
+    report_uncaught(read_report_pipe())
     rank_info = read_rank_info(transport=live.transport)
     cluster = cluster or Cluster()
     workers = workers_for(workers, cluster, DEFAULT_LIVE_WORKERS)
     experiment = Experiment(
-        workload, strategy, cluster, workers, until, seed, evaluate, bytes_per_second=bytes_per_second
+        workload,
+        strategy,
+        cluster=cluster,
+        workers=workers,
+        until=until,
+        seed=seed,
+        evaluate=evaluate,
+        bytes_per_second=bytes_per_second,
     )
     directory = None if out is None else Path(out)
     if rank_info.alone:
@@ -126,14 +140,14 @@ def train_experiment(
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
     processes = experiment.strategy.processes(experiment.worker_count)
     experiment.cluster.check(processes, experiment.worker_count)
-    local = local_ranks(experiment.strategy, processes, live.local_workers)
+    local = live.local_ranks(experiment.strategy, processes)
     check_faults(experiment.cluster.faults, local, experiment.strategy.is_required)
     with _run_directory(out) as name:
         directory = Path(name)
         experiment = _prepare(directory, experiment, workload, live, resume)
         failure = _supervise(directory, experiment, workload, live, observer or StderrObserver(), resume)
         if failure is not None:
-            raise RunFailed(failure + _resume_hint(failure, directory, experiment))
+            raise RunFailed(failure.sentence + _resume_hint(failure, directory, experiment))
         return _finished_run(directory, out, experiment, workload)
 
 
@@ -165,7 +179,8 @@ def train_as_rank(
         experiment = _prepare(directory, experiment, workload, live, resume)
         rank_info = dataclasses.replace(rank_info, directory=directory, resume=resume)
         with _polled(RunMonitor(directory, observer or StderrObserver())):
-            run_rank(experiment, workload, read_header(directory), live, rank_info)
+            options = SessionOptions(experiment=experiment, live=live, header=read_header(directory))
+            run_rank(options, workload, rank_info)
         return _finished_run(directory, out, experiment, workload)
 
 
@@ -179,7 +194,9 @@ def run_follower(
     experiment, workload = _resolve_for_launcher(experiment, rank_info, live)
     if resume and out is not None:
         _check_unfinished(out)
-    session = run_rank(experiment, workload, _header(experiment, workload), live, rank_info, sends_records=True)
+    header = _header(experiment, workload)
+    options = SessionOptions(experiment=experiment, live=live, header=header, sends_records=True)
+    session = run_rank(options, workload, rank_info)
     records = session.records
     if session.is_main and session.finish is not None and out is not None and (out / HEADER).exists():
         records = _write_as_successor(out, records, session.finish)
@@ -269,7 +286,7 @@ def _prepare(
     if not resume:
         check_new(directory)
         write_header(directory, _header(experiment, workload))
-        (directory / LIVE).write_bytes(msgspec.json.encode(dataclasses.asdict(live)))
+        write_live_options(directory, live)
         return experiment
     check_idle(directory)
     _check_unfinished(directory)
@@ -306,10 +323,10 @@ def _finished_run(directory: Path, out: Path | None, experiment: Experiment, wor
     return Run(records, read_result(directory), workload, experiment.seed)
 
 
-def _resume_hint(failure: str, directory: Path, experiment: Experiment) -> str:
+def _resume_hint(failure: RunFailure, directory: Path, experiment: Experiment) -> str:
     """How to resume a run whose hub was killed; empty if the hub failed, which it would do again."""
     is_named = experiment.to_plain() is not None
-    if " was killed by " not in failure or not is_named or not checkpoint_path(directory).exists():
+    if not failure.was_killed or not is_named or not checkpoint_path(directory).exists():
         return ""
     return f"; to go on from its last checkpoint type: offbeat train --resume {directory}"
 
@@ -317,7 +334,7 @@ def _resume_hint(failure: str, directory: Path, experiment: Experiment) -> str:
 def _header(experiment: Experiment, workload: Workload) -> RunHeader:
     model = workload.initial_model(experiment.seed)
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return header_of(experiment, workload, numel, engine="live")
+    return experiment.header("live", workload.label, numel)
 
 
 def _check_unfinished(directory: Path) -> None:
@@ -333,7 +350,7 @@ def _check_unfinished(directory: Path) -> None:
 
 def _supervise(
     directory: Path, experiment: Experiment, workload: Workload, live: LiveOptions, observer: RunObserver, resume: bool
-) -> str | None:
+) -> RunFailure | None:
     """Start the local ranks and supervise them until the run ends; returns why it failed, or None."""
     strategy = experiment.strategy
     processes = strategy.processes(experiment.worker_count)
@@ -367,16 +384,20 @@ def _supervise(
     with listener:
         supervisor = Supervisor(
             start,
-            local_ranks(strategy, processes, live.local_workers),
-            restarts_max=live.restarts,
+            live.local_ranks(strategy, processes),
+            RankFacts(
+                has_joined=monitor.has_joined,
+                rounds=monitor.rounds.__getitem__,
+                is_required=strategy.is_required,
+                name=rank_names(strategy),
+            ),
             say=observer.say,
-            has_joined=monitor.has_joined,
-            rounds=monitor.rounds.__getitem__,
-            is_required=strategy.is_required,
-            faults=experiment.cluster.faults,
-            name=rank_names(strategy),
-            others=live.listen is not None,
             on_gone=lambda rank: None if rank else listener.close(),
+            options=SupervisorOptions(
+                restarts_max=live.restarts,
+                faults=experiment.cluster.faults,
+                has_remote_ranks=live.listen is not None,
+            ),
         )
         return supervisor.run(monitor)
 
@@ -395,5 +416,6 @@ def _can_fork(experiment: Experiment) -> bool:
 
 def _forked_main(directory: Path, experiment: Experiment, workload: Workload, listener: socket.socket) -> int:
     listener.close()  # rank 0 has a duplicate
-    run_rank(experiment, workload, read_header(directory), read_live_options(directory), read_rank_info())
+    header, live = read_header(directory), read_live_options(directory)
+    run_rank(SessionOptions(experiment=experiment, live=live, header=header), workload, read_rank_info())
     return 0

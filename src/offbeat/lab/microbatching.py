@@ -24,10 +24,10 @@ import torch
 from offbeat.core.examples import Order
 from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.experiment import build_workload
+from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
 from offbeat.errors import ConfigurationError
-from offbeat.lab.experiment import build_workload
 from offbeat.lab.simulated_runs import one_thread
-from offbeat.simulation.gradients import GradientComputer, GradientRequest
 
 BATCH = 256
 SECONDS = 20.0

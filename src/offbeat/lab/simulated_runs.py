@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
@@ -15,20 +14,18 @@ from torch import nn
 
 from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget, Finish, Record
-from offbeat.core.configuration import to_plain
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import NamedWorkload, Workload
+from offbeat.engine.experiment import Experiment
+from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment import Experiment, Plan, unique_labels
+from offbeat.lab.experiment_plan import Plan, unique_labels
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import RunHeader, RunRecords
-from offbeat.simulation.gradients import GradientComputer
+from offbeat.records.schema import RunRecords
 from offbeat.simulation.simulator import Simulation
-from offbeat.simulation.state import Scenario
-from offbeat.version import __version__
 
 
 class Run:
@@ -97,7 +94,14 @@ def simulate(
     out: a new directory that the records are written to as well; None: they stay in memory
     """
     experiment = Experiment(
-        workload, strategy, cluster or Cluster(), workers, until, seed, evaluate, bytes_per_second=bytes_per_second
+        workload,
+        strategy,
+        cluster=cluster or Cluster(),
+        workers=workers,
+        until=until,
+        seed=seed,
+        evaluate=evaluate,
+        bytes_per_second=bytes_per_second,
     )
     return simulate_experiment(experiment, out)
 
@@ -108,21 +112,11 @@ def simulate_experiment(
     """Run one experiment in virtual time; `out` is a new directory for the records, or None."""
     experiment, workload = experiment.resolved()
     assert experiment.until is not None
-    scenario = Scenario(
-        experiment.strategy,
-        workload,
-        experiment.cluster,
-        experiment.worker_count,
-        experiment.until,
-        experiment.seed,
-        experiment.evaluate,
-        bytes_per_second=experiment.bytes_per_second,
-    )
     directory = None if out is None else Path(out)
     with one_thread(), contextlib.ExitStack() as stack:
         recorder = _Recorder(experiment, on_record)
-        simulation = Simulation(scenario, recorder)
-        header = header_of(experiment, workload, simulation.gradient_computer.flat.layout.numel)
+        simulation = Simulation(experiment, recorder)
+        header = experiment.header("simulated", workload.label, simulation.gradient_computer.flat.layout.numel)
         if directory is not None:
             check_new(directory)
             recorder.file = stack.enter_context(FileWriter(directory, header, flush_every=1000))
@@ -168,25 +162,6 @@ def _with_unique_labels(experiments: Iterable[Experiment]) -> list[Experiment]:
     every = list(experiments)
     labels = unique_labels([one.name for one in every], [one.seed for one in every])
     return [dataclasses.replace(one, label=label) for one, label in zip(every, labels, strict=True)]
-
-
-def header_of(
-    experiment: Experiment, workload: Workload, parameters: int, engine: Literal["simulated", "live"] = "simulated"
-) -> RunHeader:
-    """The contents of `run.json`; `experiment` is resolved, `parameters` is how many numbers the model has."""
-    strategy = experiment.strategy
-    return RunHeader(
-        engine=engine,
-        label=experiment.name,
-        workload=workload.label,
-        workers=sum(map(strategy.computes, range(strategy.processes(experiment.worker_count)))),
-        seed=experiment.seed,
-        parameters=parameters,
-        target=None if experiment.target is None else to_plain(experiment.target),
-        experiment=experiment.to_plain(),
-        offbeat=__version__,
-        torch=str(torch.__version__),
-    )
 
 
 class _Recorder(MemoryWriter):

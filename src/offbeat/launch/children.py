@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,17 +19,24 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
+from offbeat.launch.failure_reports import (
+    FailureReport,
+    first_unindented,
+    one_line,
+    pipe_address,
+    read_report,
+    report_of,
+    send_report,
+)
 from offbeat.launch.process_settings import keep_freed_memory, memory_environment
+from offbeat.launch.rank_info import LISTENER_VARIABLE, REPORT_VARIABLE
 
 OnLine = Callable[[int, str], None]
 """Called with the rank of a child and a line that it wrote."""
-
-ULFM_SINCE = 5
-"""The first version of Open MPI whose mpirun lets the other processes go on when one is lost."""
 
 LINES_KEPT = 200
 LINE_BYTES_MAX = 1 << 16
@@ -62,16 +67,20 @@ class Child:
         rank: int,
         incarnation: int,
         pid: int,
-        errors: int,
+        pipes: _Pipes,
         on_line: OnLine,
         popen: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.rank, self.incarnation, self.pid = rank, incarnation, pid
-        self._popen = popen
+        self.report: FailureReport | None = None
+        """Why it failed, as it reported itself before it ended."""
+        self._popen, self._pipes = popen, pipes
         self._code: int | None = None
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._on_line = on_line
-        self._reader = threading.Thread(target=self._read, args=(errors,), name=f"offbeat lines of {pid}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(pipes.output[0],), name=f"offbeat output {pid}", daemon=True
+        )
         self._reader.start()
 
     def poll(self) -> int | None:
@@ -84,6 +93,7 @@ class Child:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             if self._popen is not None:
                 self._popen.returncode = self._code
+            self.report = read_report(self._pipes.reports[0])
             self._reader.join(DRAIN_SECONDS)
         return self._code
 
@@ -110,32 +120,44 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    @property
-    def sentence(self) -> str | None:
-        """The error sentence of offbeat that it ended with; None if there is none, or a traceback followed."""
-        lines = list(self._lines)
-        for line in reversed(lines):
-            if line.startswith("offbeat: "):
-                return line.removeprefix("offbeat: ")
-            if line.startswith(_TRACEBACK):
-                return None
-        return None
-
     def failure_reason(self) -> str | None:
-        """Why it failed: its error sentence, else the line that names the exception, else its last line."""
-        if self.sentence is not None:
-            return self.sentence
-        lines = [line for line in self._lines if line.strip()]
-        tracebacks = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-        exceptions = [line for line in lines[tracebacks[-1] + 1 :] if not line[0].isspace()] if tracebacks else []
-        return exceptions[0] if exceptions else lines[-1].strip() if lines else None
+        """Why it failed, in one line: as it reported, else as its output describes it; None if there was no output."""
+        return describe_output(list(self._lines)) if self.report is None else self.report.sentence
 
-    def _read(self, errors: int) -> None:
-        with open(errors, "rb", closefd=True) as stream:
+    def _read(self, output: int) -> None:
+        with open(output, "rb") as stream:
             while line := stream.readline(LINE_BYTES_MAX):
                 text = line.decode("utf-8", errors="replace").rstrip("\r\n")
                 self._lines.append(text)
                 self._on_line(self.rank, text)
+
+
+def describe_output(lines: Iterable[str]) -> str | None:
+    """The line of the output of a failed process that most likely says why; only to be shown, since it may not.
+
+    After a traceback it is the line that names the exception, otherwise the last one.
+    """
+    printed = [line for line in lines if line.strip()]
+    tracebacks = [index for index, line in enumerate(printed) if line.startswith(_TRACEBACK)]
+    exception = first_unindented(printed[tracebacks[-1] + 1 :]) if tracebacks else None
+    return exception or (printed[-1].strip() if printed else None)
+
+
+class _Pipes:
+    """From a child to this process: what it prints, and its report of a failure. Pairs of reading and writing end."""
+
+    def __init__(self) -> None:
+        self.output, self.reports = os.pipe(), os.pipe()
+
+    def close(self, end: Literal[0, 1]) -> None:
+        """Close the two reading ends, 0, or the two writing ends, 1."""
+        os.close(self.output[end])
+        os.close(self.reports[end])
+
+    def environment(self, listener: socket.socket | None) -> dict[str, str]:
+        """Variables by which a child finds the descriptors that are passed to it."""
+        passed = {REPORT_VARIABLE: pipe_address(self.reports[1])}
+        return passed if listener is None else {**passed, LISTENER_VARIABLE: str(listener.fileno())}
 
 
 def start_command(
@@ -162,27 +184,32 @@ def start_command(
     Raises:
         RunFailed: the program cannot be started.
     """
-    reading_end, writing_end = os.pipe()
-    passed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
+    pipes = _Pipes()
     bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())] if _LINUX else []
     try:
         popen = subprocess.Popen(
             [*bound, *argv],
-            env={"OMP_NUM_THREADS": "1", **memory_environment(), **os.environ, **environment, **passed},
+            env={
+                "OMP_NUM_THREADS": "1",
+                **memory_environment(),
+                **os.environ,
+                **environment,
+                **pipes.environment(listener),
+            },
             stdin=subprocess.DEVNULL,
-            stdout=None if own_stdout else writing_end,
-            stderr=writing_end,
-            pass_fds=() if listener is None else (listener.fileno(),),
+            stdout=None if own_stdout else pipes.output[1],
+            stderr=pipes.output[1],
+            pass_fds=[pipes.reports[1]] if listener is None else [pipes.reports[1], listener.fileno()],
             start_new_session=True,
         )
     except OSError as error:
-        os.close(reading_end)
+        pipes.close(0)
         raise RunFailed(f"{argv[0]} cannot be started ({error.strerror})") from None
     finally:
-        os.close(writing_end)
+        pipes.close(1)
         if listener is not None:
             listener.close()
-    return Child(rank, incarnation, popen.pid, reading_end, on_line, popen)
+    return Child(rank, incarnation, popen.pid, pipes, on_line, popen)
 
 
 def start_forked(
@@ -196,8 +223,7 @@ def start_forked(
 ) -> Child:
     """Run a function in a forked copy of this process, for what cannot be serialized; arguments as `start_command`."""
     parent = os.getpid()
-    reading_end, writing_end = os.pipe()
-    passed = {} if listener is None else {"OFFBEAT_LISTENER": str(listener.fileno())}
+    pipes = _Pipes()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -207,17 +233,17 @@ def start_forked(
     if pid == 0:
         code = 1
         try:
-            os.close(reading_end)
-            code = _forked(function, parent, writing_end, {**environment, **passed})
+            pipes.close(0)
+            code = _forked(function, parent, pipes, {**environment, **pipes.environment(listener)})
         finally:
             os._exit(code)  # no exit handler of the copied process may run twice
-    os.close(writing_end)
+    pipes.close(1)
     if listener is not None:
         listener.close()
-    return Child(rank, incarnation, pid, reading_end, on_line)
+    return Child(rank, incarnation, pid, pipes, on_line)
 
 
-def _forked(function: Callable[[], int], parent: int, errors: int, environment: Mapping[str, str]) -> int:
+def _forked(function: Callable[[], int], parent: int, pipes: _Pipes, environment: Mapping[str, str]) -> int:
     os.setsid()
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -225,62 +251,30 @@ def _forked(function: Callable[[], int], parent: int, errors: int, environment: 
         return 1
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(errors, 1)
-    os.dup2(errors, 2)
-    os.close(errors)
+    os.dup2(pipes.output[1], 1)
+    os.dup2(pipes.output[1], 2)
+    os.close(pipes.output[1])
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  (open until the process ends)
     os.environ.update(environment)
     keep_freed_memory()
-    return _exit_code(function)
+    return _exit_code(function, pipes.reports[1])
 
 
-def _exit_code(function: Callable[[], int]) -> int:
-    """Exit code of a function, and on stderr the reason of a failure, as the command line has them."""
+def _exit_code(function: Callable[[], int], reports: int) -> int:
+    """Exit code of a function, as the command line has it; a failure is reported."""
     try:
         return function()
     except OffbeatError as error:
-        print(f"offbeat: {' '.join(str(error).split())}", file=sys.stderr)
+        if not send_report(reports, report_of(error)):
+            print(f"offbeat: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
+        send_report(reports, report_of(error))
         traceback.print_exc()
         return 1
     finally:
         sys.stderr.flush()
-
-
-# mpirun: the one beside this Python comes first, since `pip install 'offbeat[mpi]'` puts it there with its library.
-
-
-def mpirun_command(processes: int) -> list[str]:
-    """The start of a command line that runs a program in `processes` processes on this machine."""
-    program = _find_mpirun()
-    flags = ["-n", str(processes)]
-    if match := re.search(r"\(Open MPI\) (\d+)", _version(program)):
-        # Ranks have several threads and there may be more ranks than cores, so none is bound to a core.
-        flags += ["--oversubscribe", "--bind-to", "none"]
-        if os.geteuid() == 0:
-            flags.append("--allow-run-as-root")
-        if int(match[1]) >= ULFM_SINCE:
-            flags += ["--with-ft", "ulfm"]
-    return [program, *flags]
-
-
-def _find_mpirun() -> str:
-    beside = Path(sys.executable).with_name("mpirun")
-    program = str(beside) if beside.is_file() else shutil.which("mpirun") or shutil.which("mpiexec")
-    if program is None:
-        raise ConfigurationError(
-            "mpirun was not found; type: pip install 'offbeat[mpi]', or put the one of this machine on the PATH"
-        )
-    return program
-
-
-def _version(program: str) -> str:
-    try:
-        return subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigurationError(f"{program} does not work ({error}); type: pip install 'offbeat[mpi]'") from None

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.launch.failure_reports import find_pipe
 from offbeat.launch.listeners import LOOPBACK, find_listener
 from offbeat.transports.rendezvous import Address
 
+LISTENER_VARIABLE, REPORT_VARIABLE = "OFFBEAT_LISTENER", "OFFBEAT_REPORT"
+"""File descriptors that are passed to a child: of the socket at which it listens, and of the pipe for its failure."""
 MAKE_A_TOKEN = "umask 077; head -c 32 /dev/urandom | base64 > FILE"
 
 
@@ -76,6 +79,11 @@ def read_rank_info(environment: Environment | None = None, transport: str = "aut
     directory = Path(env["OFFBEAT_DIRECTORY"]) if env.get("OFFBEAT_DIRECTORY") else None
     is_resumed = env.get("OFFBEAT_RESUME", "") not in ("", "0")
     return dataclasses.replace(_from_launcher(env, transport), directory=directory, resume=is_resumed)
+
+
+def read_report_pipe(environment: Environment | None = None) -> int | None:
+    """The descriptor of the pipe for a report of this process (`failure_reports`); None if no launcher reads one."""
+    return find_pipe((os.environ if environment is None else environment).get(REPORT_VARIABLE, ""))
 
 
 def _from_launcher(env: Environment, transport: str) -> RankInfo:
@@ -166,7 +174,7 @@ def _from_offbeat(env: Environment) -> RankInfo:
         processes=processes,
         address=None if address is None else Address.parse(address),
         token=_token(env),
-        listener=_number(env, "OFFBEAT_LISTENER") if env.get("OFFBEAT_LISTENER") else None,
+        listener=_number(env, LISTENER_VARIABLE) if env.get(LISTENER_VARIABLE) else None,
         launcher="offbeat",
         member=env.get("OFFBEAT_MEMBER", ""),
         incarnation=_number(env, "OFFBEAT_INCARNATION") if env.get("OFFBEAT_INCARNATION") else 0,

@@ -15,36 +15,33 @@ them until the next `step`.
 from __future__ import annotations
 
 import atexit
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.core.actions import Budget, Samples
-from offbeat.core.configuration import from_plain
 from offbeat.core.events import StepReady
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require
-from offbeat.errors import ConfigurationError
+from offbeat.engine.experiment import Experiment, parse_until
+from offbeat.engine.gradient_accumulator import copied_buffers, is_result_finite
+from offbeat.errors import ConfigurationError, unknown
 from offbeat.live.batch_sources import samples_in
 from offbeat.live.evaluation import Evaluation
-from offbeat.live.local_ranks import SessionOptions
-from offbeat.live.session_base import SessionBase, parse_until, rank_info_for
-from offbeat.strategies.gossip.gossip_parts import Acid, ExchangeClock, Partner
-from offbeat.strategies.gossip.gossip_strategies import Gossip
-from offbeat.topology.graphs import Graph
+from offbeat.live.gossip_settings import GossipSettings, gossip_strategy
+from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
+from offbeat.live.session_options import LiveOptions
 
 Batch = TypeVar("Batch")
 
 UNLIMITED = Samples(sys.maxsize)
 """No common budget: every peer trains until its own loop ends."""
-
-DEFAULT_SETTINGS = ("cycle", False, 1.0, "random", "poisson")
-"""graph, acid, rate, partner, clock"""
 
 CANNOT_RESUME = (
     "AsyncDataParallel cannot resume a run, since the optimizer is yours; save model and optimizer in the loop, "
@@ -61,15 +58,16 @@ class AsyncDataParallel(SessionBase):
 
     model: the model to train, not wrapped in DDP.
     optimizer: steps all trainable parameters of the model, and no others.
-    graph: the name of the communication graph, such as "cycle", "exponential" or "complete".
-    acid: whether to use the A²CiD² momentum.
-    rate: averagings that a peer takes part in per gradient.
-    partner: how a peer chooses the next partner: "random", "first-available" or "matchings".
-    clock: when to average: at random times, "poisson", or at equal intervals, "regular".
-    strategy: a decentralized strategy instead of these five settings.
+    strategy: a decentralized strategy, instead of settings of gossip.
     until: how long all peers together train, such as `Samples(1_000_000)` or `Seconds(90)`; None: every peer trains
         until it calls `close`.
     evaluate, every, seed, out: as for `offbeat.join`.
+    gossip: settings of gossip, each an argument of its own:
+        graph: the name of the communication graph, such as "cycle" (the default), "exponential" or "complete".
+        acid: whether to use the A²CiD² momentum; not by default.
+        rate: averagings that a peer takes part in per gradient; 1 by default.
+        partner: how a peer chooses the next partner: "random" (the default), "first-available" or "matchings".
+        clock: when to average: at random times, "poisson" (the default), or at equal intervals, "regular".
     """
 
     _result_event = StepReady
@@ -79,37 +77,29 @@ class AsyncDataParallel(SessionBase):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        graph: str = "cycle",
-        acid: bool = False,
-        rate: float = 1.0,
-        partner: str = "random",
-        clock: str = "poisson",
         strategy: Strategy | None = None,
         until: Budget | int | str | None = None,
         evaluate: Evaluation | None = None,
         every: Cadence | None = EverySeconds(1.0),  # noqa: B008  (frozen)
         seed: int = 0,
         out: str | Path | None = None,
+        **gossip: Unpack[GossipSettings],
     ) -> None:
+        _check_names(gossip)
         check_unwrapped(model)
         check_optimizer(optimizer, model)
         check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
-        settings = (graph, acid, rate, partner, clock)
         require(
-            strategy is None or settings == DEFAULT_SETTINGS,
+            strategy is None or not gossip,
             "both a strategy and settings of another one are given; put the settings into the strategy",
         )
-        strategy = _gossip_strategy(*settings) if strategy is None else _check_decentralized(strategy)
+        strategy = gossip_strategy(gossip) if strategy is None else _check_decentralized(strategy)
+        until = UNLIMITED if until is None else parse_until(until)
+        experiment = Experiment(None, strategy, until=until, evaluate=every, seed=seed)
         rank_info = rank_info_for(out)
         require(not rank_info.resume, CANNOT_RESUME)
-        options = SessionOptions(
-            until=UNLIMITED if until is None else parse_until(until),
-            seed=seed,
-            every=every,
-            checkpoint_seconds=None,
-            reserved=frozenset(range(rank_info.processes)),
-        )
-        super().__init__(model, strategy, options, rank_info, evaluate)
+        options = loop_options(experiment, LiveOptions(checkpoint_seconds=None), rank_info)
+        super().__init__(model, options, rank_info, evaluate)
         self.optimizer = optimizer
         model.zero_grad()  # the flat gradients are not used here: their memory holds the parameters before a step
         self._parameters_before = self._flat.gradients
@@ -167,8 +157,9 @@ class AsyncDataParallel(SessionBase):
         self._flat.check_in_place()
         self._round.samples = count
         self._steps += 1
-        after = self._flat.parameters
-        self._complete_round(torch.sub(after, self._parameters_before, out=self._pool.like(after)), total)
+        after, buffers = self._flat.parameters, copied_buffers(self._flat)
+        delta = torch.sub(after, self._parameters_before, out=self._pool.like(after))
+        self._complete_round(delta, total, buffers, is_result_finite(delta, total, buffers))
         self._next_round()
 
     def _check_optimizer_step(self, *_: Any) -> None:
@@ -185,7 +176,7 @@ class AsyncDataParallel(SessionBase):
         `set_epoch` of the loader's sampler, if there is one, is called before every pass. An iterator is passed once.
         """
         require(
-            self._ranks.options.until is not UNLIMITED,
+            self._ranks.experiment.until is not UNLIMITED,
             "peer.batches ends when all peers together have reached until, which was not given; type "
             "until=offbeat.Samples(60_000), or loop over the loader itself",
         )
@@ -283,20 +274,13 @@ class _SampleCounter:
             self.samples += samples_in(arguments) or samples_in(named)
 
 
-def _gossip_strategy(graph: str, acid: bool, rate: float, partner: str, clock: str) -> Gossip:
-    """The strategy of these settings; it has no optimizer, since it gets steps and not gradients."""
-    for name, value in {"graph": graph, "partner": partner, "clock": clock}.items():
-        require(
-            isinstance(value, str),
-            f"{name} must be a name here, but is {value!r}; type strategy=offbeat.Gossip({name}=...) for an object",
-        )
-    return Gossip(
-        graph=from_plain(Graph, graph, "graph"),
-        rate=rate,
-        partner=from_plain(Partner, partner, "partner"),
-        clock=from_plain(ExchangeClock, clock, "clock"),
-        momentum=Acid() if acid else None,
-    )
+def _check_names(gossip: GossipSettings) -> None:
+    """Raise `ConfigurationError` for an argument that is neither one of the constructor nor a setting of gossip."""
+    settings = GossipSettings.__annotations__
+    for name in gossip.keys() - settings.keys():
+        arguments = [*settings, *inspect.signature(AsyncDataParallel).parameters]
+        arguments.remove("gossip")
+        raise unknown("argument of AsyncDataParallel", name, arguments)
 
 
 def _check_decentralized(strategy: Strategy) -> Strategy:

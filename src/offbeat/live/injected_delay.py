@@ -12,13 +12,29 @@ card of the sender is not emulated: messages to several peers leave at once and 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
-from offbeat.cluster.stragglers import NoStragglers, RoundDelay, StragglerModel
+from offbeat.cluster.cluster import Cluster, Link
+from offbeat.cluster.stragglers import NoStragglers, Speed, StragglerModel
 from offbeat.core.bandwidth import NetworkCard
 from offbeat.core.randomness import stream
 
 _UNLIMITED = Link()
+
+
+class InjectedRoundDelay(NamedTuple):
+    """The injected delay of one round."""
+
+    delay_seconds: float = 0.0
+    """sleep before the first micro-batch"""
+    factor: float = 1.0
+    """how many times longer a micro-batch takes"""
+    call_seconds: float = 0.0
+    """extra time of every micro-batch"""
+
+    def slowdown_seconds(self, seconds: float) -> float:
+        """By how much to prolong a micro-batch that took `seconds`."""
+        return max(0.0, seconds * (self.factor - 1.0) + self.call_seconds)
 
 
 class InjectedDelay:
@@ -38,13 +54,13 @@ class InjectedDelay:
 
         straggle: the straggler model of its rounds.
         factor: how many times slower than usual it is.
-        call_seconds: extra time of every micro-batch.
+        call_seconds: extra time of every micro-batch; the straggler model scales it too.
         links: peer → the link to it; other links add no delay.
         seed, rank: select the random streams.
         bytes_per_second: the receiving bandwidth of this rank; None for no limit.
         """
         self._factor = factor
-        self.call_seconds = call_seconds
+        self._call_seconds = call_seconds
         self._links = links or {}
         self._round_delays = straggle.draws(stream(seed, "speed", rank))
         self._delay_random = stream(seed, "delay", rank)
@@ -62,24 +78,23 @@ class InjectedDelay:
         seed: selects the random streams.
         """
         worker = workers.get(rank)
-        if cluster.measured:
-            overrides = tuple(WorkerOverride(item.workers, straggle=item.straggle) for item in cluster.workers)
-            cluster = Cluster(straggle=cluster.straggle, factors=cluster.factors, workers=overrides)
-        links = {peer: cluster.link_between(worker, workers.get(peer)) for peer in peers}
-        slow = {peer: link for peer, link in links.items() if link != Link()}
-        own = cluster.link_of(worker).bytes_per_second
+        slow, own = {}, None
+        if not cluster.measured:
+            links = {peer: cluster.link_between(worker, workers.get(peer)) for peer in peers}
+            slow = {peer: link for peer, link in links.items() if link != Link()}
+            own = cluster.link_of(worker).bytes_per_second
         if worker is None:
             return cls(links=slow, seed=seed, rank=rank, bytes_per_second=own)
-        speed = cluster.speed(worker)
-        usual = cluster.seconds_per_sample
-        factor = speed.seconds_per_sample / usual if usual > 0 else speed.seconds_per_call / cluster.seconds_per_call
-        call_seconds = max(0.0, speed.seconds_per_call - factor * cluster.seconds_per_call)
+        speed, natural = cluster.speed(worker), cluster.natural_speed(worker)
+        factor = _ratio(speed, natural)
+        # Negative where the factor of its samples would slow its calls down too much.
+        call_seconds = speed.seconds_per_call - factor * natural.seconds_per_call
         return cls(speed.straggle, factor, call_seconds, slow, seed, rank, own)
 
-    def next_round_delay(self) -> RoundDelay:
+    def next_round_delay(self) -> InjectedRoundDelay:
         """Draw the delay and slowdown of the next round."""
-        round_delay = next(self._round_delays)
-        return RoundDelay(round_delay.delay_seconds, round_delay.factor * self._factor)
+        delay_seconds, factor = next(self._round_delays)
+        return InjectedRoundDelay(delay_seconds, factor * self._factor, factor * self._call_seconds)
 
     def delay(self, source: int, nbytes: int, now: float) -> float:
         """By how many seconds to delay a message of `nbytes` bytes from `source` that arrives at `now`."""
@@ -91,3 +106,10 @@ class InjectedDelay:
         received = free if self._card is None else self._card.receive(now, free, nbytes)
         delay = received - now + link.latency_seconds
         return delay + link.draw_delay(self._delay_random) if link.delay_std_seconds > 0 else delay
+
+
+def _ratio(speed: Speed, natural: Speed) -> float:
+    """How many times slower than its natural speed a worker is made; 1 if it computes in no time."""
+    if natural.seconds_per_sample > 0:
+        return speed.seconds_per_sample / natural.seconds_per_sample
+    return speed.seconds_per_call / natural.seconds_per_call if natural.seconds_per_call > 0 else 1.0

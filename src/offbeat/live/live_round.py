@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 
 from offbeat.core.actions import Compute, Samples, Seconds
+from offbeat.engine.microbatches import next_microbatch
+from offbeat.live.clock import Clock
+from offbeat.live.injected_delay import InjectedRoundDelay
 
 
 @dataclass
@@ -14,15 +16,12 @@ class LiveRound:
     """The outstanding computation of a rank, with its injected delay."""
 
     action: Compute
+    clock: Clock
     start: float
-    start_monotonic: float
-    """`time.monotonic()` when it was accepted, where the time limit of a `Seconds` budget starts."""
-    delay_seconds: float
-    factor: float
-    call_seconds: float
+    """When it was accepted, in seconds of the run; the time limit of a `Seconds` budget starts then."""
+    delay: InjectedRoundDelay = InjectedRoundDelay()
     samples: int = 0
     induced_seconds: float = 0.0
-    idle_seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def next_microbatch_size(self) -> int:
@@ -31,22 +30,25 @@ class LiveRound:
             return 0
         budget, microbatch = self.action.budget, self.action.microbatch
         if isinstance(budget, Samples):
-            return min(microbatch, budget.count - self.samples)
+            return next_microbatch(self.samples, microbatch, budget.count)
         assert isinstance(budget, Seconds)
-        if self.samples and time.monotonic() - self.start_monotonic >= budget.seconds:
+        if self.samples and self.clock.now() - self.start >= budget.seconds:
             return 0
-        return microbatch if budget.samples_max is None else min(microbatch, budget.samples_max - self.samples)
+        return next_microbatch(self.samples, microbatch, budget.samples_max)
 
     def inject_delay(self) -> None:
-        """Wait for the injected delay before the first micro-batch."""
-        self._sleep(self.delay_seconds)
+        """Wait for the injected delay before the first micro-batch; `Cancel` ends it."""
+        self._wait(self.delay.delay_seconds, self.cancelled)
 
     def inject_slowdown(self, seconds: float) -> None:
-        """Wait for as long as this worker should be slower at a micro-batch that took `seconds`."""
-        self._sleep(seconds * (self.factor - 1.0) + self.call_seconds)
+        """Wait for as long as this worker should be slower at a micro-batch that took `seconds`.
 
-    def _sleep(self, seconds: float) -> None:
+        As on a worker that is slow by itself, the micro-batch ends before `Cancel` takes effect.
+        """
+        self._wait(self.delay.slowdown_seconds(seconds), threading.Event())
+
+    def _wait(self, seconds: float, until: threading.Event) -> None:
         if seconds > 0:
-            before = time.monotonic()
-            self.cancelled.wait(seconds)
-            self.induced_seconds += time.monotonic() - before
+            before = self.clock.now()
+            self.clock.wait(until, seconds)
+            self.induced_seconds += self.clock.now() - before

@@ -6,31 +6,28 @@ holds one rank, linked to the others by gloo or MPI. Resuming resets node, recor
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from offbeat.cluster.cluster import Cluster
-from offbeat.core.actions import Budget
-from offbeat.core.configuration import to_plain
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
-from offbeat.core.splits import Shared, Split
-from offbeat.core.strategy import Cadence, Node, NodeContext, Strategy
+from offbeat.core.splits import Shared
+from offbeat.core.strategy import Node, NodeContext, Strategy
 from offbeat.core.validation import require
-from offbeat.core.workload import Target
 from offbeat.launch.rank_info import RankInfo
 from offbeat.live.checkpoints import Checkpoint, CheckpointWriter, checkpoint_path, read_checkpoint
+from offbeat.live.clock import Clock
 from offbeat.live.evaluation import Measure
 from offbeat.live.injected_delay import InjectedDelay
-from offbeat.live.node_runner import Clock, NodeRunner
+from offbeat.live.node_runner import NodeRunner
 from offbeat.live.rank_allocator import RankAllocator
+from offbeat.live.runner_options import RunnerOptions
+from offbeat.live.session_options import SessionOptions
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import RECORD_DECODER, RunHeader
 from offbeat.strategies.compressed_node import build_node
@@ -39,36 +36,9 @@ from offbeat.transports.loopback import Loopback
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.rendezvous import Listener
 from offbeat.transports.transport import Transport
-from offbeat.version import __version__
 
 LIVE_SECONDS_PER_SAMPLE = 2.5e-4
 """Compute time of a small model on one core; the default times of time-based strategies are derived from it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionOptions:
-    """The settings of a session that `join` and `offbeat train` have in common."""
-
-    until: Budget
-    seed: int = 0
-    cluster: Cluster = Cluster()
-    bytes_per_second: float | None = None
-    """The bandwidth limit of each direction of each link; None: no limit."""
-    every: Cadence | None = None
-    target: Target | None = None
-    header: RunHeader | None = None
-    """The header of the run if it has been written already; otherwise rank 0 writes one."""
-    checkpoint_seconds: float | None = 30.0
-    checksum: bool = False
-    shared_memory: bool = True
-    """Whether processes of one machine may exchange large tensors through shared memory."""
-    reserved: frozenset[int] = frozenset()
-    """Ranks that a supervisor starts; they are not assigned to workers that join from other machines."""
-    experiment: bytes | None = None
-    """The experiment, encoded, for workers that join from other machines."""
-    split: Split = Shared()
-    sends_records: bool = False
-    """Whether records are sent to rank 0, because no directory is shared with it."""
 
 
 class LocalRanks:
@@ -76,27 +46,19 @@ class LocalRanks:
 
     def __init__(
         self,
-        strategy: Strategy,
         flat: FlatModule,
         options: SessionOptions,
         rank_info: RankInfo,
         measure: Measure | None,
         label: str,
     ) -> None:
-        self.strategy, self.options, self.rank_info = strategy, options, rank_info
+        self.experiment, self.options, self.rank_info = options.experiment, options, rank_info
+        self.strategy = strategy = options.experiment.strategy
         self._flat, self._measure, self._label = flat, measure, label
         self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
         alone = rank_info.alone
         self.processes = strategy.processes(1) if alone else rank_info.processes
-        computing = [rank for rank in range(self.processes) if strategy.computes(rank)]
-        least = strategy.processes(1)
-        require(
-            bool(computing),
-            f"with {self.processes} process{'es' if self.processes > 1 else ''} no rank would compute; start {least} "
-            f"or more, for example: offbeat launch -n {least} script.py",
-        )
-        if not alone and rank_info.rank >= self.processes:  # joined beyond the initial size
-            computing += range(self.processes, rank_info.rank + 1)
+        computing = computing_ranks(strategy, rank_info)
         self.rank = computing[0] if alone else rank_info.rank
         self.workers = {rank: worker for worker, rank in enumerate(computing)}
         """rank → its index among the ranks that compute"""
@@ -143,19 +105,7 @@ class LocalRanks:
             file.close()
 
     def header(self) -> RunHeader:
-        target = self.options.target
-        return self.options.header or RunHeader(
-            engine="live",
-            label=self.strategy.name or type(self.strategy).__name__,
-            workload=self._label,
-            workers=len(self.workers),
-            seed=self.options.seed,
-            parameters=self._flat.layout.numel,
-            target=None if target is None else to_plain(target),
-            experiment=None,
-            offbeat=__version__,
-            torch=str(torch.__version__),
-        )
+        return self.options.header or self.experiment.header("live", self._label, self._flat.layout.numel)
 
     def _fail_all(self, error: BaseException) -> None:
         """Ranks of one process fail together, since they would wait for each other."""
@@ -169,10 +119,10 @@ class LocalRanks:
         return RankAllocator(
             processes=self.processes,
             computing=tuple(self.workers),
-            reserved=self.options.reserved,
+            reserved=frozenset(self.options.live.local_ranks(self.strategy, self.processes)),
             now=self.clock.now,
-            experiment=self.options.experiment,
-            is_elastic=isinstance(self.options.split, Shared) and self.strategy.is_elastic,
+            experiment=self.options.description(),
+            is_elastic=isinstance(self.experiment.split, Shared) and self.strategy.is_elastic,
             full=self._rejection_when_full(),
         )
 
@@ -186,14 +136,14 @@ class LocalRanks:
         return f"this run has {workers} peers and all of them are connected; start it with more --workers"
 
     def _connect(self, rank_allocator: RankAllocator) -> Transport:
-        rank_info, options = self.rank_info, self.options
+        rank_info, live = self.rank_info, self.options.live
         common: dict[str, Any] = {
             "rank": self.rank,
             "processes": self.processes,
             "peers": self._peers(self.rank),
             "fingerprint": f"{self._flat.layout.fingerprint()} {describe_strategy(self.strategy)}",
-            "silence_seconds": options.cluster.silence_seconds,
-            "checksum": options.checksum,
+            "silence_seconds": self.experiment.cluster.silence_seconds,
+            "checksum": live.checksum,
         }
         if rank_info.transport == "mpi":
             from offbeat.transports.mpi import MpiTransport
@@ -201,7 +151,7 @@ class LocalRanks:
             return MpiTransport(elapsed=self.clock.now, **common)
         assert rank_info.address is not None
         first = rank_info.incarnation if self.checkpoint is None else self.checkpoint.resumes + 1
-        common |= {"token": rank_info.token, "shared_memory": options.shared_memory, "first_incarnation": first}
+        common |= {"token": rank_info.token, "shared_memory": live.shared_memory, "first_incarnation": first}
         if self.rank != 0:
             return GlooTransport(rendezvous=rank_info.address, member=rank_info.member or uuid.uuid4().hex, **common)
         listener = Listener(rank_info.address, rank_info.token, rank_info.listener)
@@ -215,12 +165,17 @@ class LocalRanks:
     def _peers(self, rank: int) -> list[int]:
         return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
 
+    def _is_peer(self, rank: int, other: int) -> bool:
+        """Whether two ranks exchange messages; either may have joined beyond the initial size."""
+        return other in self.strategy.peers(rank, max(self.processes, rank + 1, other + 1))
+
     # Nodes and runners
 
     def _evaluates(self, rank: int) -> bool:
         return self._measure is not None and (rank == 0 or self.strategy.computes(0))
 
     def _make_node(self, rank: int) -> Node:
+        assert self.experiment.until is not None  # it is resolved
         return build_node(
             self.strategy,
             NodeContext(
@@ -229,9 +184,9 @@ class LocalRanks:
                 layout=self._flat.layout,
                 parameters=self._initial[0],
                 buffers=self._initial[1],
-                random=stream(self.options.seed, "node", rank, 0),
-                until=self.options.until,
-                evaluate=self.options.every if self._evaluates(rank) else None,
+                random=stream(self.experiment.seed, "node", rank, 0),
+                until=self.experiment.until,
+                evaluate=self.experiment.evaluate if self._evaluates(rank) else None,
             ),
         )
 
@@ -256,29 +211,35 @@ class LocalRanks:
         return tuple(rank for rank in range(self.processes) if rank == self.rank or rank not in lost_ranks())
 
     def _make_runner(self, rank: int, transport: Transport) -> NodeRunner:
-        options, node = self.options, self._nodes[rank]
+        experiment, node = self.experiment, self._nodes[rank]
         writer = self._make_writer(rank, node)
         runner = NodeRunner(
             node,
             transport,
-            rank=rank,
-            clock=self.clock,
-            writer=writer,
-            load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
-            evaluate=self._measure if self._evaluates(rank) else None,
-            injected_delay=InjectedDelay.of(options.cluster, self.workers, rank, self._peers(rank), options.seed),
-            on_remote_records=self._write_remote_records if rank == 0 or self.strategy.is_decentralized else None,
-            irreplaceable=self._irreplaceable(rank),
-            is_rejoining=self.rank_info.incarnation > 0 and self.strategy.is_decentralized,
-            device=self._flat.parameters.device,
-            bytes_per_second=options.bytes_per_second,
+            RunnerOptions(
+                rank=rank,
+                clock=self.clock,
+                writer=writer,
+                is_peer=functools.cache(functools.partial(self._is_peer, rank)),
+                load=self._flat.load if rank == self.rank and self.strategy.computes(rank) else None,
+                measure=self._measure if self._evaluates(rank) else None,
+                injected_delay=InjectedDelay.of(
+                    experiment.cluster, self.workers, rank, self._peers(rank), experiment.seed
+                ),
+                on_remote_records=self._write_remote_records if rank == 0 or self.strategy.is_decentralized else None,
+                irreplaceable=frozenset(self._irreplaceable(rank)),
+                is_rejoining=self.rank_info.incarnation > 0 and self.strategy.is_decentralized,
+                device=self._flat.parameters.device,
+                bytes_per_second=experiment.bytes_per_second,
+            ),
         )
-        if rank == 0 and isinstance(writer, RankWriter) and options.checkpoint_seconds is not None:
+        seconds = self.options.live.checkpoint_seconds
+        if rank == 0 and isinstance(writer, RankWriter) and seconds is not None:
             self.checkpoint_writer = CheckpointWriter(
                 checkpoint_path(writer.directory),
                 runner,
                 writer,
-                seconds=options.checkpoint_seconds,
+                seconds=seconds,
                 fingerprint=self._flat.layout.fingerprint(),
                 strategy=describe_strategy(self.strategy),
                 resumes=0 if self.checkpoint is None else self.checkpoint.resumes + 1,
@@ -325,6 +286,21 @@ class LocalRanks:
         checkpoint = read_checkpoint(self.rank_info.directory)
         checkpoint.check_fits(self._flat.layout.fingerprint(), describe_strategy(self.strategy))
         return checkpoint
+
+
+def computing_ranks(strategy: Strategy, rank_info: RankInfo) -> list[int]:
+    """The ranks that compute, up to that of this process; raises `ConfigurationError` if there is none."""
+    least = strategy.processes(1)
+    processes = least if rank_info.alone else rank_info.processes
+    computing = [rank for rank in range(processes) if strategy.computes(rank)]
+    require(
+        bool(computing),
+        f"with {processes} process{'es' if processes > 1 else ''} no rank would compute; start {least} "
+        f"or more, for example: offbeat launch -n {least} script.py",
+    )
+    if not rank_info.alone and rank_info.rank >= processes:  # joined beyond the initial size
+        computing += range(processes, rank_info.rank + 1)
+    return computing
 
 
 def describe_strategy(strategy: Strategy) -> str:

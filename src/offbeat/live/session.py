@@ -24,14 +24,17 @@ from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget
 from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
-from offbeat.core.validation import check_instance, require, require_bandwidth_limit
+from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import Target
+from offbeat.engine.experiment import Experiment, parse_until
+from offbeat.engine.gradient_accumulator import GradientAccumulator
 from offbeat.errors import ConfigurationError
 from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.live_round import LiveRound
-from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE, SessionOptions
-from offbeat.live.session_base import LINGER_SECONDS, SessionBase, parse_until, rank_info_for
+from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
+from offbeat.live.session_base import LINGER_SECONDS, SessionBase, loop_options, rank_info_for
+from offbeat.live.session_options import LiveOptions
 
 
 def join(
@@ -51,6 +54,9 @@ def join(
 ) -> Session:
     """Join the training of `model`; use it in a `with` statement. Raises `ConfigurationError` for values it cannot use.
 
+    At the start of each round torch's default generator is seeded from `seed`, the rank and the position in its data,
+    so that dropout and the like depend on the samples and not on timing.
+
     model: the model that the loop trains; its parameters are overwritten with the newest ones.
     strategy: the algorithm.
     until: how long all ranks together train: `Samples(1_000_000)`, `Seconds(90)`, or short, 1_000_000 or "90s".
@@ -59,32 +65,30 @@ def join(
     target: the loss or accuracy to which the summary gives the time.
     cluster: delays to inject, and how long a silent peer is waited for.
     bytes_per_second: rate limit from this process to each of its peers; None for no limit.
-    seed: of the data order, and of all random decisions.
+    seed: of the data order, of torch's default generator in each round, and of all random decisions.
     out: directory for records and checkpoints; None keeps records in memory.
     resume: continue the run in `out` from its checkpoint.
     checkpoint_seconds: interval between two checkpoints; None for no checkpoints.
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
-    until = parse_until(until)
     check_instance(every, (Cadence, type(None)), "every", "every=offbeat.EverySeconds(1)")
-    check_instance(cluster, (Cluster, type(None)), "the cluster", "cluster=offbeat.Cluster()")
-    require_bandwidth_limit(bytes_per_second)
+    experiment = Experiment(
+        None,
+        strategy.with_default_timing(LIVE_SECONDS_PER_SAMPLE),
+        until=parse_until(until),
+        evaluate=every,
+        target=target,
+        cluster=Cluster() if cluster is None else cluster,
+        bytes_per_second=bytes_per_second,
+        seed=seed,
+    )
+    live = LiveOptions(checkpoint_seconds=checkpoint_seconds)
     rank_info = rank_info_for(out)
     has_directory = rank_info.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
     rank_info = dataclasses.replace(rank_info, resume=resume or rank_info.resume)
-    options = SessionOptions(
-        until=until,
-        seed=seed,
-        cluster=cluster or Cluster(),
-        bytes_per_second=bytes_per_second,
-        every=every,
-        target=target,
-        checkpoint_seconds=checkpoint_seconds,
-        reserved=frozenset(range(rank_info.processes)),
-    )
-    return Session(model, strategy.with_default_timing(LIVE_SECONDS_PER_SAMPLE), options, rank_info, evaluate)
+    return Session(model, loop_options(experiment, live, rank_info), rank_info, evaluate)
 
 
 class Session(SessionBase):
@@ -93,8 +97,7 @@ class Session(SessionBase):
     `rank`, `processes` and `computes` describe the process; `summary` and `records` the run, once it has ended.
     """
 
-    _losses: list[Tensor]
-    """The sums of the losses of the micro-batches of the current round."""
+    _accumulator: GradientAccumulator
     _pending = 0
     """Samples of the micro-batch that `backward` has not been called for yet."""
     _entered = False
@@ -104,6 +107,7 @@ class Session(SessionBase):
     def __enter__(self) -> Session:
         require(not self._entered, "this session has been used already; call offbeat.join again")
         self._entered = True
+        self._accumulator = GradientAccumulator(self._flat)
         self._start()
         return self
 
@@ -127,7 +131,7 @@ class Session(SessionBase):
             worker=self._ranks.workers[self.rank],
             workers=max(len(self._ranks.workers), self._ranks.workers[self.rank] + 1),
             rank=self.rank,
-            seed=self._ranks.options.seed,
+            seed=self._ranks.experiment.seed,
         )
         while (current := self._runner.next_round()) is not None:
             self._begin_round(current)
@@ -145,14 +149,13 @@ class Session(SessionBase):
                 )
                 current.samples += samples
                 current.inject_slowdown(time.monotonic() - began)
-            gradient = self._pool.copy(self._flat.gradients)  # returns to the pool when the message has left
-            self._complete_round(gradient, sum(map(float, self._losses)))
+            result = self._accumulator.end(self._pool.copy)  # the copy returns to the pool when the message has left
+            self._complete_round(*result)
 
     def _begin_round(self, current: LiveRound) -> None:
         self._round = current
-        self._losses = []
-        self._flat.zero_gradients()
-        current.inject_delay()
+        current.inject_delay()  # before the generator is seeded, which an evaluation meanwhile might use
+        self._accumulator.begin(self._ranks.experiment.seed, self.rank, current.action.draw)
 
     def backward(
         self, loss: Tensor, *, reduction: Literal["none", "sum", "mean"] = "none", samples: int | None = None
@@ -174,21 +177,8 @@ class Session(SessionBase):
             f"run.backward was given samples={samples}, but the micro-batch has {count}; count samples, not tokens "
             "or pixels, or leave samples out",
         )
-        total = loss_sum(loss, reduction, count)
-        self._flat.bind_gradients()
-        total.backward()  # type: ignore[no-untyped-call]
-        self._losses.append(total.detach())
+        self._accumulator.add(loss_sum(loss, reduction, count))
         self._pending = 0
-
-    @property
-    def begins_round(self) -> bool:
-        """Whether the current micro-batch is the first of its round."""
-        return self._round is not None and self._round.samples == 0
-
-    @property
-    def draw(self) -> int:
-        """The first draw of the current round: its position in the data order of this rank."""
-        return 0 if self._round is None else self._round.action.draw
 
     # The end
 

@@ -14,18 +14,21 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.actions import Budget, Finish, Samples, Seconds
+from offbeat.core.actions import Finish
 from offbeat.core.events import GradientReady
-from offbeat.core.flat import FlatModule, is_finite
+from offbeat.core.flat import FlatModule
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
-from offbeat.core.strategy import Strategy
-from offbeat.core.validation import check_instance, require
-from offbeat.launch.rank_info import RankInfo, read_rank_info
+from offbeat.core.validation import require
+from offbeat.engine.experiment import Experiment
+from offbeat.engine.gradient_accumulator import copied_buffers
+from offbeat.launch.failure_reports import report_uncaught
+from offbeat.launch.rank_info import RankInfo, read_rank_info, read_report_pipe
 from offbeat.live.evaluation import Evaluation, measure_with
 from offbeat.live.live_round import LiveRound
-from offbeat.live.local_ranks import LocalRanks, SessionOptions
+from offbeat.live.local_ranks import LocalRanks, computing_ranks
 from offbeat.live.node_runner import ResultEvent
+from offbeat.live.session_options import LiveOptions, SessionOptions
 from offbeat.live.signals import defer_signals, install_sigterm_handler
 from offbeat.records.files import read_rank, read_run
 from offbeat.records.metrics import Summary, summarize
@@ -39,19 +42,20 @@ ORDERLY_EXITS = (KeyboardInterrupt, SystemExit)
 """Exceptions of a loop that ends on request: Ctrl-C, SIGTERM, or the script's own sys.exit."""
 
 
-def parse_until(until: Budget | int | str) -> Budget:
-    """How long to train: a budget, a number of samples, or a text such as "90s"; raises `ConfigurationError`."""
-    if isinstance(until, int | str) and not isinstance(until, bool):
-        until = Budget.shorthand(str(until))
-    check_instance(until, (Samples, Seconds), "until", "until=offbeat.Samples(60_000)")
-    assert isinstance(until, Budget)
-    return until
-
-
 def rank_info_for(out: str | Path | None) -> RankInfo:
-    """The rank of this process; its records go to `out`, if given, otherwise to the directory of its launcher."""
+    """The rank of this process; its records go to `out`, if given, otherwise to the directory of its launcher.
+
+    From here on, the launcher is told of an exception that ends this process.
+    """
+    report_uncaught(read_report_pipe())
     rank_info = read_rank_info()
     return rank_info if out is None else dataclasses.replace(rank_info, directory=Path(out))
+
+
+def loop_options(experiment: Experiment, live: LiveOptions, rank_info: RankInfo) -> SessionOptions:
+    """The options of a loop of the user's own: the number of workers follows from the processes that were started."""
+    workers = len(computing_ranks(experiment.strategy, rank_info))
+    return SessionOptions(experiment=dataclasses.replace(experiment, workers=workers), live=live)
 
 
 class SessionBase(ABC):
@@ -63,20 +67,20 @@ class SessionBase(ABC):
     def __init__(
         self,
         model: nn.Module,
-        strategy: Strategy,
         options: SessionOptions,
         rank_info: RankInfo,
         evaluate: Evaluation | None,
     ) -> None:
         self.model = model
-        self.strategy = strategy
-        measure = None if evaluate is None or options.every is None else measure_with(copy.deepcopy(model), evaluate)
+        self.strategy = options.experiment.strategy
+        cadence = options.experiment.evaluate
+        measure = None if evaluate is None or cadence is None else measure_with(copy.deepcopy(model), evaluate)
         self._flat = FlatModule(model)
-        self._ranks = LocalRanks(strategy, self._flat, options, rank_info, measure, type(model).__name__)
+        self._ranks = LocalRanks(self._flat, options, rank_info, measure, type(model).__name__)
         self._runner = self._ranks.own_runner
         self.rank = self._ranks.rank
         self.processes = self._ranks.processes
-        self.computes = strategy.computes(self.rank)
+        self.computes = self.strategy.computes(self.rank)
         self._pool = Pool()
         self._round: LiveRound | None = None
         self._uninstall_sigterm_handler: Callable[[], None] = lambda: None
@@ -97,17 +101,17 @@ class SessionBase(ABC):
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._ranks.start()
 
-    def _complete_round(self, result: Tensor, loss: float | None) -> None:
-        """End the current round with a gradient or step, and let the node handle it."""
-        buffers = self._buffers()
-        statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
-        finite = all(map(is_finite, [result, *statistics])) and (loss is None or abs(loss) < float("inf"))
+    def _complete_round(self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool) -> None:
+        """End the current round, and let the node handle its result.
+
+        result: the sum of gradients over the samples, or the step.
+        loss: the sum of the losses; None if unknown.
+        buffers: copies of the buffers after the round.
+        finite: whether result, loss and buffers are finite.
+        """
         self._round = None
         with defer_signals():
             self._runner.complete(result, loss, buffers, finite, self._result_event)
-
-    def _buffers(self) -> Buffers:
-        return tuple(buffer.clone() for buffer in self._flat.buffers)
 
     # The end
 
@@ -139,7 +143,7 @@ class SessionBase(ABC):
         """The loop has ended without an error, perhaps before the end of training: wait until this rank may close."""
 
     def _leave(self, stay: bool = False) -> None:
-        zeros, buffers = torch.zeros_like(self._flat.parameters), self._buffers()
+        zeros, buffers = torch.zeros_like(self._flat.parameters), copied_buffers(self._flat)
         self._runner.leave(lambda: self._runner.complete(zeros, 0.0, buffers, True, self._result_event), stay=stay)
 
     def interrupt(self) -> None:

@@ -37,8 +37,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     `updates` and `samples` do not include undone ones; `undone` is the number of samples that were applied and then
     undone. `staleness_*` count each message once. `compute_seconds` is the time inside rounds, including
-    `induced_seconds` of injected delay, which stands for a slow machine; `idle_share` is idle ÷ (idle + compute) over
-    all rounds of all ranks. `bytes_sent` does not include processes that were killed.
+    `induced_seconds` of injected delay and slow-down, which stand for a slow machine; `idle_share` is idle ÷ (idle +
+    compute) over all rounds of all ranks. `bytes_sent` does not include processes that were killed.
 
     `traffic` is what was sent by kind of message, and `bytes_received` what was received; for a killed process, up to
     its last record of traffic. `bytes_to_target` is the training traffic of all ranks when the target was reached; it

@@ -23,9 +23,9 @@ FORMAT = 1
 class Round(Record, frozen=True, tag="round"):
     """One computation of one rank, written by the engine at its end (`at`).
 
-    `seconds` is its duration from `start`, of which the first `induced_seconds` were injected delay. `idle_seconds` is
-    the time between the end of the previous round of the rank and `start`. `send_seconds` is how long the last message
-    of the previous round took to be sent.
+    `seconds` is its duration from `start`. `induced_seconds` of it are what the straggler model and slow-down factors
+    have added to the natural speed of the machine. `idle_seconds` is the time between the end of the previous round of
+    the rank and `start`. `send_seconds` is how long the last message of the previous round took to be sent.
     """
 
     rank: int

@@ -1,84 +1,66 @@
-"""Delivery of messages in virtual time: transmission, propagation, arrival, and links that go down and up.
+"""Delivery of messages in virtual time: transmission, propagation, arrival.
 
-`network.py` has the state of the links; this module schedules the events.
+`network.py` has the state of the links, and `link_control.py` takes them down and up.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import enqueue
-from offbeat.core.events import (
-    Event,
-    GradientReady,
-    LossReason,
-    MessageArrived,
-    PeerJoined,
-    PeerLost,
-    Sent,
-    StepReady,
-)
-from offbeat.core.messages import Message
+from offbeat.core.events import Event, MessageArrived, Sent
 from offbeat.core.wire_size import MessageSize, wire_size
 from offbeat.errors import ContractViolation
 from offbeat.records.traffic import TrafficCounter
-from offbeat.simulation.network import LinkState, Outbox
-from offbeat.simulation.state import SimulationState
-
-
-class SentTensors:
-    """The tensors that have been sent, by identity; entries disappear with their tensors.
-
-    A sent tensor is immutable by contract, so ranks share it without a copy, and a modification is detected.
-    """
-
-    def __init__(self) -> None:
-        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        key = id(tensor)
-        if key not in self._versions:
-            forget = self._versions.pop
-            self._versions[key] = weakref.ref(tensor, lambda _: forget(key, None)), tensor._version
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._versions
-
-    def was_modified(self, tensor: Tensor) -> bool:
-        """Whether a tensor was changed in place after it was sent, by torch's version counter."""
-        entry = self._versions.get(id(tensor))
-        return entry is not None and entry[1] != tensor._version
+from offbeat.simulation.event_queue import EventQueue
+from offbeat.simulation.leases import Lease, SentTensors
+from offbeat.simulation.link_control import LinkControl
+from offbeat.simulation.network import LinkState, Outbox, SimulatedNetwork
+from offbeat.simulation.process import Process
 
 
 class Delivery:
-    """Carries out `Send`, and takes links down and up."""
+    """Carries out `Send`."""
 
-    def __init__(self, state: SimulationState) -> None:
-        self._state = state
-        self.sent = SentTensors()
+    def __init__(
+        self,
+        queue: EventQueue,
+        processes: Sequence[Process],
+        network: SimulatedNetwork,
+        links: LinkControl,
+        sent: SentTensors,
+        *,
+        strict: bool,
+    ) -> None:
+        """Nothing is on its way yet.
+
+        queue: the clock.
+        processes: by rank, senders and receivers.
+        network: the links.
+        links: takes down the links of a finished sender when its last message has left.
+        sent: receives the tensors of all messages.
+        strict: lease messages, so that they can be overwritten after they were handled.
+        """
+        self._queue = queue
+        self._processes = processes
+        self._network = network
+        self._links = links
+        self._sent = sent
+        self._strict = strict
         self.traffic = TrafficCounter()
+        """The messages of all ranks together."""
 
-    def record_traffic(self, at: float) -> None:
-        """Write the traffic of all ranks together."""
-        traffic = self.traffic.record(at)
-        if traffic is not None:
-            self._state.writer.write(traffic)
-
-    def send(self, rank: int, send: Send) -> None:
-        link = self._state.network.link(rank, send.to)
-        if link is None:
-            raise ContractViolation(f"rank {rank} sent to {send.to}, which its strategy does not name as a peer")
+    def send(self, process: Process, send: Send) -> None:
+        """Queue a message of a process to one of its peers; it is dropped if the node's incarnation of it is gone."""
+        link = self._network.link(process.rank, send.to)
         for tensor in send.message.tensors():
-            self.sent.add(tensor)
-        if link.up and self._state.processes[rank].known.get(send.to) == link.incarnation:
-            enqueue(link.outboxes[rank].queue, send)
-            self._transmit(rank, link)
+            self._sent.add(tensor)
+        if link.up and process.known.get(send.to) == link.incarnation:
+            enqueue(link.outboxes[process.rank].queue, send)
+            self._transmit(process.rank, link)
 
     def _transmit(self, rank: int, link: LinkState) -> None:
         """Start to transmit the queued messages of a rank to one of its peers, as far as possible now."""
@@ -86,8 +68,8 @@ class Delivery:
         while outbox.transmitting is None and outbox.queue and self._may_transmit(rank, link, outbox):
             transmission = self._begin_transmission(rank, link, outbox)
             if outbox.sender_card is not None:
-                ends = self._state.now + transmission.seconds
-                self._state.schedule(ends, rank, functools.partial(self._transmitted, transmission))
+                ends = self._queue.now + transmission.seconds
+                self._queue.schedule(ends, functools.partial(self._transmitted, transmission))
             else:
                 self._depart(transmission)
 
@@ -95,11 +77,11 @@ class Delivery:
         """Whether rate limit and card allow the next message to leave; if not, `_transmit` is called again later."""
         to = outbox.queue[0].to
         if outbox.rate_limit is not None:
-            due = outbox.rate_limit.ready_at(wire_size(outbox.queue[0].message).nbytes, self._state.now)
-            if due > self._state.now:
+            due = outbox.rate_limit.ready_at(wire_size(outbox.queue[0].message).nbytes, self._queue.now)
+            if due > self._queue.now:
                 if due != outbox.ready_at_scheduled:
                     outbox.ready_at_scheduled = due
-                    self._state.schedule(due, rank, functools.partial(self._rate_limit_ready, rank, link, due))
+                    self._queue.schedule(due, functools.partial(self._rate_limit_ready, rank, link, due))
                 return False
         if outbox.sender_card is not None and outbox.sender_card.sending is not None:
             outbox.sender_card.waiting[to] = None
@@ -123,7 +105,7 @@ class Delivery:
         if outbox.sender_card is not None:
             outbox.sender_card.sending = send
             seconds = size.nbytes / outbox.sender_card.bytes_per_second
-        return Transmission(rank, send, link, link.incarnation, size, self._state.now, seconds)
+        return Transmission(rank, send, link, link.incarnation, size, self._queue.now, seconds)
 
     def _transmitted(self, transmission: Transmission) -> None:
         """The last byte has left: the card continues with the next waiting peer."""
@@ -135,15 +117,16 @@ class Delivery:
             return
         card.sending = None
         while card.sending is None and (peer := card.next()) is not None:
-            self._transmit(rank, self.link(rank, peer))
+            self._transmit(rank, self._network.link(rank, peer))
 
     def _depart(self, transmission: Transmission) -> None:
         rank = transmission.rank
-        self._state.processes[rank].send_seconds = transmission.seconds
-        self._state.emit(self._state.now, rank, transmission.sent)
+        process = self._processes[rank]
+        process.send_seconds = transmission.seconds
+        process.emit(self._queue.now, transmission.sent)
         free_at = self._propagate(transmission)
-        if free_at > self._state.now:
-            self._state.schedule(free_at, rank, functools.partial(self._receiver_ready, transmission))
+        if free_at > self._queue.now:
+            self._queue.schedule(free_at, functools.partial(self._receiver_ready, transmission))
         else:
             self._end_transmission(transmission)
 
@@ -155,16 +138,16 @@ class Delivery:
 
     def _end_transmission(self, transmission: Transmission) -> None:
         transmission.link.outboxes[transmission.rank].transmitting = None
-        if self._state.processes[transmission.rank].finish is not None:
-            self.close(transmission.rank, transmission.send.to)
+        if self._processes[transmission.rank].finish is not None:
+            self._links.close(transmission.rank, transmission.send.to)
 
     def _propagate(self, transmission: Transmission) -> float:
         """Schedule the arrival of a message that has left; returns when its link is free for the next one."""
-        send, now, outbox = transmission.send, self._state.now, transmission.link.outboxes[transmission.rank]
+        send, now, outbox = transmission.send, self._queue.now, transmission.link.outboxes[transmission.rank]
         delay = outbox.config.latency_seconds
         last = now + delay
         if outbox.config.delay_std_seconds > 0:
-            delay += outbox.config.draw_delay(self._state.processes[send.to].delay_random)
+            delay += outbox.config.draw_delay(outbox.delay_random)
         arrives = now + delay
         free_at = now
         if outbox.receiver_card is not None:
@@ -173,7 +156,7 @@ class Delivery:
             if received > last:
                 arrives, free_at = received + delay - latency, received - latency
         outbox.last_arrival = max(outbox.last_arrival, arrives)
-        self._state.emit(arrives, send.to, functools.partial(self._arrive, transmission))
+        self._processes[send.to].emit(arrives, functools.partial(self._arrive, transmission))
         return free_at
 
     def _arrive(self, transmission: Transmission, at: float) -> Event | None:
@@ -182,96 +165,17 @@ class Delivery:
         if not link.up or link.incarnation != transmission.incarnation:
             return None
         if link.held_until > at:
-            self._state.emit(link.held_until, send.to, functools.partial(self._arrive, transmission))
+            self._processes[send.to].emit(link.held_until, functools.partial(self._arrive, transmission))
             return None
         message = send.message
         self.traffic.received(transmission.size)
         for tensor in message.tensors():
-            if self.sent.was_modified(tensor):
+            if self._sent.was_modified(tensor):
                 raise ContractViolation(f"rank {source} changed a tensor of {type(message).__name__} after sending it")
-        if self._state.strict:
+        if self._strict:
             lease = Lease(message.copy())
             return MessageArrived(at, source, lease.message, lease, link.incarnation, transmission.size.nbytes)
         return MessageArrived(at, source, message, lambda: message, link.incarnation, transmission.size.nbytes)
-
-    def close(self, rank: int, peer: int) -> None:
-        """Take down the link of a finished process once its last message has arrived; the peer gets `PeerLost`."""
-        link = self.link(rank, peer)
-        outbox = link.outboxes[rank]
-        if not link.up or outbox.transmitting is not None or outbox.queue or not self._state.processes[peer].active:
-            return
-        noticed = self._state.now + self._state.scenario.cluster.crash_seen_seconds
-        gone = max(noticed, outbox.last_arrival, link.held_until)
-        self._state.schedule(gone, peer, functools.partial(self._end_link, rank, peer))
-
-    def _end_link(self, rank: int, peer: int) -> None:
-        self.cut(rank, peer, f"end of {rank}", notify=(peer,), loss=LossReason.CLOSED)
-
-    def announce(self, a: int, b: int) -> None:
-        """Send `PeerJoined` to both ends of a link."""
-        self._notify(PeerJoined, a, b, notify=(a, b))
-
-    def cut(self, a: int, b: int, reason: str, notify: tuple[int, ...], loss: LossReason = LossReason.BROKEN) -> None:
-        """Take a link down. It stays down until `restore` was called for every reason that it was cut for.
-
-        a, b: the ends of the link.
-        reason: identifies this cut; a second call with the same reason has no effect.
-        notify: the ends that get `PeerLost`.
-        loss: the reason in `PeerLost`.
-        """
-        link = self.link(a, b)
-        if reason in link.cuts:
-            return
-        was_up = link.up
-        link.cuts.add(reason)
-        link.cut()
-        if was_up:
-            self._notify(functools.partial(PeerLost, reason=loss, detail=reason), a, b, notify)
-
-    def restore(self, a: int, b: int, reason: str) -> None:
-        """Remove one reason why a link is down; the last one removed brings it up under the next incarnation."""
-        link = self.link(a, b)
-        link.cuts.discard(reason)
-        if not link.cuts and not link.up and self._state.processes[a].active and self._state.processes[b].active:
-            link.restore()
-            self.announce(a, b)
-
-    def _notify(self, event: Callable[..., PeerJoined | PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
-        incarnation = self.link(a, b).incarnation
-        for rank, peer in ((a, b), (b, a)):
-            if rank in notify:
-                self._state.emit(self._state.now, rank, functools.partial(event, peer=peer, incarnation=incarnation))
-
-    def link(self, a: int, b: int) -> LinkState:
-        """The link between two ranks that are peers."""
-        link = self._state.network.link(a, b)
-        assert link is not None
-        return link
-
-    def revoke_lease(self, event: Event) -> None:
-        """Overwrite the tensors of a handled event, unless they were kept or sent."""
-        tensors: list[Tensor] = []
-        if isinstance(event, GradientReady):
-            tensors = [event.gradient, *event.buffers]
-        elif isinstance(event, StepReady):
-            tensors = [event.delta, *event.buffers]
-        elif isinstance(event, MessageArrived) and isinstance(event.keep, Lease) and not event.keep.kept:
-            tensors = list(event.message.tensors())
-        for tensor in tensors:
-            if tensor not in self.sent:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-
-
-class Lease:
-    """`MessageArrived.keep` in strict mode: records whether the node has kept the message."""
-
-    def __init__(self, message: Message) -> None:
-        self.message = message
-        self.kept = False
-
-    def __call__(self) -> Message:
-        self.kept = True
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 
-from offbeat.cluster.faults import Crash, Fault, Partition, Pause
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.core.events import LossReason, Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require
-from offbeat.simulation.delivery import Delivery
+from offbeat.engine.experiment import Experiment
+from offbeat.errors import RunFailed
+from offbeat.simulation.event_queue import EventQueue
+from offbeat.simulation.link_control import LinkControl
+from offbeat.simulation.network import SimulatedNetwork
+from offbeat.simulation.process import Process
+from offbeat.simulation.process_table import ProcessTable
 from offbeat.simulation.rounds import Rounds
-from offbeat.simulation.state import SimulationState
 
 
 class FaultInjector:
-    """Makes the faults of a scenario happen.
+    """Makes the faults of an experiment happen."""
 
-    state: the simulation.
-    delivery: cuts and restores the links.
-    rounds: extends the computation of a paused rank.
-    """
+    def __init__(
+        self,
+        experiment: Experiment,
+        notice_seconds: float,
+        queue: EventQueue,
+        table: ProcessTable,
+        network: SimulatedNetwork,
+        links: LinkControl,
+        rounds: Rounds,
+    ) -> None:
+        """Check the faults; nothing is scheduled yet.
 
-    def __init__(self, state: SimulationState, delivery: Delivery, rounds: Rounds) -> None:
-        self._state = state
-        self._delivery = delivery
+        experiment: its faults, and the times at which they are noticed.
+        notice_seconds: the largest difference between the times at which two peers notice the same crash.
+        queue: the clock.
+        table: crashes and restarts processes.
+        network: the links.
+        links: cuts and restores them.
+        rounds: extends the computation of a paused rank.
+        """
+        self._queue = queue
+        self._table = table
+        self._network = network
+        self._links = links
         self._rounds = rounds
+        self._seed = experiment.seed
+        self._crash_seen_seconds = experiment.cluster.crash_seen_seconds
+        self._silence_seconds = experiment.cluster.silence_seconds
+        self._notice_seconds = notice_seconds
+        size = len(table.processes)
+        self._faults = [fault for fault in experiment.cluster.faults if max(fault.affected) < size]
+        """The faults of ranks that exist; a strategy with fewer processes ignores those of the others."""
         self.restarts_pending = 0
         """How many crashed ranks will be restarted."""
-        for fault in state.faults:
+        for fault in self._faults:
             returns = isinstance(fault, Crash) and fault.back_after_seconds is not None
             require(
-                not returns or state.scenario.strategy.computes(fault.affected[0]),
+                not returns or experiment.strategy.computes(fault.affected[0]),
                 f"rank {fault.affected[0]} holds the parameters, which are lost when it crashes, so it cannot "
                 "come back in a simulation; leave back_after_seconds out, or crash a rank that computes",
             )
 
     def schedule_faults(self) -> None:
-        for fault in self._state.faults:
-            self._state.schedule(fault.at_seconds, -1, functools.partial(self._inject, fault))
+        for fault in self._faults:
+            self._queue.schedule(fault.at_seconds, functools.partial(self._inject, fault))
 
     def _inject(self, fault: Fault) -> None:
         match fault:
@@ -48,88 +75,83 @@ class FaultInjector:
                 self._pause(fault)
             case Partition():
                 self._partition(fault)
-            # `Corrupt` is looked up by `Rounds`.
+            case Corrupt():
+                pass  # `Rounds` looks it up when a round ends
+            case _:
+                raise RunFailed(
+                    f"internal error: {type(fault).__name__} has no case in simulation/fault_injector.py; add one there"
+                )
 
     def _crash(self, fault: Crash) -> None:
-        process = self._state.processes[fault.rank]
+        process, links = self._table.processes[fault.rank], self._network.links(fault.rank)
         if not process.active:
             return
-        self._state.active -= 1
-        process.alive = False
-        process.computation, process.stepper, process.timers, process.known = None, None, {}, {}
+        self._table.crash(process)
         life = process.life
         reason = f"crash of {fault.rank}, life {life}"
-        for peer in self._state.network.peers(fault.rank):
-            self._delivery.link(fault.rank, peer).outboxes[fault.rank].clear()
-        self._state.network.reset_card(fault.rank)
+        for link in links.values():
+            link.outboxes[fault.rank].clear()
+        self._network.reset_card(fault.rank)
 
         def notice(peer: int) -> None:
             if process.life == life:  # otherwise the restart has already cut the link
-                self._delivery.cut(fault.rank, peer, reason, notify=(peer,))
+                self._links.cut(fault.rank, peer, reason, notify=(peer,))
 
-        earliest = self._state.now + self._state.scenario.cluster.crash_seen_seconds
-        for peer in self._state.network.peers(fault.rank):
+        earliest = self._queue.now + self._crash_seen_seconds
+        for peer in links:
             time = earliest + self._notice_delay(peer, fault.rank)
-            self._state.schedule(time, fault.rank, functools.partial(notice, peer))
+            self._queue.schedule(time, functools.partial(notice, peer))
         if fault.back_after_seconds is not None:
             self.restarts_pending += 1
-            time = self._state.now + fault.back_after_seconds
-            self._state.schedule(time, fault.rank, lambda: self._restart(fault.rank, reason))
+            time = self._queue.now + fault.back_after_seconds
+            self._queue.schedule(time, lambda: self._restart(process, reason))
 
     def _notice_delay(self, rank: int, peer: int) -> float:
         """By how many seconds this rank notices the crash of a peer later than the earliest possible time."""
-        seconds_max = self._state.scenario.notice_seconds
-        if not seconds_max:
+        if not self._notice_seconds:
             return 0.0
-        return seconds_max * float(stream(self._state.scenario.seed, "notice", rank, peer).random())
+        return self._notice_seconds * float(stream(self._seed, "notice", rank, peer).random())
 
-    def _restart(self, rank: int, reason: str) -> None:
-        process = self._state.processes[rank]
+    def _restart(self, process: Process, reason: str) -> None:
         self.restarts_pending -= 1
-        self._state.active += 1
-        process.alive, process.life = True, process.life + 1
-        process.busy_until, process.free_since, process.asleep = self._state.now, self._state.now, False
-        process.deferred_actions, process.deferred_events = [], deque()
-        process.node = self._state.new_node(rank, process.life)
-        self._state.network.reset_card(rank)
-        self._state.emit(self._state.now, rank, Started)
-        for peer in self._state.network.peers(rank):
-            self._delivery.cut(rank, peer, reason, notify=(peer,))
-            self._delivery.restore(rank, peer, reason)
+        self._table.restart(process)
+        self._network.reset_card(process.rank)
+        process.emit(self._queue.now, Started)
+        for peer in self._network.links(process.rank):
+            self._links.cut(process.rank, peer, reason, notify=(peer,))
+            self._links.restore(process.rank, peer, reason)
 
     def _pause(self, fault: Pause) -> None:
-        process = self._state.processes[fault.rank]
+        process = self._table.processes[fault.rank]
         if not process.active:
             return
-        until = self._state.now + fault.seconds
         if process.computation is not None:
             self._rounds.pause(process.computation, fault.seconds)
-        self._state.sleep(fault.rank, until)
-        if fault.seconds > self._state.scenario.cluster.silence_seconds:
-            pairs = [(fault.rank, peer) for peer in self._state.network.peers(fault.rank)]
-            self._silence(pairs, until, f"pause of {fault.rank} at {self._state.now}")
+        process.sleep(fault.seconds)
+        pairs = [(fault.rank, peer) for peer in self._network.links(fault.rank)]
+        self._silence(pairs, fault.seconds, f"pause of {fault.rank} at {self._queue.now}")
 
     def _partition(self, fault: Partition) -> None:
-        until = self._state.now + fault.seconds
+        until = self._queue.now + fault.seconds
         isolated = set(fault.ranks)
-        pairs = [pair for pair in self._state.network if (pair[0] in isolated) != (pair[1] in isolated)]
+        pairs = [pair for pair in self._network if (pair[0] in isolated) != (pair[1] in isolated)]
         for a, b in pairs:
-            link = self._delivery.link(a, b)
+            link = self._network.link(a, b)
             link.held_until = max(link.held_until, until)
-        if fault.seconds > self._state.scenario.cluster.silence_seconds:
-            self._silence(pairs, until, f"partition at {self._state.now}")
+        self._silence(pairs, fault.seconds, f"partition at {self._queue.now}")
 
-    def _silence(self, pairs: list[tuple[int, int]], until: float, reason: str) -> None:
-        """Cut these links after the silence limit, and restore them at `until`."""
-        cut_at = self._state.now + self._state.scenario.cluster.silence_seconds
+    def _silence(self, pairs: list[tuple[int, int]], seconds: float, reason: str) -> None:
+        """Nothing is received on these links for some time: if that exceeds the silence limit, they are cut for it."""
+        if seconds <= self._silence_seconds:
+            return
 
         def cut() -> None:
             for a, b in pairs:
-                self._delivery.cut(a, b, reason, notify=(a, b), loss=LossReason.SILENT)
+                self._links.cut(a, b, reason, notify=(a, b), loss=LossReason.SILENT)
 
         def restore() -> None:
             for a, b in pairs:
-                self._delivery.restore(a, b, reason)
+                self._links.restore(a, b, reason)
 
-        self._state.schedule(cut_at, -1, cut)
-        self._state.schedule(until, -1, restore)
+        self._queue.schedule(self._queue.now + self._silence_seconds, cut)
+        self._queue.schedule(self._queue.now + seconds, restore)

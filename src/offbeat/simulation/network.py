@@ -12,12 +12,15 @@ A link that is cut drops its queued and travelling messages; it comes back under
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offbeat.cluster.cluster import Link
+from numpy.random import Generator
+
+from offbeat.cluster.cluster import Cluster, Link
 from offbeat.core.actions import Send
 from offbeat.core.bandwidth import NetworkCard, TokenBucket
+from offbeat.core.randomness import stream
 
 
 @dataclass
@@ -25,6 +28,8 @@ class Outbox:
     """One direction of a link."""
 
     config: Link
+    delay_random: Generator
+    """Draws the random delays of messages to the receiver."""
     sender_card: NetworkCard | None = None
     """The sender's card; None for unlimited bandwidth."""
     receiver_card: NetworkCard | None = None
@@ -70,48 +75,83 @@ class LinkState:
 
 
 class SimulatedNetwork:
-    """All links of a run, with the cards at their ends. `bytes_per_second` is the rate limit of each direction."""
+    """All links of a run, with the cards at their ends.
 
-    def __init__(self, cards: dict[int, NetworkCard] | None = None, bytes_per_second: float | None = None) -> None:
-        self.cards = cards or {}
-        """rank → its card; a rank without a card has unlimited bandwidth"""
+    delay_randoms: by rank, the generator of the random delays of messages to it.
+    cards: rank → its card; a rank without a card has unlimited bandwidth.
+    bytes_per_second: the rate limit of each direction of each link; None: no limit.
+    """
+
+    def __init__(
+        self, delay_randoms: Sequence[Generator], cards: dict[int, NetworkCard], bytes_per_second: float | None
+    ) -> None:
+        self.cards = cards
+        self._delay_randoms = delay_randoms
         self._bytes_per_second = bytes_per_second
-        self._links: dict[tuple[int, int], LinkState] = {}
-        self._peers: dict[int, list[int]] = {}
+        self._pairs: list[tuple[int, int]] = []
+        self._links: list[dict[int, LinkState]] = [{} for _ in delay_randoms]
+        """by rank: peer → their link"""
 
     def connect(self, a: int, b: int, config: Link, shared: bool = True) -> None:
         """Link two ranks. Unless `shared`, the link has its own bandwidth instead of a share of the ranks' cards."""
-        if (min(a, b), max(a, b)) not in self._links:
+        if b not in self._links[a]:
             outboxes = {a: self._outbox(a, b, config, shared), b: self._outbox(b, a, config, shared)}
-            self._links[min(a, b), max(a, b)] = LinkState(outboxes)
-            self._peers.setdefault(a, []).append(b)
-            self._peers.setdefault(b, []).append(a)
+            self._links[a][b] = self._links[b][a] = LinkState(outboxes)
+            self._pairs.append((min(a, b), max(a, b)))
 
     def _outbox(self, source: int, to: int, config: Link, shared: bool) -> Outbox:
         rate_limit = None if self._bytes_per_second is None else TokenBucket(self._bytes_per_second)
+        delay_random = self._delay_randoms[to]
         if shared:
-            return Outbox(config, self.cards.get(source), self.cards.get(to), rate_limit)
+            return Outbox(config, delay_random, self.cards.get(source), self.cards.get(to), rate_limit)
         own = None if config.bytes_per_second is None else NetworkCard(config.bytes_per_second)
-        return Outbox(config, own, None, rate_limit)
+        return Outbox(config, delay_random, own, None, rate_limit)
 
-    def link(self, a: int, b: int) -> LinkState | None:
-        return self._links.get((min(a, b), max(a, b)))
+    def links(self, rank: int) -> Mapping[int, LinkState]:
+        """peer → the link to it, for all peers of a rank."""
+        return self._links[rank]
 
-    def peers(self, rank: int) -> list[int]:
-        return self._peers.get(rank, [])
+    def link(self, a: int, b: int) -> LinkState:
+        """The link between two ranks that are peers."""
+        return self._links[a][b]
 
     def reset_card(self, rank: int) -> None:
         """Free the card of a rank that crashes or restarts."""
-        for peer in self.peers(rank):
-            card = self._links[min(rank, peer), max(rank, peer)].outboxes[rank].sender_card
+        for link in self._links[rank].values():
+            card = link.outboxes[rank].sender_card
             if card is not None:
                 card.reset()
 
     def limited_bytes(self, rank: int) -> dict[int, int]:
         """peer → bytes that a rank has sent to it under a rate limit."""
-        links = {peer: self._links[min(rank, peer), max(rank, peer)] for peer in self.peers(rank)}
-        return {peer: link.outboxes[rank].limited_bytes for peer, link in links.items()}
+        return {peer: link.outboxes[rank].limited_bytes for peer, link in self._links[rank].items()}
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """The linked pairs of ranks."""
-        return iter(self._links)
+        return iter(self._pairs)
+
+
+def build_network(
+    cluster: Cluster,
+    peers: Callable[[int], Iterable[int]],
+    workers: Sequence[int | None],
+    seed: int,
+    bytes_per_second: float | None,
+) -> SimulatedNetwork:
+    """The network of a cluster.
+
+    cluster: its links.
+    peers: rank → the ranks that it exchanges messages with.
+    workers: by rank, its index among the ranks that compute; None for a rank that does not compute.
+    seed: the seed of the run, for random delays.
+    bytes_per_second: the rate limit of each direction of each link; None: no limit.
+    """
+    cards = {}
+    if not cluster.measured:  # bandwidths are measured while all links are busy: cards are not shared a second time
+        limits = {rank: cluster.link_of(worker).bytes_per_second for rank, worker in enumerate(workers)}
+        cards = {rank: NetworkCard(capacity) for rank, capacity in limits.items() if capacity is not None}
+    network = SimulatedNetwork([stream(seed, "delay", rank) for rank in range(len(workers))], cards, bytes_per_second)
+    for rank, worker in enumerate(workers):
+        for peer in peers(rank):
+            network.connect(rank, peer, cluster.link_between(worker, workers[peer]), shared=not cluster.measured)
+    return network

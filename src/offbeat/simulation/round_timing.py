@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from offbeat.cluster.stragglers import RoundDelay, Speed
 from offbeat.core.actions import Budget, Compute, Samples, Seconds
+from offbeat.engine.microbatches import divide, samples_after
+
+UNDELAYED = RoundDelay(0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +24,53 @@ class RoundTiming:
     microbatch: int
     position: int = 0
     """Samples that the worker has computed before, its position in the recorded speed trace."""
+    natural_speed: Speed | None = None
+    """The speed of the worker without injected slow-down; None: `speed`."""
 
     def seconds(self, samples: int) -> float:
         """Seconds from the start of the round until `samples` samples are done."""
-        whole, rest = divmod(samples, self.microbatch)
-        if self.speed.speed_trace is None:
-            elapsed = self.round_delay.delay_seconds + whole * self._call(self.microbatch)
-        else:
-            elapsed = self.round_delay.delay_seconds + sum(map(self._whole_call, range(whole)))
-        elapsed += self.speed.seconds_per_round * self.round_delay.factor
-        return elapsed + self._call(rest, samples - rest) if rest else elapsed
+        return self._seconds(samples, self.speed, self.round_delay)
+
+    def induced_seconds(self, samples: int, elapsed: float) -> float:
+        """By how many of its `elapsed` seconds injected delay and slow-down have prolonged a round of `samples`.
+
+        Like live, where a machine cannot be made faster, a factor below 1 induces nothing.
+        """
+        delay_seconds, factor = self.round_delay
+        if not samples:
+            return min(delay_seconds, elapsed)
+        slow = self._seconds(samples, self.speed, RoundDelay(0.0, factor))
+        natural = self._seconds(samples, self.natural_speed or self.speed, UNDELAYED)
+        return min(delay_seconds + max(0.0, slow - natural), elapsed)
 
     def samples(self, budget: Budget) -> int:
         """How many samples a budget allows."""
         if isinstance(budget, Samples):
             return budget.count
         assert isinstance(budget, Seconds)
-        samples = max(1, self._calls_until(budget.seconds)) * self.microbatch
-        return samples if budget.samples_max is None else min(samples, budget.samples_max)
+        return samples_after(max(1, self._calls_until(budget.seconds)), self.microbatch, budget.samples_max)
 
     def samples_when_cancelled(self, elapsed: float, planned: int) -> int:
         """Samples done at the first micro-batch boundary after `elapsed` seconds; 0 during the initial delay."""
         if elapsed < self.round_delay.delay_seconds:
             return 0
-        return min(planned, self._calls_until(elapsed) * self.microbatch)
+        return samples_after(self._calls_until(elapsed), self.microbatch, planned)
+
+    def _seconds(self, samples: int, speed: Speed, delay: RoundDelay) -> float:
+        """Seconds of a round of `samples` samples at this speed, with this delay."""
+        whole, rest = divide(samples, self.microbatch)
+        if speed.speed_trace is None:
+            elapsed = delay.delay_seconds + whole * speed.microbatch_seconds(self.microbatch, delay.factor)
+        else:
+            calls = (self._call(self.microbatch, index * self.microbatch, speed, delay) for index in range(whole))
+            elapsed = delay.delay_seconds + sum(calls)
+        elapsed += speed.seconds_per_round * delay.factor
+        return elapsed + self._call(rest, samples - rest, speed, delay) if rest else elapsed
 
     def _calls_until(self, elapsed: float) -> int:
         """The smallest number of micro-batches that takes at least `elapsed` seconds, the delay included."""
         left = elapsed - self.round_delay.delay_seconds
-        each = self._call(self.microbatch)
+        each = self._call(self.microbatch, 0, self.speed, self.round_delay)
         if left <= 0:
             return 0
         if self.speed.speed_trace is not None and each > 0:
@@ -59,19 +80,16 @@ class RoundTiming:
     def _varying_calls_until(self, left: float) -> int:
         calls = 0
         while left > 1e-9:
-            left -= self._whole_call(calls)
+            left -= self._call(self.microbatch, calls * self.microbatch, self.speed, self.round_delay)
             calls += 1
         return calls
 
-    def _whole_call(self, index: int) -> float:
-        return self._call(self.microbatch, index * self.microbatch)
-
-    def _call(self, samples: int, done: int = 0) -> float:
+    def _call(self, samples: int, done: int, speed: Speed, delay: RoundDelay) -> float:
         """Seconds of a micro-batch of `samples` samples after `done` samples of the round."""
-        factor = self.round_delay.factor
-        if self.speed.speed_trace is not None:
-            factor *= self.speed.speed_trace.factor_at(self.position + done)
-        return self.speed.microbatch_seconds(samples, factor)
+        factor = delay.factor
+        if speed.speed_trace is not None:
+            factor *= speed.speed_trace.factor_at(self.position + done)
+        return speed.microbatch_seconds(samples, factor)
 
 
 @dataclass

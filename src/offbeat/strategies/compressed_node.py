@@ -50,6 +50,8 @@ class CompressedNode(Stateful, Node):
     parameters: its device is that of decoded tensors, its length the most that one may have.
     """
 
+    caches = ("_coded", "_pool")
+
     _inner: Node
     _residuals: dict[_Key, Tensor]
 

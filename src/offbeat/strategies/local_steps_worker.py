@@ -13,7 +13,6 @@ worker it includes; what was learned after those is added to it, so that nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from offbeat.strategies.local_training import (
     Values,
     fragment_slices,
 )
+from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.node_state import Stateful
 from offbeat.strategies.server_node import HUB
 from offbeat.strategies.worker_node import WorkerNode
@@ -79,6 +79,8 @@ class Fragment(Stateful):
 
 
 class LocalStepsWorker(WorkerNode):
+    caches = ("_copies", "_mean")
+
     _parameters: Tensor
     _buffers: Buffers
     _optimizer: Stepper
@@ -133,8 +135,13 @@ class LocalStepsWorker(WorkerNode):
     # Messages of the hub
 
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
-        message = event.keep()
-        return self._begin(message) if isinstance(message, Begin) else self._update_arrived(cast(GlobalUpdate, message))
+        match event.message:
+            case Begin():
+                return self._begin(kept(event, Begin))
+            case GlobalUpdate():
+                return self._update_arrived(kept(event, GlobalUpdate))
+            case _:
+                raise unexpected(event, self._context.rank)
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
         is_given = begin.parameters.numel() > 0

@@ -5,9 +5,10 @@
         _arrived_at: dict[int, float]
 
 Each attribute that is annotated at class level is saved under its name without the underscore, and restored according
-to its type. Attributes that follow from the configuration or can be computed again are assigned in `__init__` without
-such an annotation. Types that can be saved: numbers, strings, tensors, messages and other dataclasses, sample ledgers,
-members of configuration families, and lists, tuples, sets and dictionaries of them.
+to its type. Attributes that follow from the configuration are assigned in `__init__` without such an annotation and do
+not change afterwards; those that do change and can be computed again are listed in `caches`. Types that can be saved:
+numbers, strings, enums, tensors, random generators, messages and other dataclasses, sample ledgers, members of
+configuration families, and lists, tuples, deques, sets and dictionaries of them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections import deque
+from enum import Enum
 from typing import Any, ClassVar, cast
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
+from offbeat.core import randomness
 from offbeat.core.configuration import Family, from_plain, hints, to_plain
 from offbeat.core.sample_ledger import SampleLedger
 from offbeat.core.strategy import State
@@ -28,13 +33,25 @@ from offbeat.core.strategy import State
 class Stateful:
     """Base class of nodes and their parts that implements `state` and `restore`."""
 
+    caches: ClassVar[tuple[str, ...]] = ()
+    """Attributes that change and are not saved: reused memory, and values that a restored object computes again."""
+    immutable: ClassVar[tuple[str, ...]] = ()
+    """Declared collections whose tensors are never changed: a state refers to them without a copy."""
+
     def state(self) -> State:
         """A copy of all declared attributes."""
-        return {name.removeprefix("_"): _saved(getattr(self, name)) for name in _declared(type(self))}
+        values = {name: getattr(self, name) for name in declared_attributes(type(self))}
+        return {
+            name.removeprefix("_"): list(value) if name in self.immutable else _saved(value)
+            for name, value in values.items()
+        }
 
     def restore(self, state: State) -> None:
-        """Set all declared attributes. Tensors, and objects that have `restore`, are changed in place."""
-        for name, kind in _declared(type(self)).items():
+        """Set all declared attributes.
+
+        Tensors, generators, deques, and objects that have `restore`, are changed in place.
+        """
+        for name, kind in declared_attributes(type(self)).items():
             current: Any = getattr(self, name, None)
             saved = state[name.removeprefix("_")]
             if isinstance(current, list) and current and hasattr(current[0], "restore"):
@@ -44,17 +61,27 @@ class Stateful:
                 current.restore(saved)
             elif isinstance(current, Tensor) and saved is not None:
                 current.copy_(saved)
+            elif isinstance(current, np.random.Generator):
+                randomness.restore(current, saved)
+            elif isinstance(current, deque):
+                current.clear()
+                current.extend(_restored(typing.get_args(kind)[0], item) for item in saved)
             else:
                 setattr(self, name, _restored(kind, saved))
 
 
-def _declared(cls: type[Any]) -> dict[str, Any]:
+def declared_attributes(cls: type[Any]) -> dict[str, Any]:
+    """The attributes that a class and its bases declare, with their types."""
     return {name: kind for name, kind in hints(cast(Any, cls)).items() if typing.get_origin(kind) is not ClassVar}
 
 
 def _saved(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, np.random.Generator):
+        return randomness.state_of(value)
+    if isinstance(value, Enum):
+        return value.value
     if hasattr(value, "restore"):
         return value.state()
     if isinstance(value, SampleLedger):
@@ -71,7 +98,7 @@ def _saved(value: Any) -> Any:
         return [[_saved(key), _saved(item)] for key, item in value.items()]
     if isinstance(value, set | frozenset):
         return [_saved(item) for item in sorted(value)]
-    return [_saved(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_saved(item) for item in value] if isinstance(value, list | tuple | deque) else value
 
 
 def _restored(kind: Any, saved: Any) -> Any:
@@ -90,6 +117,8 @@ def _restored(kind: Any, saved: Any) -> Any:
         return origin(_restored(arguments[0], item) for item in saved)
     if kind is SampleLedger:
         return SampleLedger((first, stop) for first, stop in saved)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(saved)
     if isinstance(kind, type) and issubclass(kind, Family):
         return from_plain(kind, saved, kind.__name__)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

@@ -22,19 +22,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
 from torch import Tensor
 
-from offbeat.core import randomness
 from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Samples
-from offbeat.core.events import Evaluated, Event, GradientReady, Leave, Started, StepReady, TimerFired
+from offbeat.core.events import Evaluated, Event, GradientReady, Leave, MessageArrived, Started, StepReady, TimerFired
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
 from offbeat.core.optimizers import AMSGrad, Optimizer, Stepper
 from offbeat.core.randomness import stream
-from offbeat.core.strategy import Node, NodeContext, State, Strategy
+from offbeat.core.strategy import Node, NodeContext, Strategy
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.errors import ConfigurationError
 from offbeat.records.schema import Contribution, Reason
+from offbeat.strategies.message_kinds import unexpected
 from offbeat.strategies.training_node import TrainingNode, dropped
 
 
@@ -134,8 +135,15 @@ class ArtificialDelay(Serial, name="artificial-delay"):
 
 
 class SerialNode(TrainingNode):
+    caches = ("_copies",)
+    immutable = ("_iterates",)
+
+    _parameters: Tensor
+    _iterates: deque[Tensor]
+    """The newest is the last."""
     _buffers: Buffers
     _optimizer: Stepper | None = None
+    _random: np.random.Generator
     _delay: int = 0
     """Updates between the newest iterate and the one that the step under way is computed at."""
     _draw: int = 0
@@ -152,7 +160,7 @@ class SerialNode(TrainingNode):
             self._optimizer = config.optimizer.build(self._parameters, context.layout)
         self._copies = Pool()
         self._iterates = deque([context.parameters], maxlen=config.iterates)
-        """The newest is the last."""
+        self._random = context.random
 
     # Events
 
@@ -166,6 +174,8 @@ class SerialNode(TrainingNode):
                 return self._stop(event.at)
             case Evaluated():
                 return self._evaluated(event)
+            case MessageArrived():
+                raise unexpected(event, self._context.rank)
             case Started():
                 return self._resume(event.at) if self._started else self._start(event.at)
             case _:
@@ -191,7 +201,7 @@ class SerialNode(TrainingNode):
     # Train
 
     def _step(self) -> Iterator[Action]:
-        self._delay = int(self._context.random.integers(len(self._iterates)))
+        self._delay = int(self._random.integers(len(self._iterates)))
         yield from self._compute()
 
     def _compute(self) -> Iterator[Action]:
@@ -267,19 +277,3 @@ class SerialNode(TrainingNode):
 
     def replica(self) -> Tensor:
         return self._iterates[-1]
-
-    # State
-
-    def state(self) -> State:
-        return {
-            **super().state(),
-            "iterates": list(self._iterates),  # not copied, since their tensors are never changed
-            "random": randomness.state_of(self._context.random),
-        }
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._iterates.clear()
-        self._iterates.extend(state["iterates"])
-        self._parameters.copy_(self._iterates[-1])
-        randomness.restore(self._context.random, state["random"])

@@ -77,7 +77,7 @@ class ServerNode(TrainingNode):
 
     @abstractmethod
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
-        """Handle a message of a worker, other than Stopped."""
+        """Handle a message of a worker, other than Stopped; raises UnexpectedMessage for unknown kinds."""
 
     @abstractmethod
     def _welcome(self, rank: int) -> Message:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from offbeat.core.events import (
 from offbeat.core.messages import Buffers, Stop, Stopped
 from offbeat.core.sample_ledger import Range, SampleLedger
 from offbeat.core.strategy import Node, NodeContext
+from offbeat.strategies.message_kinds import kept
 from offbeat.strategies.node_state import Stateful
 from offbeat.strategies.server_node import HUB
 
@@ -57,7 +57,7 @@ class WorkerNode(Stateful, Node):
 
     @abstractmethod
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
-        """Handle a message of the hub, other than Stop."""
+        """Handle a message of the hub, other than Stop; raises UnexpectedMessage for unknown kinds."""
 
     @abstractmethod
     def _compute(self) -> Iterator[Action]:
@@ -82,7 +82,7 @@ class WorkerNode(Stateful, Node):
             case GradientReady() | StepReady():
                 return self._round_ended(event)
             case MessageArrived(message=Stop()):
-                return self._stopping(cast(Stop, event.keep()))
+                return self._stopping(kept(event, Stop))
             case MessageArrived():
                 return self._message_arrived(event)
             case Sent():

@@ -15,6 +15,7 @@ write the same bytes. A failure names its seed and the `offbeat replay` command 
 May import everything but the command line and `api`.
 """
 
+from offbeat.testing.engine_comparison import EngineComparison, check_engines_agree
 from offbeat.testing.fuzz import Case, draw_case
 from offbeat.testing.invariants import Invariants, Violation
 from offbeat.testing.strategy_conformance import check_case, check_strategy, replay
@@ -28,12 +29,14 @@ from offbeat.testing.transport_conformance import (
 
 __all__ = [
     "Case",
+    "EngineComparison",
     "Invariants",
     "NumberedMessage",
     "Remote",
     "TransportCase",
     "Violation",
     "check_case",
+    "check_engines_agree",
     "check_strategy",
     "check_transport",
     "draw_case",

@@ -21,15 +21,17 @@ from offbeat.core.random_settings import maybe, shared_settings
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import Workload
+from offbeat.engine.experiment import Experiment
 from offbeat.lab.workloads.synthetic import Quadratic
-from offbeat.simulation.state import Scenario
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """One random case. `may_fail`: whether its faults are so severe that the run is allowed to fail."""
 
-    scenario: Scenario
+    experiment: Experiment
+    notice_seconds: float
+    """The largest difference between the times at which two peers notice the same crash."""
     may_fail: bool
 
 
@@ -47,25 +49,25 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     varied = _vary(strategy, seed, random, workers)
     case_workload = workload or _workload(random)
     cluster = _cluster(random, varied, workers, samples, faults)
-    scenario = Scenario(
-        strategy=varied.with_default_optimizer(SGD(lr=0.02)),
-        workload=case_workload,
+    experiment = Experiment(
+        case_workload,
+        varied.with_default_optimizer(SGD(lr=0.02)),
         cluster=cluster,
         workers=workers,
         until=_until(random, samples, cluster.seconds_per_sample / workers),
         seed=seed,
         evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(random.integers(3))],
-        notice_seconds=float(stream(seed, "fuzz notice").choice([0.0, 0.1, 1.0])),
     )
-    return Case(scenario, may_fail=_may_fail(scenario))
+    notice_seconds = float(stream(seed, "fuzz notice").choice([0.0, 0.1, 1.0]))
+    return Case(experiment, notice_seconds, may_fail=_may_fail(experiment))
 
 
-def _may_fail(scenario: Scenario) -> bool:
+def _may_fail(experiment: Experiment) -> bool:
     """Whether gradients are corrupt, or all ranks crash, one of them permanently, so that the parameters are lost."""
-    faults = scenario.cluster.faults
+    faults = experiment.cluster.faults
     crashes = [fault for fault in faults if isinstance(fault, Crash)]
     crashed = {fault.rank for fault in crashes}
-    ranks = range(scenario.strategy.processes(scenario.workers))
+    ranks = range(experiment.strategy.processes(experiment.worker_count))
     all_gone = crashed.issuperset(ranks) and any(fault.back_after_seconds is None for fault in crashes)
     return all_gone or any(isinstance(fault, Corrupt) for fault in faults)
 

@@ -179,7 +179,7 @@ class Invariants:
                 required, computed = self._must_account[rank], self._computed_up_to[rank]
                 is_consistent = required <= draws.stop <= computed
                 verify(is_consistent, f"rank {rank} computed up to draw {required}, {draws.stop} are accounted for")
-        until = simulation.scenario.until
+        until = simulation.experiment.until
         if isinstance(until, Samples) and outcome.failure is None:
             verify(self._samples_total >= until.count, f"it ended after {self._samples_total} of {until.count} samples")
         results = [finish for _, finish in sorted(outcome.finishes.items()) if finish.failure is None]

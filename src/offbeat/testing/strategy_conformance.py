@@ -76,10 +76,10 @@ def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
     case: the case.
     trace: receives a line for every event of the first run.
     """
-    strategy = case.scenario.strategy
+    strategy = case.experiment.strategy
     invariants = Invariants(strategy) if trace is None else _Tracing(strategy, trace)
     records, finishes = _run(case, invariants, strict=False)
-    swapped_records, swapped_finishes = _run(case, _Swapping(strategy, case.scenario.seed), strict=True)
+    swapped_records, swapped_finishes = _run(case, _Swapping(strategy, case.experiment.seed), strict=True)
     changed = "a node that went through state() and restore(), or had its leases revoked, behaved differently; "
     equal = record_bytes(records) == record_bytes(swapped_records)
     verify(equal, f"{changed}first at {_first_difference(records, swapped_records)}")
@@ -90,7 +90,14 @@ def check_case(case: Case, trace: Callable[[str], None] | None = None) -> None:
 
 def _run(case: Case, invariants: Invariants, *, strict: bool) -> tuple[list[Record], dict[int, Finish]]:
     """Run a case and check its invariants; returns its records, and the `Finish` of each rank."""
-    simulation = Simulation(case.scenario, invariants, observer=invariants, strict=strict, events_max=EVENTS_MAX)
+    simulation = Simulation(
+        case.experiment,
+        invariants,
+        observer=invariants,
+        strict=strict,
+        events_max=EVENTS_MAX,
+        notice_seconds=case.notice_seconds,
+    )
     outcome = simulation.run()
     invariants.check_end(simulation, outcome)
     verify(outcome.failure is None or case.may_fail, f"the run failed: {outcome.failure}")

@@ -118,10 +118,15 @@ class Endpoint(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+Program = Literal["training", "network test"]
+"""What listens: a run, or a network test, which refuses workers."""
+
+
 class CallRequest(msgspec.Struct, frozen=True, tag=True):
     """The first message of a client.
 
-    `about` is the rank whose listener it looks up, `listener` the listener that it registers.
+    `about` is the rank whose listener it looks up, `listener` the listener that it registers, `program` what it is to
+    take part in.
     """
 
     purpose: Literal["link", "assignment", "register", "lookup"]
@@ -129,6 +134,7 @@ class CallRequest(msgspec.Struct, frozen=True, tag=True):
     member: str = ""
     about: int | None = None
     listener: Endpoint | None = None
+    program: Program = "training"
     version: int = WIRE_VERSION
 
 
@@ -456,7 +462,13 @@ def backoff() -> Iterator[float]:
 
 
 def request_assignment(
-    address: Address, token: bytes | None, *, member: str, rank: int | None, wait_seconds: float
+    address: Address,
+    token: bytes | None,
+    *,
+    member: str,
+    rank: int | None,
+    wait_seconds: float,
+    program: Program = "training",
 ) -> Assignment:
     """Ask rank 0 which rank this process is to be.
 
@@ -466,6 +478,7 @@ def request_assignment(
         member: name of this process, by which rank 0 recognises it.
         rank: the rank it wants; None for any.
         wait_seconds: how long to retry while rank 0 cannot be reached.
+        program: what this process expects to join.
 
     Raises:
         RunFailed: rank 0 rejected the request, or could not be reached in time.
@@ -475,7 +488,7 @@ def request_assignment(
         left = max(deadline - time.monotonic(), 0.1)
         try:
             with connect(address, token, min(left, REPLY_SECONDS)) as connection:
-                connection.send(CallRequest("assignment", rank, member))
+                connection.send(CallRequest("assignment", rank, member, program=program))
                 return connection.recv(Assignment)
         except Rejected as error:
             reason = str(error)

@@ -13,7 +13,7 @@ from torch import Tensor
 from offbeat.core.compression.compression import BLOCK, Compression, check_size, decoded_like
 from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES, EncodedHeader, new_blob
 from offbeat.core.memory_pool import Pool
-from offbeat.core.validation import check_types, require, require_positive
+from offbeat.core.validation import check_types, require_field, require_positive
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Int8(Compression, name="int8"):
     def __post_init__(self) -> None:
         check_types(self)
         require_positive(self, "chunk")
-        require(self.chunk <= CHUNK_MAX, f"Int8.chunk must be at most {CHUNK_MAX}, but is {self.chunk}")
+        require_field(self, "chunk", self.chunk <= CHUNK_MAX, f"must be at most {CHUNK_MAX}, but is {self.chunk}")
 
     @property
     def keeps_residual(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from offbeat.core.compression.compression import BLOCK, Compression, check_size, decoded_like
 from offbeat.core.compression.encoded_tensor import ENCODED_HEADER_BYTES, EncodedHeader, new_blob
 from offbeat.core.memory_pool import Pool
-from offbeat.core.validation import check_types, require
+from offbeat.core.validation import check_types, require_field
 from offbeat.errors import ContractViolation
 
 SAMPLE = 1 << 17
@@ -46,7 +46,9 @@ class TopK(Compression, name="top-k"):
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(0 < self.share <= 1, f"TopK.share must be greater than 0 and at most 1, but is {self.share!r}")
+        require_field(
+            self, "share", 0 < self.share <= 1, f"must be greater than 0 and at most 1, but is {self.share!r}"
+        )
 
     @property
     def keeps_residual(self) -> bool:

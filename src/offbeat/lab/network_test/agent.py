@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offbeat.core.events import MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
-from offbeat.errors import RunFailed
+from offbeat.errors import LinkLost, RunFailed
 from offbeat.lab.network_test import protocol
 from offbeat.transports.transport import Transport
 
@@ -31,19 +31,9 @@ POLL_SECONDS = 0.25
 """How often a wait is interrupted to check the local processes."""
 ECHOES_MIN, ECHOES_MAX, ECHO_SECONDS = 3, 100, 1.0
 """Round trips of each pair, and for how long; the first fifth of them is not counted."""
-LOST_RANK_0 = "lost rank 0"
-"""Part of the sentence of a rank that has lost its link to rank 0."""
 
 CheckProcesses = Callable[[PeerLost | None], None]
 """Raises `RunFailed` where a local process has ended; it receives the lost link, if one is the reason for the check."""
-
-
-class LinkLost(RunFailed):
-    """The link to a peer is gone. The test fails: without this peer its measurements would be incomplete."""
-
-    def __init__(self, peer: int, why: str) -> None:
-        super().__init__(f"rank {peer} was lost ({why})")
-        self.peer, self.why = peer, why
 
 
 class ReceiveTimeout(RunFailed):
@@ -92,7 +82,10 @@ class Connections:
             self._transport.send(to, self._incarnations[to], message)
 
     def receive(self, timeout_seconds: float) -> tuple[int, Message]:
-        """The next message and the rank that sent it. Raises `ReceiveTimeout`, and `LinkLost` for a lost peer."""
+        """The next message and the rank that sent it. Raises `ReceiveTimeout`, and `LinkLost` for a lost peer.
+
+        The test then fails: without this peer its measurements would be incomplete.
+        """
         deadline = time.monotonic() + timeout_seconds
         while not self._queue:
             if time.monotonic() >= deadline:
@@ -143,7 +136,7 @@ class Agent:
                 source, message = self._connections.receive(math.inf)
             except LinkLost as lost:
                 if lost.peer == 0:
-                    raise RunFailed(f"rank {self.rank} {LOST_RANK_0} ({lost.why})") from None
+                    raise LinkLost(0, lost.why, f"rank {self.rank} lost rank 0 ({lost.why})") from None
                 self._connections.send(0, protocol.LinkFailed(lost.peer, lost.why))
                 continue
             if isinstance(message, protocol.EndTest):

@@ -23,17 +23,19 @@ import msgspec
 import torch
 
 from offbeat.core.events import PeerLost
-from offbeat.errors import ConfigurationError, RunFailed
-from offbeat.lab.network_test.agent import LOST_RANK_0, Agent, CheckProcesses, Connections, describe_machine
+from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
+from offbeat.lab.network_test.agent import Agent, CheckProcesses, Connections, describe_machine
 from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
 from offbeat.lab.network_test.plan import NetworkTest
 from offbeat.lab.network_test.protocol import LinkFailed
 from offbeat.lab.network_test.result import NetworkResult, read_result
-from offbeat.launch.children import Child, OnLine, mpirun_command, start_command, start_forked
+from offbeat.launch.children import Child, OnLine, start_command, start_forked
+from offbeat.launch.failure_reports import FailureKind, decode_report
 from offbeat.launch.listeners import open_listener
+from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import RankInfo, environment_of
-from offbeat.launch.supervisor import COMMAND_WAS_WRONG
+from offbeat.launch.run_failure import COMMAND_WAS_WRONG, signal_name
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.mpi import MpiTransport
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
@@ -41,8 +43,8 @@ from offbeat.transports.transport import Transport
 
 FINGERPRINT = "offbeat network 2"
 """Ranks with another version of the protocol are refused."""
-JOINED_BY_HAND = "network "
-"""The member names of processes that join a network test begin with this; those of workers do not."""
+FAILURES = "failures.jsonl"
+"""The file beside the result to which ranks of mpirun write reports, since mpirun passes them no pipe."""
 POLL_SECONDS = 0.01
 DEATH_SECONDS = 1.0
 """How long a process whose link is lost may take to end, before its link counts as the cause."""
@@ -67,7 +69,7 @@ class FreeRanks:
     def __call__(self, request: CallRequest) -> Assignment | str:
         if request.rank is not None:
             return Assignment(request.rank, self._ranks, 0.0, None)
-        if not request.member.startswith(JOINED_BY_HAND):
+        if request.program != "network test":
             return (
                 "what listens there is 'offbeat network', and trains nothing; join it with: offbeat network HOST:PORT"
             )
@@ -188,8 +190,8 @@ def _started(info: RankInfo, test: NetworkTest, ranks: range) -> Iterator[CheckP
                 _wait(child, DEATH_SECONDS)
             if child.poll():
                 reason = _reason(child)
-                if lost is not None and LOST_RANK_0 in reason:  # the cause is what this end knows
-                    reason += f"; at rank 0: {lost.detail}"
+                if lost is not None and child.report is not None and child.report.lost_peer == 0:
+                    reason += f"; at rank 0: {lost.detail}"  # the cause is what this end knows
                 raise RunFailed(reason)
 
     try:
@@ -210,10 +212,14 @@ def _start(info: RankInfo, test: NetworkTest) -> Child:
     if sys.platform == "linux":
         main = functools.partial(_forked_main, info, test)
         return start_forked(main, rank=info.rank, incarnation=0, environment=environment, on_line=_ignore_line)
-    argv = [sys.executable, "-P", "-m", "offbeat", "network", "--wait", str(test.wait_seconds)]
-    if not test.shared_memory:
-        argv.append("--no-shared-memory")
+    argv = _rank_command(Path(os.devnull), test)
     return start_command(argv, rank=info.rank, incarnation=0, environment=environment, on_line=_ignore_line)
+
+
+def _rank_command(result: Path, test: NetworkTest) -> list[str]:
+    """The command line of one rank; rank 0 writes the result."""
+    settings = msgspec.json.encode(test).decode()
+    return [sys.executable, "-P", "-m", "offbeat.cli.network_command", str(result), settings]
 
 
 def _ignore_line(rank: int, line: str) -> None:
@@ -235,14 +241,16 @@ def _wait(child: Child, seconds: float) -> None:
 def _reason(child: Child) -> str:
     code = child.wait()
     if code < 0:
-        return f"rank {child.rank} was killed by {signal.Signals(-code).name}"
+        return f"rank {child.rank} was killed by {signal_name(-code)}"
     return f"rank {child.rank}: {child.failure_reason() or f'it ended with exit code {code} and printed nothing'}"
 
 
 def join_by_hand(address: Address, token: bytes | None, test: NetworkTest) -> None:
     """Join the network test that listens at an address, as one of its free ranks."""
-    member = f"{JOINED_BY_HAND}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-    assigned = request_assignment(address, token, member=member, rank=None, wait_seconds=test.wait_seconds)
+    member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+    assigned = request_assignment(
+        address, token, member=member, rank=None, wait_seconds=test.wait_seconds, program="network test"
+    )
     run_test_rank(RankInfo(assigned.rank, assigned.processes, address, token, launcher="offbeat", member=member), test)
 
 
@@ -254,8 +262,7 @@ def run_mpirun(test: NetworkTest, ranks: int, on_line: OnLine) -> NetworkResult:
     check_memory(test, [describe_machine()] * ranks, ranks)
     with tempfile.TemporaryDirectory(prefix="offbeat-") as directory:
         path = Path(directory) / "network.json"
-        settings = msgspec.json.encode(test).decode()
-        argv = [*mpirun_command(ranks), sys.executable, "-P", "-m", "offbeat.cli.network_command", str(path), settings]
+        argv = [*mpirun_command(ranks), *_rank_command(path, test)]
         mpirun = start_command(argv, rank=0, incarnation=0, environment={}, on_line=on_line)
         try:
             code = mpirun.wait()
@@ -265,6 +272,14 @@ def run_mpirun(test: NetworkTest, ranks: int, on_line: OnLine) -> NetworkResult:
             mpirun.kill()
             mpirun.wait()
         if code != 0:
-            failure = mpirun.failure_reason() or f"mpirun ended with exit code {code} and printed nothing"
-            raise ConfigurationError(failure) if code == COMMAND_WAS_WRONG else RunFailed(failure)
+            raise _mpirun_error(mpirun, code, path.with_name(FAILURES))
         return read_result(path)
+
+
+def _mpirun_error(mpirun: Child, code: int, failures: Path) -> OffbeatError:
+    """The error of a failed network test: what a rank reported last, or else what mpirun printed."""
+    report = decode_report(failures.read_bytes()) if failures.exists() else None
+    if report is not None:
+        return (ConfigurationError if report.kind is FailureKind.CONFIGURATION else RunFailed)(report.sentence)
+    failure = mpirun.failure_reason() or f"mpirun ended with exit code {code} and printed nothing"
+    return (ConfigurationError if code == COMMAND_WAS_WRONG else RunFailed)(failure)

@@ -26,8 +26,8 @@ import msgspec
 
 from offbeat.core.actions import Record
 from offbeat.core.validation import require
+from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
-from offbeat.lab.experiment import Experiment, share_done
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.microbatching import time_per_step
 from offbeat.lab.reproduction.study import Scale, Study, StudyCase, StudyRun, load_study

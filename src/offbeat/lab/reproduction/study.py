@@ -19,8 +19,9 @@ import msgspec
 
 from offbeat.core.configuration import read_toml
 from offbeat.core.validation import require
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.lab.experiment import Experiment, Plan
+from offbeat.lab.experiment_plan import Plan
 from offbeat.records.metrics import Summary
 from offbeat.records.schema import RunRecords
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.core.configuration import Family
-from offbeat.core.validation import require, require_positive
+from offbeat.core.validation import require, require_field, require_positive
 
 
 def linear_layers(*widths: int) -> list[nn.Module]:
@@ -149,7 +149,8 @@ class CifarCNN(Model, name="cifar-cnn"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.dropout < 1, f"CifarCNN.dropout must be at least 0 and below 1, but is {self.dropout!r}")
+        is_valid = 0 <= self.dropout < 1
+        require_field(self, "dropout", is_valid, f"must be at least 0 and below 1, but is {self.dropout!r}")
 
     @property
     def channels_last(self) -> bool:

@@ -19,7 +19,7 @@ from offbeat.core.actions import Samples
 from offbeat.core.examples import Examples
 from offbeat.core.optimizers import SGD, Adam
 from offbeat.core.randomness import stream
-from offbeat.core.validation import require, require_not_negative, require_positive
+from offbeat.core.validation import require_field, require_not_negative, require_positive
 from offbeat.core.workload import NamedWorkload, Target, Workload
 from offbeat.lab.workloads.models import linear_layers, small_cnn
 
@@ -63,7 +63,7 @@ class Quadratic(NamedWorkload, name="quadratic"):
     def __post_init__(self) -> None:
         require_positive(self, "dimension", "examples")
         require_not_negative(self, "noise")
-        require(self.condition >= 1, f"Quadratic.condition must be 1 or more, but is {self.condition}")
+        require_field(self, "condition", self.condition >= 1, f"must be 1 or more, but is {self.condition}")
 
     @property
     def optimum(self) -> Tensor:

@@ -8,21 +8,22 @@ parameters have become.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from offbeat.core import randomness
 from offbeat.core.actions import Action, Report, Send, SetTimer
-from offbeat.core.events import MessageArrived
-from offbeat.core.strategy import State
+from offbeat.core.events import MessageArrived, TimerFired
 from offbeat.records.schema import Exchange, Notice, Outcome
 from offbeat.strategies.gossip.exchange_schedule import ExchangeSchedule, Matchmaker
 from offbeat.strategies.gossip.gossip_messages import Answer, Declined, Offer, Paired, Ready
 from offbeat.strategies.gossip.gossip_parts import Acid, FirstAvailable, GossipBase, Random
 from offbeat.strategies.gossip.membership_view import MembershipView
+from offbeat.strategies.gossip.phases import Signal
 from offbeat.strategies.gossip.replica import ALPHA, Replica
+from offbeat.strategies.message_kinds import matched
 from offbeat.strategies.node_state import Stateful
 
 TIMER = "exchange"
@@ -72,6 +73,7 @@ class Averaging(Stateful):
     """Pairings whose `Offer` arrived before their `Paired`."""
     matchmaker: Matchmaker
     _schedule: ExchangeSchedule
+    _random: np.random.Generator
 
     def __init__(self, config: GossipBase, view: MembershipView, replica: Replica, random: np.random.Generator) -> None:
         self.queue, self.early_pairings, self.matchmaker = [], set(), Matchmaker()
@@ -83,17 +85,18 @@ class Averaging(Stateful):
         rate = config.rate / 2 if isinstance(config.partner, Random) else config.rate
         self._schedule = ExchangeSchedule(config.clock, rate, random)
 
-    def start(self, at: float) -> Iterator[Action]:
+    def begin(self, signal: Signal) -> Iterator[Action]:
         """Begin to take part in exchanges."""
-        self.active, self.mixed_at = True, at
+        self.active, self.mixed_at = True, signal.at
         early, self.matchmaker.waiting = self.matchmaker.waiting, []
         for rank in early:  # they could not be paired before this rank was training
-            yield from self.on_ready(at, rank)
+            yield from self._pair(signal.at, rank)
 
     def stop(self) -> None:
         """Start no exchange any more, and decline offers."""
         self.active, self.expected_offer, self.is_waiting_for_pairing, self.requests_due = False, None, False, 0
         self.queue.clear()
+        self.early_pairings.clear()
 
     # Momentum
 
@@ -119,6 +122,9 @@ class Averaging(Stateful):
         self.gradient_seconds = _running_mean(self.gradient_seconds, seconds)
         self._schedule.gradient_done(at)
         yield from self.start_due(at)
+
+    def on_timer(self, event: TimerFired) -> Iterator[Action]:
+        yield from self.start_due(event.at)
 
     def start_due(self, at: float) -> Iterator[Action]:
         """Start the exchanges that are due, and set the timer for the next."""
@@ -193,11 +199,14 @@ class Averaging(Stateful):
         self.requests_due -= 1
         self.is_waiting_for_pairing = True
         if self._view.is_root:
-            yield from self.on_ready(at, self._view.rank)
+            yield from self._pair(at, self._view.rank)
         else:
             yield Send(self._view.root, Ready())
 
-    def on_ready(self, at: float, rank: int) -> Iterator[Action]:
+    def on_ready(self, event: MessageArrived) -> Iterator[Action]:
+        yield from self._pair(event.at, event.source)
+
+    def _pair(self, at: float, rank: int) -> Iterator[Action]:
         """On the root: pair a ready rank, or let it wait."""
         pairing = self.matchmaker.add(rank, lambda a, b: self.active and self._view.may_average(a, b))
         if pairing is None:
@@ -206,11 +215,14 @@ class Averaging(Stateful):
         for receiver, partner in ((initiator, responder), (responder, initiator)):
             message = Paired(number, partner, begins=receiver == initiator)
             if receiver == self._view.rank:
-                yield from self.on_paired(at, message)
+                yield from self._paired(at, message)
             else:
                 yield Send(receiver, message)
 
-    def on_paired(self, at: float, message: Paired) -> Iterator[Action]:
+    def on_paired(self, event: MessageArrived) -> Iterator[Action]:
+        yield from self._paired(event.at, matched(event, Paired))
+
+    def _paired(self, at: float, message: Paired) -> Iterator[Action]:
         self.is_waiting_for_pairing = False
         if not self.active:
             return
@@ -222,7 +234,7 @@ class Averaging(Stateful):
             self.expected_offer = message.partner, message.pairing
         yield from self._start_next(at)
 
-    def root_changed(self, at: float) -> Iterator[Action]:
+    def root_changed(self, signal: Signal) -> Iterator[Action]:
         """Repeat a request that was sent to the former root."""
         if not self._view.is_root:
             self.matchmaker = Matchmaker()
@@ -230,14 +242,12 @@ class Averaging(Stateful):
         if self.is_waiting_for_pairing:
             self.is_waiting_for_pairing = False
             self.requests_due += 1
-        yield from self._request_partner(at)
+        yield from self._request_partner(signal.at)
 
     # Exchanges
 
     def on_offer(self, event: MessageArrived) -> Iterator[Action]:
-        message = event.message
-        assert isinstance(message, Offer)
-        result = None
+        message, result = matched(event, Offer), None
         if self.active:
             self.mix(event.at)
             alpha_tilde = ALPHA if self._replica.acid_offset is None else self._view.constants.alpha_tilde
@@ -251,12 +261,11 @@ class Averaging(Stateful):
         if self.expected_offer == (event.source, message.pairing):
             self.expected_offer = None
             yield from self._request_partner(event.at)
-        elif message.pairing:
+        elif message.pairing and self.active:  # otherwise the announcement is not waited for
             self.early_pairings.add(message.pairing)
 
     def on_reply(self, event: MessageArrived) -> Iterator[Action]:
-        message, pending = event.message, self.pending
-        assert isinstance(message, Answer | Declined)
+        message, pending = cast(Answer | Declined, event.message), self.pending
         if pending is None or (pending.partner, pending.sequence) != (event.source, message.sequence):
             return
         if isinstance(message, Answer):
@@ -275,28 +284,21 @@ class Averaging(Stateful):
         rank = self._view.rank
         return Report(Exchange(at=at, rank=rank, peer=partner, seconds=seconds, distance=distance, outcome=outcome))
 
-    def peer_lost(self, at: float, rank: int) -> Iterator[Action]:
+    def rank_lost(self, signal: Signal) -> Iterator[Action]:
         """Expect nothing of a lost rank any more."""
+        rank: int = signal.content
         self.matchmaker.remove(rank)
         if self.expected_offer is not None and self.expected_offer[0] == rank:
             self.expected_offer = None
         if self.pending is not None and self.pending.partner == rank:
-            yield self._close_pending(at, "lost", None)
-        yield from self._start_next(at)
+            yield self._close_pending(signal.at, "lost", None)
+        yield from self._start_next(signal.at)
 
-    def clear_links(self) -> None:
+    def clear_links(self, event: object) -> Iterable[Action]:
         """Expect no message of any rank: no link of a restarted process is up yet."""
         self.pending, self.expected_offer, self.is_waiting_for_pairing = None, None, False
         self.matchmaker = Matchmaker()
-
-    # State
-
-    def state(self) -> State:
-        return {**super().state(), "random": randomness.state_of(self._random)}
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        randomness.restore(self._random, state["random"])
+        return ()
 
 
 def _running_mean(mean: float | None, latest: float) -> float:

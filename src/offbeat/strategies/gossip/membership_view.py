@@ -34,6 +34,8 @@ def _subgraph(graph: Graph, size: int, members: frozenset[int]) -> Topology:
 class MembershipView(Stateful):
     """Membership and sample counts of one rank."""
 
+    caches = ("_topology", "_constants")
+
     live: dict[int, int]
     """Rank → incarnation, of ranks whose link is up."""
     absent: frozenset[int] = frozenset()
@@ -65,6 +67,11 @@ class MembershipView(Stateful):
     def members(self) -> tuple[int, ...]:
         """This rank and those whose link is up, sorted."""
         return tuple(sorted({self.rank, *self.live}))
+
+    @property
+    def linked_members(self) -> set[int]:
+        """The ranks of a global average besides the root: none if this rank is not linked to all others."""
+        return set(self.live) if self.rank < COORDINATORS else set()
 
     def add(self, rank: int, incarnation: int) -> None:
         self.live[rank] = incarnation

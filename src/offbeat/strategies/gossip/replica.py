@@ -39,6 +39,8 @@ class ExchangeResult(NamedTuple):
 class Replica(Stateful):
     """Parameters, A²CiD² offset and buffers of one peer; restored in place, since the optimizer refers to them."""
 
+    caches = ("_pool",)
+
     parameters: Tensor
     acid_offset: Tensor | None
     buffers: Buffers

@@ -20,13 +20,14 @@ from offbeat.core.flat import renewed_buffers
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Stepper
-from offbeat.core.strategy import NodeContext, State
+from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Reason
 from offbeat.strategies.hub.hub_parts import CollectStatus, Every, HubSettings, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
+from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.node_state import Stateful
-from offbeat.strategies.server_node import ServerNode, nonfinite_failure
+from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 from offbeat.strategies.training_node import dropped
 
 
@@ -36,6 +37,8 @@ class PendingGradients(Stateful):
     With `in_rank_order` they are held and summed in the order of ranks, so that the sum does not depend on the order of
     arrival. Otherwise each is added to the sum when it arrives.
     """
+
+    caches = ("_memory",)
 
     _held: list[tuple[int, float, Tensor]]
     """rank, weight, gradient"""
@@ -56,9 +59,7 @@ class PendingGradients(Stateful):
     def add(self, rank: int, event: MessageArrived, message: Gradient, staleness: int, weight: float) -> None:
         """Collect a gradient: `g = Σ weight · G / Σ samples`."""
         if self._in_rank_order:
-            kept = event.keep()
-            assert isinstance(kept, Gradient)
-            self._held.append((rank, weight, kept.gradient))
+            self._held.append((rank, weight, kept(event, Gradient).gradient))
         else:
             self._add(message.gradient, weight)
         if message.buffers:
@@ -99,6 +100,7 @@ class PendingGradients(Stateful):
 
 class HubServer(ServerNode):
     timers: ClassVar[tuple[str, ...]] = ("update",)
+    caches = ("_copies", "_snapshot", "_sum_memory")
 
     _parameters: Tensor
     _buffers: Buffers
@@ -118,7 +120,8 @@ class HubServer(ServerNode):
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
         self._copies = Pool()
-        self._snapshot = self._parameters.clone()
+        self._snapshot: Tensor | None = None
+        """The copy of the newest parameters that all messages of this version share, once there is one."""
         assert config.optimizer is not None, "Strategy.with_default_optimizer sets it"
         self._optimizer = config.optimizer.build(self._parameters, context.layout)
         self._reported, self._idle, self._nonfinite_in_a_row = set(), set(), {}
@@ -132,6 +135,8 @@ class HubServer(ServerNode):
     # Members
 
     def _result(self) -> tuple[Tensor, Buffers]:
+        if self._snapshot is None:
+            self._snapshot = self._copies.copy(self._parameters)
         return self._snapshot, self._buffers
 
     def _set_timers(self, at: float) -> Iterator[Action]:
@@ -147,7 +152,7 @@ class HubServer(ServerNode):
 
     def _welcome(self, rank: int) -> Message:
         budget = self._sizing.budget(rank, self._live)
-        return Welcome(self._snapshot, self._buffers, self._version, budget, *self._position(rank))
+        return Welcome(*self._result(), self._version, budget, *self._position(rank))
 
     def _worker_lost(self, rank: int) -> None:
         self._idle.discard(rank)
@@ -162,9 +167,15 @@ class HubServer(ServerNode):
 
     # Train
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        rank, message = event.source, event.message
-        assert isinstance(message, Gradient)
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
+        match event.message:
+            case Gradient() as message:
+                return self._gradient_arrived(event, message)
+            case _:
+                raise unexpected(event, HUB)
+
+    def _gradient_arrived(self, event: MessageArrived, message: Gradient) -> Iterator[Action]:
+        rank = event.source
         if self._is_stopping:
             yield from self._drop_after_stop(event.at, rank, [message.draws])
             return
@@ -227,7 +238,7 @@ class HubServer(ServerNode):
         if collected.samples:
             rate = self._optimizer.step(collected.mean(), self._samples)
             self._buffers = collected.merged_buffers(self._buffers)
-            self._snapshot = self._copies.copy(self._parameters)
+            self._snapshot = None
             yield from self._updated(at, len(collected.contributions), rate, collected.contributions)
         if self._has_enough():
             yield from self._stop(at)
@@ -241,12 +252,8 @@ class HubServer(ServerNode):
 
     def _answer(self, rank: int) -> Send:
         budget = self._sizing.budget(rank, self._live)
-        message = Parameters(self._snapshot, self._buffers, self._version, budget)
+        message = Parameters(*self._result(), self._version, budget)
         return Send(rank, message, supersedes="parameters")
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._snapshot = self._parameters.clone()
 
 
 def _sizing(config: HubSettings) -> WorkSizing:

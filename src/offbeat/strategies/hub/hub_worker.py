@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from offbeat.core.strategy import NodeContext
 from offbeat.errors import ConfigurationError
 from offbeat.records.schema import Notice
 from offbeat.strategies.hub.hub_parts import HubSettings
+from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.server_node import HUB
 from offbeat.strategies.worker_node import WorkerNode
 
@@ -80,8 +81,13 @@ class HubWorker(WorkerNode):
         self._config = config
 
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
-        message = event.keep()
-        return self._welcome(message) if isinstance(message, Welcome) else self._parameters(cast(Parameters, message))
+        match event.message:
+            case Welcome():
+                return self._welcome(kept(event, Welcome))
+            case Parameters():
+                return self._parameters(kept(event, Parameters))
+            case _:
+                raise unexpected(event, self._context.rank)
 
     def _welcome(self, welcome: Welcome) -> Iterator[Action]:
         if self._latest is not None and welcome.version < self._latest.version:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -114,7 +114,7 @@ class RestartServer(HubServer):
         self._parameters.copy_(back.parameters)
         self._buffers = back.buffers
         self._optimizer.restore(back.optimizer)
-        self._snapshot = self._copies.copy(self._parameters)
+        self._snapshot = None
         self._version, self._samples = self._version + 1, back.samples
         to_version, back.version = back.version, self._version
         return Report(
@@ -154,10 +154,9 @@ class RestartServer(HubServer):
 
     # Train
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        message = cast(Gradient, event.message)
+    def _gradient_arrived(self, event: MessageArrived, message: Gradient) -> Iterator[Action]:
         if message.version >= self._version:  # an older one was undone, and its samples are computed again
-            yield from super()._message_arrived(event)
+            yield from super()._gradient_arrived(event, message)
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
         if not self._halted:

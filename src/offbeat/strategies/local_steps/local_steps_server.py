@@ -24,7 +24,7 @@ from offbeat.core.flat import Layout, TensorSlice, is_finite, renewed_buffers
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Optimizer, Stepper
-from offbeat.core.strategy import NodeContext, State
+from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_training import (
@@ -32,10 +32,12 @@ from offbeat.strategies.local_training import (
     GlobalUpdate,
     Gradients,
     LocalDelta,
+    LocalParameters,
     LocalTraining,
     fragment_slices,
 )
-from offbeat.strategies.server_node import ServerNode, nonfinite_failure
+from offbeat.strategies.message_kinds import kept, unexpected
+from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 
 CYCLE_DECAY = 0.5
 """Weight of the earlier cycles in the moving average of a worker's cycle time."""
@@ -119,6 +121,8 @@ class PendingDeltas:
 
 
 class LocalStepsServer(ServerNode):
+    caches = ("_copies", "_snapshot")
+
     _parameters: Tensor
     _buffers: Buffers
     _optimizers: list[Stepper]
@@ -149,8 +153,8 @@ class LocalStepsServer(ServerNode):
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
         self._copies = Pool()
-        self._snapshot: tuple[int, Tensor] = (0, self._parameters.clone())
-        """The last copy of all parameters, and its version."""
+        self._snapshot: Tensor | None = None
+        """The copy of the newest parameters, once there is one."""
         self._places = fragment_slices(self._parameters.numel(), training.fragments)
         self._optimizers = [self._new_optimizer(optimizer, place) for place in self._places]
         self._open, self._next, self._early, self._included = {}, {}, {}, {}
@@ -166,9 +170,9 @@ class LocalStepsServer(ServerNode):
     # Members
 
     def _result(self) -> tuple[Tensor, Buffers]:
-        if self._snapshot[0] != self._version:
-            self._snapshot = (self._version, self._copies.copy(self._parameters))
-        return self._snapshot[1], self._buffers
+        if self._snapshot is None:
+            self._snapshot = self._copies.copy(self._parameters)
+        return self._snapshot, self._buffers
 
     def _welcome(self, rank: int) -> Message:
         self._next[rank] = self._exchange
@@ -199,17 +203,25 @@ class LocalStepsServer(ServerNode):
 
     # Collect
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        rank, message = event.source, cast(LocalDelta, event.keep())
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
+        match event.message:
+            case LocalParameters():
+                raise unexpected(event, HUB)
+            case LocalDelta():
+                return self._delta_arrived(event.at, event.source, kept(event, LocalDelta))
+            case _:
+                raise unexpected(event, HUB)
+
+    def _delta_arrived(self, at: float, rank: int, message: LocalDelta) -> Iterator[Action]:
         if self._is_stopping:
-            yield from self._drop_after_stop(event.at, rank, message.all_draws)
+            yield from self._drop_after_stop(at, rank, message.all_draws)
             return
         early = self._early.setdefault(rank, {})
         early[message.exchange] = message
         while not self._is_stopping and self._next[rank] in early:
             message = early.pop(self._next[rank])
             self._next[rank] += 1
-            yield from self._collect(event.at, rank, message)
+            yield from self._collect(at, rank, message)
 
     def _collect(self, at: float, rank: int, message: LocalDelta) -> Iterator[Action]:
         if message.samples and not is_finite(message.change):  # workers do not send that; guards the parameters
@@ -304,6 +316,7 @@ class LocalStepsServer(ServerNode):
             mean.mul_(min(1.0, len(collected.workers) / len(self._live)))
         gradient = mean if isinstance(self._training.content, Gradients) else mean.neg_()
         rate = self._optimizers[index].step(gradient, self._samples)
+        self._snapshot = None
         self._buffers = renewed_buffers(self._buffers, collected.buffers())
         for others in self._open.values():
             others.add_staleness()
@@ -318,10 +331,6 @@ class LocalStepsServer(ServerNode):
             included = self._included[rank].get(index, -1)
             progress = self._samples, len(self._live)
             yield Send(rank, GlobalUpdate(values, buffers, self._version, index, included, *progress), supersedes=key)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._snapshot = (self._version, self._parameters.clone())
 
 
 _GRACE = "grace "

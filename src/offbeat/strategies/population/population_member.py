@@ -26,6 +26,7 @@ from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
 from offbeat.strategies.local_steps_worker import LocalStepsWorker
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalDelta, LocalParameters, LocalTraining
+from offbeat.strategies.message_kinds import kept
 from offbeat.strategies.population.population_parts import Rates, rate_factor
 from offbeat.strategies.server_node import HUB
 
@@ -101,11 +102,13 @@ class PopulationMember(LocalStepsWorker):
         return optimizer
 
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
-        if isinstance(event.message, SnapshotRequest):
-            return [self._snapshot()] if self._begun else ()
-        if isinstance(event.message, Replace):
-            return self._replace(cast(Replace, event.keep()))
-        return super()._message_arrived(event)
+        match event.message:
+            case SnapshotRequest():
+                return [self._snapshot()] if self._begun else ()
+            case Replace():
+                return self._replace(kept(event, Replace))
+            case _:
+                return super()._message_arrived(event)
 
     def _snapshot(self) -> Send:
         """Send a copy of this member; if it has diverged since its last report, the reported values without a state."""
@@ -159,7 +162,3 @@ class PopulationMember(LocalStepsWorker):
         fields = {item.name: getattr(delta, item.name) for item in dataclasses.fields(delta)}
         abandoned, self._abandoned = tuple(self._abandoned), []
         return LocalParameters(**fields, replacements=self._replacements, abandoned=abandoned)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._optimizer.rate_factor = rate_factor(self._rates, self._settings)

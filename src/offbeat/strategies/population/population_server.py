@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from offbeat.core.schedules import rate_at
 from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Notice
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters, LocalTraining
+from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.population.population_member import Replace, Snapshot, SnapshotRequest
 from offbeat.strategies.population.population_parts import Rates, Sources, rate_factor
 from offbeat.strategies.server_node import HUB, ServerNode
@@ -112,23 +112,30 @@ class PopulationServer(ServerNode):
 
     # Reports
 
-    def _message_arrived(self, event: MessageArrived) -> Iterator[Action]:
-        if isinstance(event.message, Snapshot):
-            yield from self._snapshot_arrived(event.source, cast(Snapshot, event.keep()))
-            return
-        rank, message = event.source, cast(LocalParameters, event.keep())
+    def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
+        match event.message:
+            case Replace():
+                raise unexpected(event, HUB)
+            case Snapshot():
+                return self._snapshot_arrived(event.source, kept(event, Snapshot))
+            case LocalParameters():
+                return self._parameters_arrived(event.at, event.source, kept(event, LocalParameters))
+            case _:
+                raise unexpected(event, HUB)
+
+    def _parameters_arrived(self, at: float, rank: int, message: LocalParameters) -> Iterator[Action]:
         if self._is_stopping:
-            yield from self._drop_after_stop(event.at, rank, message.all_draws)
+            yield from self._drop_after_stop(at, rank, message.all_draws)
             return
         for draws in message.nonfinite:
-            yield from self._drop(event.at, rank, draws, "nonfinite")
+            yield from self._drop(at, rank, draws, "nonfinite")
         for draws in message.abandoned:
-            yield from self._drop(event.at, rank, draws, "late")
-        yield from self._count(event.at, rank, message)
+            yield from self._drop(at, rank, draws, "late")
+        yield from self._count(at, rank, message)
         if self._has_enough():
-            yield from self._stop(event.at)
+            yield from self._stop(at)
         elif message.replacements == self._replacements[rank]:
-            yield from self._report_arrived(event.at, rank, message)
+            yield from self._report_arrived(at, rank, message)
 
     def _count(self, at: float, rank: int, message: LocalParameters) -> Iterator[Action]:
         """Count the samples of a report as an update."""
