@@ -40,7 +40,9 @@ from torch import Tensor
 from cifar_shaped import in_processes
 from offbeat.core.events import MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.link import LinkOptions
 from offbeat.transports.rendezvous import Address, Listener
 from offbeat.transports.transport import Transport, TransportEvent
 
@@ -241,8 +243,8 @@ def _gloo(rank: int, listener: Listener, shared_memory: bool, idle_seconds: floa
         peers=[1 - rank],
         rendezvous=listener if rank == 0 else listener.address,
         token=None,
-        fingerprint="",
-        shared_memory=shared_memory,
+        identity=RunIdentity("", ""),
+        options=LinkOptions(shared_memory=shared_memory),
     )
     return _closing(transport, rank, idle_seconds)
 
@@ -285,7 +287,7 @@ def be_mpi(idle_seconds: float) -> None:
     from offbeat.transports.mpi import MpiTransport, mpi_world
 
     rank, processes = mpi_world()
-    transport = MpiTransport(rank=rank, processes=processes, peers=[1 - rank], fingerprint="")
+    transport = MpiTransport(rank=rank, processes=processes, peers=[1 - rank], identity=RunIdentity("", ""))
     print(msgspec.json.encode(_closing(transport, rank, idle_seconds)).decode(), flush=True)
 
 

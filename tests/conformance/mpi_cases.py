@@ -18,9 +18,10 @@ from typing import Any
 
 from mpi_ranks import pack, read_incoming, recv_plain, send_plain
 from torch import Tensor
-from transport_cases import FINGERPRINT, SHORT_SILENCE_SECONDS
+from transport_cases import IDENTITY, SHORT_SILENCE_SECONDS
 
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.testing import Remote, TransportCase, Violation
 from offbeat.transports.transport import SILENCE_SECONDS, Transport, TransportEvent
 
@@ -151,14 +152,15 @@ class MpiCase(TransportCase):
         *,
         role: str = "",
         silence_seconds: float = SILENCE_SECONDS,
-        fingerprints: dict[int, str] | None = None,
+        identities: dict[int, RunIdentity] | None = None,
     ) -> list[Transport]:
         assert self._ranks is not None
         for rank in self._ranks.pids:
             peers = [] if rank >= processes else [0] if rank else list(range(1, processes))
             proxy = self._open[rank] = Proxy(self._ranks, rank)
             part = role if rank == processes - 1 else ""
-            proxy.ask("open", peers, silence_seconds, part, (fingerprints or {}).get(rank, FINGERPRINT), self._checksum)
+            identity = (identities or {}).get(rank, IDENTITY)
+            proxy.ask("open", peers, silence_seconds, part, identity.model, identity.strategy, self._checksum)
         return [self._open[rank] for rank in range(processes if not role else processes - 1)]
 
     def send_raw(self, rank: int, incarnation: int, head: Tensor) -> None:

@@ -21,10 +21,12 @@ from transport_cases import DOOMED_NUMBER, RawHead, encode_and_die, encode_or_no
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES, MessageSize
 from offbeat.errors import ContractViolation, OffbeatError, RunFailed
 from offbeat.testing.transport_conformance import NumberedMessage
 from offbeat.transports import wire
+from offbeat.transports.link import LinkOptions
 from offbeat.transports.mpi import MpiTransport, is_fault_tolerant, mpi_world
 from offbeat.transports.transport import TransportEvent
 
@@ -113,16 +115,15 @@ class Rank:
         self.kept: list[tuple[Message, int]] = []
 
     def open(
-        self, peers: list[int], silence_seconds: float, role: str, fingerprint: str | None, checksum: bool
+        self, peers: list[int], silence_seconds: float, role: str, model: str, strategy: str, checksum: bool
     ) -> None:
         self.transport = MpiTransport(
             rank=self.rank,
             processes=self.size,
             peers=peers,
-            fingerprint=fingerprint,
+            identity=RunIdentity(model, strategy),
             elapsed=lambda: 12.5,
-            silence_seconds=silence_seconds,
-            checksum=checksum,
+            options=LinkOptions(silence_seconds=silence_seconds, checksum=checksum),
         )
         if role:
             threading.Thread(target=self.run_role, args=(role,), daemon=True).start()

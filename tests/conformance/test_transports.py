@@ -13,10 +13,11 @@ from unittest.mock import ANY
 import pytest
 import torch
 from mpi_cases import FAULT_TOLERANT, MpiCase, MpiRanks, Proxy
-from transport_cases import GlooCase, LoopbackCase
+from transport_cases import IDENTITY, GlooCase, LoopbackCase
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
 from offbeat.testing import TransportCase, Violation, check_transport, transport_checks
 from offbeat.testing import transport_conformance as suite
@@ -87,14 +88,28 @@ def test_mpi_with_checksums(mpi_ranks: MpiRanks) -> None:
         check_transport(MpiCase(mpi_ranks, checksum=True), only=check)
 
 
-def test_mpi_ranks_with_different_models_refuse_each_other(mpi_ranks: MpiRanks) -> None:
+@pytest.mark.parametrize(
+    ("identity", "sentence"),
+    [
+        (
+            RunIdentity("another", IDENTITY.strategy),
+            "rank 1 has a different model: its fingerprint is another, that of rank 0 is the same everywhere; every "
+            "rank must build the same model",
+        ),
+        (
+            RunIdentity(IDENTITY.model, "AnytimeMinibatch(seconds=2)"),
+            "rank 1 has a different strategy: AnytimeMinibatch(seconds=2), and rank 0 has FixedMinibatch(batch=256); "
+            "give every rank the same strategy",
+        ),
+    ],
+    ids=["model", "strategy"],
+)
+def test_mpi_ranks_of_different_runs_reject_each_other(
+    mpi_ranks: MpiRanks, identity: RunIdentity, sentence: str
+) -> None:
     case = MpiCase(mpi_ranks)
     try:
-        hub, worker, _ = case.open(3, fingerprints={1: "another"})
-        sentence = (
-            "rank 1 has a different model: its fingerprint is another, that of rank 0 is the same everywhere; every "
-            "rank must build the same model"
-        )
+        hub, worker, _ = case.open(3, identities={1: identity})
         with pytest.raises(RunFailed, match=re.escape(sentence)):
             worker.receive(30)
         joined, rejections = [], []

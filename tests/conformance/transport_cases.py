@@ -18,17 +18,18 @@ from torch import Tensor
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES, MessageSize
 from offbeat.testing.transport_conformance import NumberedMessage, Remote, TransportCase
 from offbeat.transports import wire
 from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.link import LinkLoss
+from offbeat.transports.link import LinkLoss, LinkOptions
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.rendezvous import Address, Listener
 from offbeat.transports.transport import SILENCE_SECONDS, Transport
 
 TOKEN = b"only for tests"
-FINGERPRINT = "the same everywhere"
+IDENTITY = RunIdentity("the same everywhere", "FixedMinibatch(batch=256)")
 SHORT_SILENCE_SECONDS = 3.0
 DOOMED_NUMBER = -99
 
@@ -106,9 +107,8 @@ class GlooCase(TransportCase):
             peers=range(1, self._processes) if rank == 0 else [0],
             rendezvous=self._listener if rank == 0 else self._listener.address,
             token=TOKEN,
-            fingerprint=FINGERPRINT,
-            silence_seconds=self._silence_seconds,
-            **self._options,
+            identity=IDENTITY,
+            options=LinkOptions(silence_seconds=self._silence_seconds, **self._options),
         )
         self._ranks[rank] = transport
         self._past.append(transport)
@@ -200,8 +200,8 @@ def main(role: str, rank: int, rendezvous: str) -> None:
         peers=[0],
         rendezvous=Address.parse(rendezvous),
         token=TOKEN,
-        fingerprint=FINGERPRINT,
-        silence_seconds=SHORT_SILENCE_SECONDS,
+        identity=IDENTITY,
+        options=LinkOptions(silence_seconds=SHORT_SILENCE_SECONDS),
     )
     while True:
         match transport.receive():

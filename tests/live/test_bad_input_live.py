@@ -18,6 +18,7 @@ from torch import nn
 
 import offbeat as ob
 from offbeat.cli import main
+from offbeat.core.run_identity import RunIdentity
 from offbeat.transports.gloo import GlooTransport
 from offbeat.transports.rendezvous import Address, Listener
 
@@ -67,7 +68,9 @@ def test_a_hub_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> None
 def hub(token: bytes) -> Iterator[Address]:
     """A door with a hub behind it."""
     listener = Listener(Address("127.0.0.1", 0), token)
-    transport = GlooTransport(rank=0, processes=2, peers=[1], rendezvous=listener, token=token, fingerprint="model")
+    transport = GlooTransport(
+        rank=0, processes=2, peers=[1], rendezvous=listener, token=token, identity=RunIdentity("", "")
+    )
     try:
         yield listener.address
     finally:

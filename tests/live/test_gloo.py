@@ -5,6 +5,7 @@ Run as a script, this file is a rank in a process of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -20,11 +21,12 @@ import torch
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ContractViolation, RunFailed
 from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
 from offbeat.transports import shared_memory
-from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.link import LinkLoss
+from offbeat.transports.gloo import Admission, GlooTransport
+from offbeat.transports.link import LinkLoss, LinkOptions
 from offbeat.transports.rendezvous import (
     Address,
     Assignment,
@@ -39,6 +41,7 @@ from offbeat.transports.shared_memory import SLOTS_MAX
 from offbeat.transports.transport import TransportEvent
 
 TOKEN = b"only for tests"
+IDENTITY = RunIdentity("m", "s")
 SMALL = torch.ones(3)
 
 
@@ -51,7 +54,11 @@ class Ranks:
         self.children: list[subprocess.Popen[str]] = []
 
     def open(self, rank: int, peers: list[int], **options: Any) -> GlooTransport:
-        settings = {"processes": 4, "token": TOKEN, "fingerprint": "m", **options}
+        """`options` are arguments of `GlooTransport`, or fields of `Admission` or `LinkOptions`."""
+        settings = {"processes": 4, "token": TOKEN, "identity": IDENTITY, **options}
+        for name, kind in (("admission", Admission), ("options", LinkOptions)):
+            names = {item.name for item in dataclasses.fields(kind)} & settings.keys()
+            settings[name] = kind(**{field: settings.pop(field) for field in names})
         rendezvous = self.listener if rank == 0 else self.listener.address
         self.transports.append(GlooTransport(rank=rank, peers=peers, **{"rendezvous": rendezvous, **settings}))
         return self.transports[-1]
@@ -179,13 +186,20 @@ def test_incarnations_start_with_the_first_one_that_was_given(ranks: Ranks) -> N
     [
         ({"token": b"a guess"}, "does not accept the token"),
         ({"token": None}, "requires a token"),
-        ({"fingerprint": "n"}, "rank 1 has a different model: its fingerprint is n, that of rank 0 is m; every rank"),
+        (
+            {"identity": RunIdentity("n", "s")},
+            "rank 1 has a different model: its fingerprint is n, that of rank 0 is m; every rank must build the same",
+        ),
+        (
+            {"identity": RunIdentity("m", "t")},
+            "rank 1 has a different strategy: t, and rank 0 has s; give every rank the same strategy",
+        ),
         (
             {"chunk_bytes": 1000},
             "rank 1 sends in chunks of 1000 bytes, but rank 0 of 4194304; give every rank the same",
         ),
     ],
-    ids=["wrong token", "no token", "other model", "other chunks"],
+    ids=["wrong token", "no token", "other model", "other strategy", "other chunks"],
 )
 def test_a_rejected_rank_reports_why(ranks: Ranks, options: dict[str, Any], sentence: str) -> None:
     hub = ranks.watch(0, [1, 2])
@@ -528,8 +542,8 @@ def be_echo(rank: int, rendezvous: Address) -> None:
         peers=[0],
         rendezvous=rendezvous,
         token=TOKEN,
-        fingerprint="m",
-        silence_seconds=2.0,
+        identity=IDENTITY,
+        options=LinkOptions(silence_seconds=2.0),
     )
     while True:
         match transport.receive():
@@ -541,7 +555,7 @@ def be_echo(rank: int, rendezvous: Address) -> None:
 
 def be_flood(rank: int, rendezvous: Address) -> None:
     """Send 100 MB after 100 MB."""
-    transport = GlooTransport(rank=rank, processes=4, peers=[0], rendezvous=rendezvous, token=TOKEN, fingerprint="m")
+    transport = GlooTransport(rank=rank, processes=4, peers=[0], rendezvous=rendezvous, token=TOKEN, identity=IDENTITY)
     large = torch.ones(25_000_000)
     while True:
         match transport.receive():
@@ -552,7 +566,7 @@ def be_flood(rank: int, rendezvous: Address) -> None:
 
 def hub_with_echo() -> tuple[GlooTransport, subprocess.Popen[str], int]:
     listener = Listener(Address("127.0.0.1", 0), TOKEN)
-    hub = GlooTransport(rank=0, processes=4, peers=[1], rendezvous=listener, token=TOKEN, fingerprint="m")
+    hub = GlooTransport(rank=0, processes=4, peers=[1], rendezvous=listener, token=TOKEN, identity=IDENTITY)
     child = start("echo", 1, listener.address)
     while not isinstance(item := hub.receive(), PeerJoined):
         pass
@@ -586,7 +600,9 @@ def be_careless(rank: int, rendezvous: Address) -> None:
 def be_careless_while_connecting(rank: int, rendezvous: Address) -> None:
     """Exit without closing while nothing answers."""
     listener = Listener(Address("127.0.0.1", 0), TOKEN)
-    worker = GlooTransport(rank=1, processes=4, peers=[0, 2], rendezvous=listener.address, token=TOKEN, fingerprint="m")
+    worker = GlooTransport(
+        rank=1, processes=4, peers=[0, 2], rendezvous=listener.address, token=TOKEN, identity=IDENTITY
+    )
     assert worker.receive(0.3) is None
     listener.close()
     print("done")
@@ -607,7 +623,7 @@ def be_close_while_connecting(rank: int, rendezvous: Address) -> None:
 
     listener = Listener(Address("127.0.0.1", 0), TOKEN)
     listener.serve(handle)
-    worker = GlooTransport(rank=1, processes=2, peers=[0], rendezvous=listener.address, token=TOKEN, fingerprint="m")
+    worker = GlooTransport(rank=1, processes=2, peers=[0], rendezvous=listener.address, token=TOKEN, identity=IDENTITY)
     accepted.wait()
     while not worker._connecting:
         pass

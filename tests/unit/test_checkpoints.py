@@ -19,6 +19,7 @@ import torch
 
 import offbeat as ob
 from offbeat.core.flat import layout_of
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
 from offbeat.live.checkpoints import Checkpoint, checkpoint_files, checkpoint_path
 from offbeat.live.state_file import DTYPES, HEAD, MAGIC, PARTIAL, VERSION, load, save
@@ -325,7 +326,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused(path: Path) -> None:
 
 def a_checkpoint(**changed: Any) -> Checkpoint:
     known: dict[str, Any] = {
-        "fingerprint": "abc",
+        "model": "abc",
         "strategy": "fmb",
         "elapsed_seconds": 12.5,
         "records_position": 100,
@@ -357,13 +358,13 @@ def test_a_file_without_a_checkpoint_is_one_sentence(path: Path, changed: dict[s
 
 
 def test_a_checkpoint_of_another_model_or_strategy_is_one_sentence() -> None:
-    a_checkpoint().check_fits("abc", "fmb")
+    a_checkpoint().check_fits(RunIdentity("abc", "fmb"))
     with pytest.raises(
         ConfigurationError, match=r"of another model \(fingerprint abc, this one has xyz\); resume with"
     ):
-        a_checkpoint().check_fits("xyz", "fmb")
+        a_checkpoint().check_fits(RunIdentity("xyz", "fmb"))
     with pytest.raises(ConfigurationError, match="of the strategy fmb, and this run's is amb; resume with"):
-        a_checkpoint().check_fits("abc", "amb")
+        a_checkpoint().check_fits(RunIdentity("abc", "amb"))
 
 
 def test_its_repr_is_short_however_large_the_model_is() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ConfigurationError
 from offbeat.transports import mpi, wire
@@ -220,10 +221,14 @@ def test_a_link_with_nothing_to_send_sends_heartbeats() -> None:
 
 
 def test_both_sides_report_why_they_cannot_be_linked() -> None:
-    own, other, old = LinkHello(1, "a", 0.0), LinkHello(1, "b", 0.0), LinkHello(0, "a", 0.0)
+    identity = RunIdentity("a", "fmb")
+    own, old = LinkHello(1, identity, 0.0), LinkHello(0, identity, 0.0)
+    other, another = (LinkHello(1, RunIdentity(*texts), 0.0) for texts in (("b", "amb"), ("a", "amb")))
     assert mismatch(0, own, 1, own) is None
     assert mismatch(0, own, 1, other) == mismatch(1, other, 0, own)
     assert "rank 1 has a different model: its fingerprint is b" in str(mismatch(0, own, 1, other))
+    assert "rank 1 has a different strategy: amb, and rank 0 has fmb" in str(mismatch(0, own, 1, another))
+    assert mismatch(0, own, 1, another) == mismatch(1, another, 0, own)
     assert "rank 1 uses version 0 of the wire format" in str(mismatch(0, own, 1, old))
 
 

@@ -406,4 +406,5 @@ for thread in threads:
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=500).returncode == 0
     kinds = {kind for kind in vars(rendezvous).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
-    assert kinds - {msgspec.Struct, rendezvous.SlotTable} == rendezvous._DECODERS.keys()
+    parts = {msgspec.Struct, rendezvous.SlotTable, rendezvous.RunIdentity}
+    assert kinds - parts == rendezvous._DECODERS.keys()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from offbeat.core.run_identity import RunIdentity
 from offbeat.core.strategy import Node
 from offbeat.errors import ConfigurationError, OffbeatError
 from offbeat.live.node_runner import NodeRunner
@@ -33,10 +34,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
 class Checkpoint:
     """The state of a run: the node of rank 0 and what the engine needs to continue."""
 
-    fingerprint: str
-    """Of the model: shapes and strides."""
+    model: str
     strategy: str
-    """As text, see `local_ranks.describe_strategy`."""
+    """See `RunIdentity`, as for `model`."""
     elapsed_seconds: Annotated[float, msgspec.Meta(ge=0)]
     records_position: Annotated[int, msgspec.Meta(ge=0)]
     """Size of the records file of rank 0, in bytes; later records are discarded when the run resumes."""
@@ -56,17 +56,17 @@ class Checkpoint:
         except msgspec.ValidationError as error:
             raise ConfigurationError(f"{path} does not hold a run of this version of offbeat: {error}") from None
 
-    def check_fits(self, fingerprint: str, strategy: str) -> None:
+    def check_fits(self, identity: RunIdentity) -> None:
         """Raise `ConfigurationError` if the checkpoint was written with another model or strategy."""
-        if self.strategy != strategy:
+        if self.strategy != identity.strategy:
             raise ConfigurationError(
-                f"the checkpoint is of the strategy {self.strategy}, and this run's is {strategy}; "
+                f"the checkpoint is of the strategy {self.strategy}, and this run's is {identity.strategy}; "
                 "resume with the strategy that it was made with, or start anew without --resume"
             )
-        if self.fingerprint != fingerprint:
+        if self.model != identity.model:
             raise ConfigurationError(
-                f"the checkpoint is of another model (fingerprint {self.fingerprint[:16]}, this one has "
-                f"{fingerprint[:16]}); resume with the model that it was made with, or start anew without --resume"
+                f"the checkpoint is of another model (fingerprint {self.model[:16]}, this one has "
+                f"{identity.model[:16]}); resume with the model that it was made with, or start anew without --resume"
             )
 
 
@@ -90,8 +90,7 @@ class CheckpointWriter:
         writer: RankWriter,
         *,
         seconds: float,
-        fingerprint: str,
-        strategy: str,
+        identity: RunIdentity,
         resumes: int,
     ) -> None:
         """Build the writer; `start` starts its thread.
@@ -100,13 +99,14 @@ class CheckpointWriter:
         runner: drives the node to be saved.
         writer: writes the records of the same rank.
         seconds: interval between two checkpoints.
-        fingerprint, strategy, resumes: see `Checkpoint`.
+        identity: of the run.
+        resumes: how many times the run was resumed before.
         """
         self._path = path
         self._runner = runner
         self._writer = writer
         self._seconds = seconds
-        self._identity: dict[str, Any] = {"fingerprint": fingerprint, "strategy": strategy, "resumes": resumes}
+        self._identity: dict[str, Any] = {"model": identity.model, "strategy": identity.strategy, "resumes": resumes}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat checkpoints", daemon=True)
 

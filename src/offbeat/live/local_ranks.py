@@ -7,7 +7,6 @@ holds one rank, linked to the others by gloo or MPI. Resuming resets node, recor
 from __future__ import annotations
 
 import functools
-import re
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import Any
 
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
+from offbeat.core.run_identity import RunIdentity
 from offbeat.core.splits import Shared
 from offbeat.core.strategy import Node, NodeContext, Strategy
 from offbeat.core.validation import require
@@ -31,7 +31,8 @@ from offbeat.live.session_options import SessionOptions
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
 from offbeat.records.schema import RECORD_DECODER, RunHeader
 from offbeat.strategies.compressed_node import build_node
-from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.gloo import Admission, GlooTransport
+from offbeat.transports.link import LinkOptions
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 from offbeat.transports.rendezvous import Listener
@@ -55,6 +56,7 @@ class LocalRanks:
         self.experiment, self.options, self.rank_info = options.experiment, options, rank_info
         self.strategy = strategy = options.experiment.strategy
         self._flat, self._measure, self._label = flat, measure, label
+        self.identity = RunIdentity.of(flat.layout, strategy)
         self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
         alone = rank_info.alone
         self.processes = strategy.processes(1) if alone else rank_info.processes
@@ -141,26 +143,26 @@ class LocalRanks:
             "rank": self.rank,
             "processes": self.processes,
             "peers": self._peers(self.rank),
-            "fingerprint": f"{self._flat.layout.fingerprint()} {describe_strategy(self.strategy)}",
-            "silence_seconds": self.experiment.cluster.silence_seconds,
-            "checksum": live.checksum,
+            "identity": self.identity,
+            "options": LinkOptions(
+                silence_seconds=self.experiment.cluster.silence_seconds,
+                checksum=live.checksum,
+                shared_memory=live.shared_memory,
+                first_incarnation=rank_info.incarnation if self.checkpoint is None else self.checkpoint.resumes + 1,
+            ),
         }
         if rank_info.transport == "mpi":
             from offbeat.transports.mpi import MpiTransport
 
             return MpiTransport(elapsed=self.clock.now, **common)
         assert rank_info.address is not None
-        first = rank_info.incarnation if self.checkpoint is None else self.checkpoint.resumes + 1
-        common |= {"token": rank_info.token, "shared_memory": live.shared_memory, "first_incarnation": first}
+        common["token"] = rank_info.token
         if self.rank != 0:
-            return GlooTransport(rendezvous=rank_info.address, member=rank_info.member or uuid.uuid4().hex, **common)
+            admission = Admission(member=rank_info.member or uuid.uuid4().hex)
+            return GlooTransport(rendezvous=rank_info.address, admission=admission, **common)
         listener = Listener(rank_info.address, rank_info.token, rank_info.listener)
-        return GlooTransport(
-            rendezvous=listener,
-            assign=rank_allocator,
-            is_peer=lambda rank: self.rank in self._peers(rank),
-            **common,
-        )
+        admission = Admission(assign=rank_allocator, is_peer=lambda rank: self.rank in self._peers(rank))
+        return GlooTransport(rendezvous=listener, admission=admission, **common)
 
     def _peers(self, rank: int) -> list[int]:
         return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
@@ -240,8 +242,7 @@ class LocalRanks:
                 runner,
                 writer,
                 seconds=seconds,
-                fingerprint=self._flat.layout.fingerprint(),
-                strategy=describe_strategy(self.strategy),
+                identity=self.identity,
                 resumes=0 if self.checkpoint is None else self.checkpoint.resumes + 1,
             )
         return runner
@@ -284,7 +285,7 @@ class LocalRanks:
         if not self.rank_info.resume or self.rank_info.directory is None or not holds_rank_0:
             return None
         checkpoint = read_checkpoint(self.rank_info.directory)
-        checkpoint.check_fits(self._flat.layout.fingerprint(), describe_strategy(self.strategy))
+        checkpoint.check_fits(self.identity)
         return checkpoint
 
 
@@ -301,8 +302,3 @@ def computing_ranks(strategy: Strategy, rank_info: RankInfo) -> list[int]:
     if not rank_info.alone and rank_info.rank >= processes:  # joined beyond the initial size
         computing += range(processes, rank_info.rank + 1)
     return computing
-
-
-def describe_strategy(strategy: Strategy) -> str:
-    """A strategy as text that is the same in every process: without memory addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))

@@ -63,7 +63,6 @@ class ChannelLink(LinkBase):
         incarnation: int,
         channel: Channel,
         *,
-        name: str,
         options: LinkOptions,
         pool: Pool,
         deliver: Callable[[InboxItem], None],
@@ -76,7 +75,6 @@ class ChannelLink(LinkBase):
             peer: rank of the other end.
             incarnation: number of this link among those to the same peer.
             channel: moves the bytes; closed by the link.
-            name: of the threads.
             options: settings of the transport's links.
             pool: buffers for received payloads.
             deliver: takes events and encoding errors, from any thread.
@@ -98,8 +96,9 @@ class ChannelLink(LinkBase):
         self._ack_due = False
         self._rest: tuple[list[memoryview], wire.Encoded, str | None, float] | None = None
         """What is left of a message that `post` could send only in part; it precedes the outbox."""
-        self._receiver = threading.Thread(target=self._run_receiver, name=f"{name} receive", daemon=True)
-        self._sender = threading.Thread(target=self._run_sender, name=f"{name} send", daemon=True)
+        name = f"offbeat link to {peer}.{incarnation}"
+        self._receiver = threading.Thread(target=self._run_receiver, name=f"{name} receives", daemon=True)
+        self._sender = threading.Thread(target=self._run_sender, name=f"{name} sends", daemon=True)
 
     def start(self) -> None:
         try:

@@ -19,14 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import OffbeatError, RunFailed
 from offbeat.transports.channel_link import ChannelLink
 from offbeat.transports.gloo_channel import CONNECT_SECONDS, GlooChannel
-from offbeat.transports.link import CLOSED_HERE, LinkLoss, LinkOptions, different_models, different_versions
+from offbeat.transports.link import CLOSED_HERE, LinkLoss, LinkOptions, difference, different_versions
 from offbeat.transports.rendezvous import (
     Address,
     Assignment,
@@ -43,13 +45,25 @@ from offbeat.transports.rendezvous import (
     connect,
 )
 from offbeat.transports.shared_memory import SharedSlots
-from offbeat.transports.transport import SILENCE_SECONDS, QueuedTransport, TransportEvent
+from offbeat.transports.transport import QueuedTransport, TransportEvent
 from offbeat.transports.wire import WIRE_VERSION
 
 _STABLE_SECONDS = 2.0
 """After a link that lasted so long, the first attempt to reconnect follows soon."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """How processes are admitted to a run."""
+
+    member: str = ""
+    """The name of this process, by which rank 0 recognises it."""
+    assign: Callable[[CallRequest], Assignment | str] | None = None
+    """On rank 0: answers a request with an assignment, or with the sentence of a rejection."""
+    is_peer: Callable[[int], bool] = lambda rank: False
+    """Whether a rank beyond the expected ones is a peer."""
 
 
 class GlooTransport(QueuedTransport):
@@ -61,15 +75,9 @@ class GlooTransport(QueuedTransport):
         peers: ranks to have links with.
         rendezvous: for rank 0 its listener, for all others the address of that listener.
         token: secret that all ranks share; None on one machine only.
-        fingerprint: of model and strategy; ranks with different ones are rejected.
-        member: name of this process, by which rank 0 recognises it.
-        assign: answers a request with an assignment, or with the sentence of a rejection.
-        first_incarnation: of the first link to each peer.
-        is_peer: whether a rank beyond `processes` is a peer.
-        silence_seconds: a peer from which nothing was received for so long is lost.
-        checksum: send a checksum with every message.
-        chunk_bytes: tensors are cut into pieces of this size; equal on all ranks.
-        shared_memory: use shared memory between processes of one machine.
+        identity: of the run; ranks with different ones are rejected.
+        admission: how processes are admitted to the run.
+        options: settings of the links.
     """
 
     def __init__(
@@ -80,15 +88,9 @@ class GlooTransport(QueuedTransport):
         peers: Iterable[int],
         rendezvous: Address | Listener,
         token: bytes | None,
-        fingerprint: str,
-        member: str = "",
-        assign: Callable[[CallRequest], Assignment | str] | None = None,
-        first_incarnation: int = 0,
-        is_peer: Callable[[int], bool] = lambda rank: False,
-        silence_seconds: float = SILENCE_SECONDS,
-        checksum: bool = False,
-        chunk_bytes: int = 4 << 20,
-        shared_memory: bool = True,
+        identity: RunIdentity,
+        admission: Admission = Admission(),  # noqa: B008 (frozen)
+        options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
     ) -> None:
         if (rank == 0) != isinstance(rendezvous, Listener):
             raise ValueError("internal error: rank 0 needs a listener, and all other ranks its address")
@@ -98,16 +100,13 @@ class GlooTransport(QueuedTransport):
         self.peers = frozenset(peers) - {rank}
         self.pool = Pool()
         self._token = token
-        self._fingerprint = fingerprint
-        self._member = member
-        self._assign = assign or self._default_assignment
-        self._options = LinkOptions(silence_seconds, chunk_bytes, checksum)
-        self._shared_memory = shared_memory
+        self._identity = identity
+        self._admission = admission
+        self._assign = admission.assign or self._default_assignment
+        self._options = options
         self._lock = threading.Lock()
         self._links: dict[int, ChannelLink] = {}
-        self._first_incarnation = first_incarnation
-        self._is_peer = is_peer
-        self._next_incarnation = dict.fromkeys(self.peers, first_incarnation)
+        self._next_incarnation = dict.fromkeys(self.peers, options.first_incarnation)
         self._connections: set[ControlConnection] = set()
         """Connections that this rank opened and that are not links yet."""
         self._connecting: set[ControlConnection] = set()
@@ -194,7 +193,6 @@ class GlooTransport(QueuedTransport):
             peer,
             incarnation,
             channel,
-            name=f"offbeat link {self.rank}-{peer}",
             options=self._options,
             pool=self.pool,
             deliver=self.inbox.put,
@@ -293,25 +291,25 @@ class GlooTransport(QueuedTransport):
     def _accept_link(self, connection: ControlConnection, request: CallRequest) -> None:
         peer = request.rank
         link_request = connection.recv(LinkRequest)
-        is_late = peer is not None and peer >= self.processes and self._is_peer(peer)
+        is_late = peer is not None and peer >= self.processes and self._admission.is_peer(peer)
         if peer is None or not (is_late or peer in self.peers) or peer < self.rank:
             raise Rejected(f"rank {peer} is no peer of rank {self.rank}; give every rank the same strategy")
-        if link_request.fingerprint != self._fingerprint:
-            raise Rejected(different_models(self.rank, self._fingerprint, peer, link_request.fingerprint))
+        if (sentence := difference(self.rank, self._identity, peer, link_request.identity)) is not None:
+            raise Rejected(sentence)
         if link_request.chunk_bytes != self._options.chunk_bytes:
             raise Rejected(
                 f"rank {peer} sends in chunks of {link_request.chunk_bytes} bytes, but rank {self.rank} of "
                 f"{self._options.chunk_bytes}; give every rank the same chunk_bytes"
             )
         with self._lock:
-            next_incarnation = self._next_incarnation.get(peer, self._first_incarnation)
+            next_incarnation = self._next_incarnation.get(peer, self._options.first_incarnation)
             incarnation = max(next_incarnation, link_request.incarnation_min)
             self._next_incarnation[peer] = incarnation + 1
         shared = SharedSlots()
         with self._becoming_link(connection):
             with shared.handshake():
                 slot_table = None
-                if link_request.slot_table is not None and self._shared_memory and connection.same_host:
+                if link_request.slot_table is not None and self._options.shared_memory and connection.same_host:
                     shared.accept(link_request.slot_table)
                     slot_table = shared.offer()
                 connection.send(LinkAccepted(incarnation, slot_table))
@@ -378,7 +376,8 @@ class GlooTransport(QueuedTransport):
         if peer == 0:
             return Endpoint(self._rendezvous.host, self._rendezvous.port, "")
         with self._connection_to(self._rendezvous) as connection:
-            self._request(connection, CallRequest("lookup", self.rank, self._member, about=peer), from_rank_0=True)
+            request = CallRequest("lookup", self.rank, self._admission.member, about=peer)
+            self._request(connection, request, from_rank_0=True)
             endpoint = connection.recv(Endpoint)
         if endpoint.name == left_listener:
             raise Rejected(f"rank {peer} has left", final=False)
@@ -386,15 +385,13 @@ class GlooTransport(QueuedTransport):
 
     def _connect(self, peer: int, address: Address) -> ChannelLink | None:
         with self._connection_to(address) as connection:
-            self._request(connection, CallRequest("link", self.rank, self._member), from_rank_0=peer == 0)
+            self._request(connection, CallRequest("link", self.rank, self._admission.member), from_rank_0=peer == 0)
             shared = SharedSlots()
             with self._becoming_link(connection):
                 with shared.handshake():
-                    slot_table = shared.offer() if self._shared_memory and connection.same_host else None
+                    slot_table = shared.offer() if self._options.shared_memory and connection.same_host else None
                     incarnation_min = self._next_incarnation[peer]
-                    connection.send(
-                        LinkRequest(self._fingerprint, incarnation_min, self._options.chunk_bytes, slot_table)
-                    )
+                    connection.send(LinkRequest(self._identity, incarnation_min, self._options.chunk_bytes, slot_table))
                     accepted = connection.recv(LinkAccepted)
                     if accepted.slot_table is not None and slot_table is not None:
                         shared.accept(accepted.slot_table)
@@ -409,7 +406,7 @@ class GlooTransport(QueuedTransport):
                 with self._connection_to(self._rendezvous) as connection:
                     listener = self._open_listener(connection.local_host)
                     endpoint = Endpoint(listener.address.host, listener.address.port, listener.name)
-                    request = CallRequest("register", self.rank, self._member, listener=endpoint)
+                    request = CallRequest("register", self.rank, self._admission.member, listener=endpoint)
                     self._request(connection, request, from_rank_0=True)
                     pauses = backoff()
                     connection.keep_open()

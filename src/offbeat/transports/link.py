@@ -21,10 +21,11 @@ from torch import Tensor
 from offbeat.core.events import LossReason, MessageArrived, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ContractViolation
 from offbeat.transports import wire
-from offbeat.transports.transport import MESSAGE_BYTES_MAX, InboxItem
+from offbeat.transports.transport import MESSAGE_BYTES_MAX, SILENCE_SECONDS, InboxItem
 
 WINDOW = 3
 """Unacknowledged messages per link; further ones wait in the outbox, where newer ones can replace them. With two
@@ -68,22 +69,37 @@ def different_versions(rank: int, version: int, own_version: int) -> str:
     )
 
 
-def different_models(rank: int, fingerprint: str, peer: int, peer_fingerprint: str) -> str:
-    """The sentence for two ranks with different fingerprints, the same at both ends."""
-    (low, expected), (high, other) = sorted([(rank, fingerprint), (peer, peer_fingerprint)])
-    return (
-        f"rank {high} has a different model: its fingerprint is {other}, that of rank {low} is {expected}; every rank "
-        "must build the same model"
-    )
+def difference(rank: int, own: RunIdentity, peer: int, theirs: RunIdentity) -> str | None:
+    """The sentence for two ranks that cannot be in one run, the same at both ends; None if they can."""
+    low, high = min(rank, peer), max(rank, peer)
+    expected, other = (own, theirs) if rank < peer else (theirs, own)
+    if other.model != expected.model:
+        return (
+            f"rank {high} has a different model: its fingerprint is {other.model}, that of rank {low} is "
+            f"{expected.model}; every rank must build the same model"
+        )
+    if other.strategy != expected.strategy:
+        return (
+            f"rank {high} has a different strategy: {other.strategy}, and rank {low} has {expected.strategy}; give "
+            "every rank the same strategy"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     """Settings of all links of a transport."""
 
-    silence_seconds: float
-    chunk_bytes: int
-    checksum: bool
+    silence_seconds: float = SILENCE_SECONDS
+    """A peer from which nothing was received for so long is lost."""
+    chunk_bytes: int = 4 << 20
+    """Tensors are cut into pieces of this size; equal on all ranks."""
+    checksum: bool = False
+    """Send a checksum with every message."""
+    shared_memory: bool = True
+    """Use shared memory between processes of one machine, where the transport can."""
+    first_incarnation: int = 0
+    """The incarnation of the first link to each peer, where ranks can come back."""
 
 
 @dataclass(slots=True)

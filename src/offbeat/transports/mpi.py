@@ -18,6 +18,7 @@ Properties of MPI and their consequences
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -34,6 +35,7 @@ from torch import Tensor
 from offbeat.core.events import LossReason, MessageArrived
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
 from offbeat.transports.link import CLOSED, CLOSED_HERE, ConnectionLost, LinkLoss, LinkOptions, loss_of
 from offbeat.transports.mpi_link import (
@@ -51,7 +53,7 @@ from offbeat.transports.mpi_link import (
     mismatch,
 )
 from offbeat.transports.mpi_runtime import DIED, MpiRuntime
-from offbeat.transports.transport import SILENCE_SECONDS, QueuedTransport, TransportEvent
+from offbeat.transports.transport import QueuedTransport, TransportEvent
 from offbeat.transports.wire import WIRE_VERSION, WireError
 
 _log = logging.getLogger(__name__)
@@ -127,10 +129,9 @@ class MpiTransport(QueuedTransport):
         rank: int,
         processes: int,
         peers: Iterable[int],
-        fingerprint: str,
+        identity: RunIdentity,
         elapsed: Callable[[], float] = lambda: 0.0,
-        silence_seconds: float = SILENCE_SECONDS,
-        checksum: bool = False,
+        options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
     ) -> None:
         """Starts to connect at once.
 
@@ -138,10 +139,9 @@ class MpiTransport(QueuedTransport):
             rank: of this process, as MPI has it.
             processes: number of ranks, as MPI has it.
             peers: ranks to have links with.
-            fingerprint: of model and strategy; ranks with different ones refuse each other.
+            identity: of the run; ranks with different ones reject each other.
             elapsed: seconds since the run began; called on rank 0.
-            silence_seconds: a peer from which nothing was received for so long is lost.
-            checksum: send a checksum with every message.
+            options: settings of the links.
         """
         runtime = _runtime()
         if runtime.size == 1 < processes:
@@ -162,9 +162,9 @@ class MpiTransport(QueuedTransport):
         self.pool = Pool()
         self.retired = False
         """Whether it is closed, and only answers ranks that connect late."""
-        self._fingerprint = fingerprint
+        self._identity = identity
         self._elapsed = elapsed
-        self._silence_seconds = silence_seconds
+        self._silence_seconds = options.silence_seconds
         self._lock = threading.Lock()
         self._closing = self._out_of_time = self._hello_sent = False
         self._ended = threading.Event()
@@ -176,7 +176,7 @@ class MpiTransport(QueuedTransport):
         """Number of peers that have not sent a hello yet."""
         self._late: set[int] = set()
         """Peers that had not sent a hello when this transport was closed."""
-        options = LinkOptions(silence_seconds, CHUNK_BYTES, checksum)
+        options = dataclasses.replace(options, chunk_bytes=CHUNK_BYTES)
         self._links = {peer: MpiLink(peer, self, options, self.pool, self.inbox.put) for peer in self.peers}
         self._runtime = runtime
         self._control_tag, self.frame_tag = runtime.new_tags()
@@ -327,7 +327,7 @@ class MpiTransport(QueuedTransport):
                 self.send_control(peer, self._hello())
 
     def _hello(self) -> LinkHello:
-        return LinkHello(WIRE_VERSION, self._fingerprint, self._elapsed() if self.rank == 0 else 0.0)
+        return LinkHello(WIRE_VERSION, self._identity, self._elapsed() if self.rank == 0 else 0.0)
 
     def _read_control(self) -> None:
         for frame in self._runtime.frames(self._control_tag):

@@ -21,6 +21,7 @@ from torch import Tensor
 from offbeat.core.events import LossReason, PeerJoined, PeerLost
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import RunFailed
 from offbeat.transports import wire
 from offbeat.transports.link import (
@@ -29,7 +30,7 @@ from offbeat.transports.link import (
     LinkLoss,
     LinkOptions,
     Outgoing,
-    different_models,
+    difference,
     different_versions,
 )
 from offbeat.transports.transport import InboxItem
@@ -45,7 +46,7 @@ class LinkHello(msgspec.Struct, frozen=True, tag="hello"):
     """The first control message of each side. `elapsed_seconds` of the run is set by rank 0 only."""
 
     version: int
-    fingerprint: str
+    identity: RunIdentity
     elapsed_seconds: float
 
 
@@ -77,9 +78,7 @@ def mismatch(rank: int, own: LinkHello, peer: int, theirs: LinkHello) -> str | N
     """Why a rank and a peer cannot be linked, as the sentence for the user of this rank; None if they can."""
     if theirs.version != own.version:
         return different_versions(peer, theirs.version, own.version)
-    if theirs.fingerprint != own.fingerprint:
-        return different_models(rank, own.fingerprint, peer, theirs.fingerprint)
-    return None
+    return difference(rank, own.identity, peer, theirs.identity)
 
 
 class Operation(Protocol):

@@ -36,6 +36,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import msgspec
 
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.transports.shared_memory import SlotTable
 from offbeat.transports.wire import WIRE_VERSION
@@ -141,7 +142,7 @@ class CallRequest(msgspec.Struct, frozen=True, tag=True):
 class LinkRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for a link with an incarnation of at least `incarnation_min`, and with `slot_table` for shared memory."""
 
-    fingerprint: str
+    identity: RunIdentity
     incarnation_min: int
     chunk_bytes: int
     slot_table: SlotTable | None = None

@@ -50,7 +50,7 @@ from offbeat.core.wire_size import (
 )
 from offbeat.errors import ContractViolation, OffbeatError
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 META_BYTES_MAX = 1 << 20
 MESSAGE, HEARTBEAT, GOODBYE, SLOT = 0, 1, 2, 4
 

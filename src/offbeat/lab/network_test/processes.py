@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from offbeat.core.events import PeerLost
+from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.network_test.agent import Agent, CheckProcesses, Connections, describe_machine
 from offbeat.lab.network_test.controller import Controller, OnStep, check_memory
@@ -36,12 +37,13 @@ from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import RankInfo, environment_of
 from offbeat.launch.run_failure import COMMAND_WAS_WRONG, signal_name
-from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.gloo import Admission, GlooTransport
+from offbeat.transports.link import LinkOptions
 from offbeat.transports.mpi import MpiTransport
 from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
 from offbeat.transports.transport import Transport
 
-FINGERPRINT = "offbeat network 2"
+IDENTITY = RunIdentity(model="none", strategy="offbeat network 2")
 """Ranks with another version of the protocol are refused."""
 FAILURES = "failures.jsonl"
 """The file beside the result to which ranks of mpirun write reports, since mpirun passes them no pipe."""
@@ -127,7 +129,7 @@ def _connect(connections: Connections, wait_seconds: float) -> None:
 def _transport(info: RankInfo, test: NetworkTest, assign: Assign | None) -> Transport:
     peers = [rank for rank in range(info.processes) if rank != info.rank]
     if info.transport == "mpi":
-        return MpiTransport(rank=info.rank, processes=info.processes, peers=peers, fingerprint=FINGERPRINT)
+        return MpiTransport(rank=info.rank, processes=info.processes, peers=peers, identity=IDENTITY)
     assert info.address is not None
     gloo = functools.partial(
         GlooTransport,
@@ -135,12 +137,12 @@ def _transport(info: RankInfo, test: NetworkTest, assign: Assign | None) -> Tran
         processes=info.processes,
         peers=peers,
         token=info.token,
-        fingerprint=FINGERPRINT,
-        shared_memory=test.shared_memory,
+        identity=IDENTITY,
+        options=LinkOptions(shared_memory=test.shared_memory),
     )
     if info.rank == 0:
-        return gloo(rendezvous=Listener(info.address, info.token, info.listener), assign=assign)
-    return gloo(rendezvous=info.address, member=info.member or uuid.uuid4().hex)
+        return gloo(rendezvous=Listener(info.address, info.token, info.listener), admission=Admission(assign=assign))
+    return gloo(rendezvous=info.address, admission=Admission(member=info.member or uuid.uuid4().hex))
 
 
 def run_local(
