@@ -46,9 +46,9 @@ def test_a_composition_of_parts_is_checked_as_well(collect: Any) -> None:
 
 
 def test_cases_are_a_pure_function_of_their_seed() -> None:
-    first, again = draw_case(ob.AsyncTimed(), 5).scenario, draw_case(ob.AsyncTimed(), 5).scenario
+    first, again = draw_case(ob.AsyncTimed(), 5).experiment, draw_case(ob.AsyncTimed(), 5).experiment
     assert (first.strategy, first.cluster, first.workers) == (again.strategy, again.cluster, again.workers)
-    assert draw_case(ob.AsyncTimed(), 6).scenario.cluster != first.cluster
+    assert draw_case(ob.AsyncTimed(), 6).experiment.cluster != first.cluster
 
 
 def test_random_settings_follow_from_the_types_of_fields_unless_a_strategy_draws_its_own() -> None:
@@ -57,14 +57,14 @@ def test_random_settings_follow_from_the_types_of_fields_unless_a_strategy_draws
         restarts: bool = False
         sources: ob.parts.Sources | None = None
 
-    drawn = [draw_case(Typed(batch=1), seed, faults=False).scenario.strategy for seed in range(40)]
+    drawn = [draw_case(Typed(batch=1), seed, faults=False).experiment.strategy for seed in range(40)]
     assert all(isinstance(strategy, Typed) for strategy in drawn)
     assert {strategy.restarts for strategy in drawn if isinstance(strategy, Typed)} == {False, True}
     sources = {strategy.sources for strategy in drawn if isinstance(strategy, Typed)}
     assert sources == {None, ob.parts.AllMembers(), ob.parts.Best(), ob.parts.Better()}
     assert {strategy.nonfinite_max for strategy in drawn if isinstance(strategy, Typed)} == {5}, "left as it is"
     parts = ob.Hub(waits=False, collect=ob.parts.Messages(2))
-    assert all(draw_case(parts, seed).scenario.strategy.waits is False for seed in range(8))  # type: ignore[attr-defined]
+    assert all(draw_case(parts, seed).experiment.strategy.waits is False for seed in range(8))  # type: ignore[attr-defined]
 
 
 def test_a_replayed_case_can_be_traced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,17 +189,17 @@ def test_a_queued_message_is_superseded_and_one_in_transmission_is_not() -> None
     def script(node: Scripted, event: Event) -> Iterable[Action]:
         if isinstance(event, PeerJoined) and node.rank == 0:
             for number in range(4):
-                yield Send(1, Note(torch.zeros(9), str(number)), supersedes="newest")
-            yield Send(1, Note(torch.zeros(9), "other"))
+                yield Send(1, Note(torch.zeros(244), str(number)), supersedes="newest")
+            yield Send(1, Note(torch.zeros(244), "other"))
         if isinstance(event, Sent) and event.key is None:
             yield node.finish()
         if isinstance(event, MessageArrived) and event.message.text == "other":
             yield node.finish()
 
-    thin = ob.Cluster(link=ob.Link(latency_seconds=0.5, bytes_per_second=100.0))
+    thin = ob.Cluster(link=ob.Link(latency_seconds=0.5, bytes_per_second=2000.0))
     log = perform(script, thin)
     arrived = [(event.message.text, event.at) for event in seen(log, MessageArrived, rank=1)]
-    # 100 bytes take one second to transmit, then half a second of latency.
+    # The 2,000 bytes of head and tensor take one second to transmit, then half a second of latency.
     assert arrived == [("0", 1.5), ("3", 2.5), ("other", 3.5)]
     assert [(event.key, event.at) for event in seen(log, Sent)] == [("newest", 1.0), ("newest", 2.0), (None, 3.0)]
 

@@ -10,6 +10,7 @@ import torch
 from scenes import HUB_NAMES, NAMES, Scene, play
 
 import offbeat as ob
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.cluster.faults import RankFault
 from offbeat.records.schema import Dropped, Membership, Round, Update
 
@@ -53,7 +54,7 @@ def test_a_worker_that_joins_again_repeats_lost_samples_and_skips_none(name: str
 
 
 def test_samples_in_flight_at_a_crash_are_computed_again() -> None:
-    link = ob.Link(latency_seconds=0.1, bytes_per_second=500.0)
+    link = ob.Link(latency_seconds=0.1, bytes_per_second=5500.0)
     cluster = with_faults(ob.faults.Crash(2, 1.0, back_after_seconds=3.0), link=link)
     scene = play(ob.AsyncFixed(batch=8), cluster=cluster)
     draws = [r.draws for r in scene.of(Round) if r.rank == 2]
@@ -128,11 +129,11 @@ def test_messages_may_overtake_one_another() -> None:
 
 
 def test_on_a_slow_link_parameters_are_superseded_and_the_worker_waits() -> None:
-    link = ob.Link(bytes_per_second=400.0)
+    link = ob.Link(bytes_per_second=4400.0)
     cluster = ob.Cluster(seconds_per_sample=1e-4, link=link)
     scene = play(ob.AsyncFixed(batch=8, messages=1, in_flight_max=2), cluster=cluster, until=ob.Samples(2000))
     assert max(r.idle_seconds for r in scene.of(Round)) > 0, "the link is the bottleneck"
-    assert all(r.send_seconds == pytest.approx((64 + 32) / 400.0) for r in scene.of(Round)[20:])
+    assert all(r.send_seconds == pytest.approx((HEAD_BYTES + 32) / 4400.0) for r in scene.of(Round)[20:])
     used = {r.version for r in scene.of(Round) if r.rank == 1}
     assert max(used) > len(used), "superseded versions are never used"
 

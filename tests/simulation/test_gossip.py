@@ -427,14 +427,13 @@ def test_peers_that_notice_a_loss_at_different_times_end_with_the_same_result(se
             faults=(ob.faults.Crash(0, at),),
             crash_seen_seconds=0.1,
             link=ob.Link(latency_seconds=0.05),
-            evaluate=None,
         ),
         workers=5,
         until=ob.Samples(1200),
         seed=seed,
-        notice_seconds=0.4,
+        evaluate=None,
     )
-    outcome = Simulation(experiment, MemoryWriter(), events_max=100_000).run()
+    outcome = Simulation(experiment, MemoryWriter(), events_max=100_000, notice_seconds=0.4).run()
     assert outcome.failure is None
     results = [outcome.finishes[rank].parameters for rank in range(1, 5)]
     assert all(torch.equal(result, results[0]) for result in results)

@@ -78,7 +78,7 @@ def trained(sources: object, preempt_above: float | None, rates: tuple[float, ..
 
 def losses(scene: Scene) -> list[float]:
     """The held-out loss of every member at the end."""
-    computing = GradientComputer(scene.simulation.scenario.workload, seed=0)
+    computing = GradientComputer(scene.simulation.gradient_computer.workload, seed=0)
     members = [cast(PopulationMember, process.node) for process in scene.simulation.processes[1:]]
     return [computing.evaluate(member._parameters, member._buffers)[0] for member in members]
 
@@ -106,7 +106,7 @@ def test_the_result_is_the_member_with_the_best_held_out_score_and_a_notice_name
     assert notice.text.startswith("the result is worker ")
     assert "held-out loss" in notice.text
     assert "worker 1's" not in notice.text
-    computing = GradientComputer(scene.simulation.scenario.workload, seed=0)
+    computing = GradientComputer(scene.simulation.gradient_computer.workload, seed=0)
     result = scene.outcome.finishes[0]
     loss = computing.evaluate(result.parameters, result.buffers).loss
     assert f"{loss:.4g}" in notice.text

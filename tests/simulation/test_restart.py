@@ -145,6 +145,7 @@ def test_random_cases_undo_updates() -> None:
     samples = 0
     for seed in range(20):
         writer = MemoryWriter()
-        Simulation(draw_case(ob.RestartFromCheckpoint(), seed).scenario, writer).run()
+        case = draw_case(ob.RestartFromCheckpoint(), seed)
+        Simulation(case.experiment, writer, notice_seconds=case.notice_seconds).run()
         samples += sum(record.samples for record in writer.records if isinstance(record, Undone))
     assert samples > 0

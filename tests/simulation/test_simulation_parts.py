@@ -10,7 +10,7 @@ import torch
 import offbeat as ob
 from offbeat.cluster.stragglers import Speed
 from offbeat.core.actions import Action, Cancel, ClearTimer, Finish, Report
-from offbeat.core.events import Event, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.core.events import Event, LossReason, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.core.strategy import Node
 from offbeat.records.schema import Ended
 from offbeat.simulation.event_queue import EventQueue
@@ -29,7 +29,7 @@ class Pair:
         self.processes = [self._process(rank) for rank in (0, 1)]
 
     def _process(self, rank: int) -> Process:
-        speed = RankSpeed(Speed(), seed=0, rank=rank)
+        speed = RankSpeed(Speed(), Speed(), seed=0, rank=rank)
         return Process(rank, rank, cast(Node, None), speed, self.queue, self._on_event, self._on_action)
 
     def _on_event(self, process: Process, event: Event) -> None:
@@ -112,7 +112,7 @@ def test_a_link_stays_down_until_every_reason_is_removed_and_returns_as_the_next
     links.restore(0, 1, "pause")
     assert not network.link(0, 1).up
     links.restore(0, 1, "partition")
-    ends = [PeerJoined(0.0, 1, 0), PeerLost(0.0, 1, 0), PeerJoined(0.0, 1, 1)]
+    ends = [PeerJoined(0.0, 1, 0), PeerLost(0.0, 1, 0, LossReason.BROKEN, "pause"), PeerJoined(0.0, 1, 1)]
     assert [event for rank, event in pair.run() if rank == 0] == ends
 
 
@@ -122,4 +122,4 @@ def test_the_links_of_a_finished_process_are_taken_down_and_its_peer_notices() -
     links = LinkControl(pair.queue, pair.processes, network, crash_seen_seconds=0.5)
     pair.processes[0].end(Finish(torch.zeros(1), (), 0))
     links.close_all(0)
-    assert pair.run() == [(1, PeerLost(0.5, 0, 0))]
+    assert pair.run() == [(1, PeerLost(0.5, 0, 0, LossReason.CLOSED, "end of 0"))]

@@ -169,7 +169,8 @@ class NodeRunner:
             )
 
             def write_and_handle() -> None:
-                self._records.write(record)
+                if done.samples or not self._backend.is_leaving:  # a loop that was left has begun no round
+                    self._records.write(record)
                 self._handle(event)
                 self._records.flush(now, FLUSH_SECONDS)
 
