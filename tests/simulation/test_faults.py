@@ -10,8 +10,8 @@ import torch
 from scenes import HUB_NAMES, NAMES, Scene, play
 
 import offbeat as ob
-from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.cluster.faults import RankFault
+from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.records.schema import Dropped, Membership, Round, Update
 
 SPEED = 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,6 +20,17 @@ from offbeat.simulation.network import build_network
 from offbeat.simulation.process import Process, RankSpeed
 
 
+@dataclass
+class CountsDown:
+    """As many active processes as the function says."""
+
+    left: Callable[[], int]
+
+    @property
+    def active(self) -> int:
+        return self.left()
+
+
 class Pair:
     """Two processes on one clock whose events and actions are collected."""
 
@@ -30,16 +42,18 @@ class Pair:
 
     def _process(self, rank: int) -> Process:
         speed = RankSpeed(Speed(), Speed(), seed=0, rank=rank)
-        return Process(rank, rank, cast(Node, None), speed, self.queue, self._on_event, self._on_action)
+        process = Process(rank, rank, cast(Node, None), speed, self.queue, self._on_event)
+        process.on_action = self._on_action
+        return process
 
     def _on_event(self, process: Process, event: Event) -> None:
         self.events.append((process.rank, event))
 
-    def _on_action(self, process: Process, action: Action) -> None:
+    def _on_action(self, action: Action) -> None:
         self.actions.append((self.queue.now, action))
 
     def run(self) -> list[tuple[int, Event]]:
-        self.queue.run_while(lambda: True)
+        self.queue.run_while(CountsDown(lambda: 1), bool)
         return self.events
 
 
@@ -57,7 +71,7 @@ def test_calls_are_made_in_the_order_of_time_then_of_scheduling() -> None:
     queue.schedule(2.0, call("c"))
     queue.schedule(1.0, call("a", later=[(2.0, "d"), (1.0, "b")]))
     queue.schedule(3.0, call("not reached"))
-    queue.run_while(lambda: len(made) < 4)
+    queue.run_while(CountsDown(lambda: 4 - len(made)), bool)
     assert made == ["a at 1", "b at 1", "c at 2", "d at 2"]
 
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class HasActive(Protocol):
+    """Counts active processes."""
+
+    @property
+    def active(self) -> int: ...
 
 
 class EventQueue:
@@ -15,18 +23,22 @@ class EventQueue:
     def __init__(self) -> None:
         self.now = 0.0
         """The virtual time, in seconds since the run began."""
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
 
-    def schedule(self, time: float, call: Callable[[], None]) -> int:
-        """Make a call at `time`; returns its sequence number."""
+    def schedule(self, time: float, call: Callable[..., None], *arguments: Any) -> int:
+        """Make a call with these arguments at `time`; returns its sequence number."""
         self._sequence += 1
-        heapq.heappush(self._heap, (time, self._sequence, call))
+        heapq.heappush(self._heap, (time, self._sequence, call, arguments))
         return self._sequence
 
-    def run_while(self, condition: Callable[[], bool]) -> None:
-        """Advance the clock from call to call and make each, while there is one and the condition holds."""
+    def run_while(self, table: HasActive, otherwise: Callable[[], bool]) -> None:
+        """Advance the clock from call to call and make each, while there is one and a process is active.
+
+        table: counts the active processes; read before each call, which must be cheap.
+        otherwise: whether to go on though no process is active.
+        """
         heap = self._heap
-        while heap and condition():
-            self.now, _, call = heapq.heappop(heap)
-            call()
+        while heap and (table.active or otherwise()):
+            self.now, _, call, arguments = heapq.heappop(heap)
+            call(*arguments)

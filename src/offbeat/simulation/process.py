@@ -61,7 +61,6 @@ class Process:
         speed: RankSpeed,
         queue: EventQueue,
         on_event: Callable[[Process, Event], None],
-        on_action: Callable[[Process, Action], None],
     ) -> None:
         """Nothing is scheduled yet.
 
@@ -71,7 +70,6 @@ class Process:
         speed: how fast it computes.
         queue: the clock.
         on_event: is called for each event at the time when the node handles it.
-        on_action: is called for each action at the time when it takes effect.
         """
         self.rank = rank
         self.worker = worker
@@ -79,7 +77,10 @@ class Process:
         self.speed = speed
         self._queue = queue
         self._on_event = on_event
-        self._on_action = on_action
+        self._receiver = self._receive
+        """Bound once: an event is scheduled for every message, and each object counts for the garbage collector."""
+        self.on_action: Callable[[Action], None]
+        """Called for each action at the time when it takes effect; set when all parts of the simulation exist."""
         self.life = 0
         """How many times it was restarted."""
         self.alive = True
@@ -111,28 +112,22 @@ class Process:
 
     def emit(self, time: float, event: EventFactory) -> int:
         """Let the node handle an event at `time`, or when it wakes up; obsolete after a restart."""
-        return self._queue.schedule(time, functools.partial(self._receive, self.life, event))
+        return self._queue.schedule(time, self._receiver, self.life, event)
 
     def _receive(self, life: int, event: EventFactory) -> None:
         if not self.active or self.life != life:
             return
         if self._asleep:
             self._deferred_events.append(event)
-        else:
-            self._handle_now(event)
+        elif (created := event(self._queue.now)) is not None:
+            self._on_event(self, created)
 
-    def _handle_now(self, factory: EventFactory) -> None:
-        event = factory(self._queue.now)
-        if event is not None:
-            self._on_event(self, event)
-
-    def handle(self, event: Event) -> list[Action]:
-        """The actions of the node for an event."""
+    def note_link(self, event: PeerJoined | PeerLost) -> None:
+        """Remember which incarnation of a peer the node knows."""
         if isinstance(event, PeerJoined):
             self.known[event.peer] = event.incarnation
-        elif isinstance(event, PeerLost):
+        else:
             self.known.pop(event.peer, None)
-        return list(self.node.handle(event))
 
     # Actions
 
@@ -142,7 +137,7 @@ class Process:
             if self._asleep and not isinstance(action, Report):
                 self._deferred_actions.append(action)
             else:
-                self._on_action(self, action)
+                self.on_action(action)
 
     def set_timer(self, name: str, seconds: float) -> None:
         """Let `TimerFired` happen after this time; replaces a timer of the same name."""
@@ -175,7 +170,7 @@ class Process:
         actions, self._deferred_actions = self._deferred_actions, []
         self.carry_out(actions)
         while self._deferred_events and not self._asleep and self.active:
-            self._handle_now(self._deferred_events.popleft())
+            self._receive(self.life, self._deferred_events.popleft())
 
     # Ends and restarts; `ProcessTable` counts them
 

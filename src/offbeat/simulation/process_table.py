@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offbeat.cluster.stragglers import Speed
-from offbeat.core.actions import Action, Finish
+from offbeat.core.actions import Finish
 from offbeat.core.events import Event
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
@@ -23,7 +23,6 @@ class ProcessTable:
     flat: the model, whose present values are the initial ones of every node.
     queue: the clock.
     on_event: is called for each event at the time when a node handles it.
-    on_action: is called for each action at the time when it takes effect.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class ProcessTable:
         flat: FlatModule,
         queue: EventQueue,
         on_event: Callable[[Process, Event], None],
-        on_action: Callable[[Process, Action], None],
     ) -> None:
         assert experiment.until is not None
         self._experiment = experiment
@@ -46,7 +44,7 @@ class ProcessTable:
         self.computing_ranks = [rank for rank in self._members if experiment.strategy.computes(rank)]
         workers = {rank: worker for worker, rank in enumerate(self.computing_ranks)}
         self.processes = [
-            Process(rank, worker, self.new_node(rank), self._speed(rank, worker), queue, on_event, on_action)
+            Process(rank, worker, self.new_node(rank), self._speed(rank, worker), queue, on_event)
             for rank, worker in ((rank, workers.get(rank)) for rank in self._members)
         ]
         self.active = size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.actions import Action, Finish
-from offbeat.core.events import Event, Started
+from offbeat.core.events import Event, PeerJoined, PeerLost, Started
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Node
 from offbeat.engine.dispatcher import dispatch
@@ -90,7 +90,7 @@ class Simulation:
         self._observer, self._strict, self._events_max = observer, strict, events_max
         self.gradient_computer = computer = GradientComputer(workload, seed, merge_microbatches=merge_microbatches)
         self._queue = queue = EventQueue()
-        self._table = table = ProcessTable(experiment, computer.flat, queue, self._handle, self._execute)
+        self._table = table = ProcessTable(experiment, computer.flat, queue, self._handle)
         self.processes = processes = table.processes
         """The processes by rank."""
         peers = functools.partial(strategy.peers, processes=size)
@@ -102,10 +102,10 @@ class Simulation:
         orders = SampleOrders(workload, seed, len(table.computing_ranks))
         rounds = Rounds(experiment, user_optimizer, queue, computer, orders, records, sent, table.initial)
         self._fault_injector = FaultInjector(experiment, notice_seconds, queue, table, network, links, rounds)
-        self._backends = [
-            SimulatedBackend(process, network.links(process.rank), table, links, delivery, rounds, records)
-            for process in processes
-        ]
+        for process in processes:
+            peers_of = network.links(process.rank)
+            backend = SimulatedBackend(process, peers_of, table, links, delivery, rounds, records)
+            process.on_action = functools.partial(dispatch, backend=backend)
 
     @property
     def now(self) -> float:
@@ -137,14 +137,12 @@ class Simulation:
         self._links.announce_all()
         self._fault_injector.schedule_faults()
         with torch.random.fork_rng(devices=[]):
-            self._queue.run_while(self._is_running)
+            self._queue.run_while(self._table, self._will_restart)
         return self._result()
 
-    def _is_running(self) -> bool:
-        """Whether a process is active, or none has finished and a crashed one will be restarted."""
-        return self._table.active > 0 or (
-            self._fault_injector.restarts_pending > 0 and all(process.finish is None for process in self.processes)
-        )
+    def _will_restart(self) -> bool:
+        """Whether no process has finished and a crashed one will be restarted."""
+        return self._fault_injector.restarts_pending > 0 and all(process.finish is None for process in self.processes)
 
     def _result(self) -> SimulationResult:
         """Write the last records. With a server, its finish decides; in a decentralized run one success is enough."""
@@ -166,12 +164,11 @@ class Simulation:
             raise ContractViolation(f"the run had not ended after {self.events:,} events, at {self.now:g} s")
         if self._observer is not None:
             self._observer.before(self, process.rank, event)
-        actions = process.handle(event)
+        if isinstance(event, PeerJoined | PeerLost):
+            process.note_link(event)
+        actions = list(process.node.handle(event))
         if self._observer is not None:
             self._observer.after(self, process.rank, event, actions)
         process.carry_out(actions)
         if self._strict:
             revoke_lease(event, self._sent)
-
-    def _execute(self, process: Process, action: Action) -> None:
-        dispatch(action, self._backends[process.rank])
