@@ -151,7 +151,7 @@ def _straggle(random: Generator) -> StragglerModel:
 def _link(random: Generator) -> Link:
     return Link(
         latency_seconds=float(random.choice([0.0, 0.01, 0.3])),
-        bytes_per_second=maybe(random, float(10 ** random.uniform(2.5, 4.5))),
+        bytes_per_second=maybe(random, float(10 ** random.uniform(3.5, 5.5))),
         delay_std_seconds=float(random.choice([0.0, 0.0, 0.2])),
     )
 

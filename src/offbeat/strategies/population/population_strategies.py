@@ -65,12 +65,14 @@ class Population(ServerStrategy, name="population"):
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:
         random = stream(seed, "fuzz population")
-        return {
+        settings: dict[str, Any] = {
             "every": int(random.integers(1, 6)),
             "sources": [AllMembers(), Best(), Better()][int(random.integers(3))],
             "preempt_above": maybe(random, float(random.choice([1.0, 1.25]))),
-            "rates": tuple(float(10 ** random.uniform(-1, 3)) for _ in range(int(random.integers(0, workers + 1)))),
         }
+        rates = [float(10 ** random.uniform(-1, 3)) for _ in range(int(random.integers(0, workers + 1)))]
+        rates[:1] = [0.02 for _ in rates[:1]]  # the first member never crashes for good: it must not diverge
+        return settings | {"rates": tuple(rates)}
 
     def processes(self, workers: int) -> int:
         require(
