@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.flat import FlatModule, Layout, TensorSlice, layout_of, merge_buffers
+from offbeat.core.flat import FlatModule, Layout, TensorSlice, layout_of
 from offbeat.errors import ConfigurationError, ContractViolation
 
 
@@ -249,28 +249,3 @@ def test_fingerprints_tell_names_shapes_and_dtypes_apart() -> None:
         dataclasses.replace(layout, buffers=layout.buffers[:1]),
     ]
     assert len({variant.fingerprint() for variant in variants}) == 4
-
-
-def test_merged_buffers_average_floats_by_samples_and_keep_the_largest_count() -> None:
-    first = (torch.tensor([1.0, 2.0]), torch.tensor([7]), torch.tensor([False]))
-    second = (torch.tensor([4.0, 8.0]), torch.tensor([3]), torch.tensor([True]))
-    means, counts, flags = merge_buffers([(first, 2), (second, 1)])
-    torch.testing.assert_close(means, torch.tensor([2.0, 4.0]))
-    assert counts.tolist() == [7]
-    assert flags.tolist() == [True]
-    assert first[0].tolist() == [1.0, 2.0]
-
-
-def test_merging_equal_buffers_changes_no_bit() -> None:
-    part = (torch.randn(100, generator=torch.Generator().manual_seed(0)),)
-    (merged,) = merge_buffers([(part, 3), (part, 7), (part, 11)])
-    assert torch.equal(merged, part[0])
-    assert merged.data_ptr() != part[0].data_ptr()
-
-
-def test_a_part_without_samples_does_not_count_in_the_merge() -> None:
-    broken = (torch.tensor([float("nan")]),)
-    (merged,) = merge_buffers([(broken, 0), ((torch.tensor([2.0]),), 5)])
-    assert merged.tolist() == [2.0]
-    with pytest.raises(ContractViolation, match="no part with samples"):
-        merge_buffers([(broken, 0)])

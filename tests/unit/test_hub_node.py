@@ -74,12 +74,76 @@ def sent(actions: Iterable[Action], kind: type[Message]) -> list[int]:
 ASYNCHRONOUS = ob.Hub(compute=ob.Samples(4), collect=Messages(1), waits=False, optimizer=ob.SGD(lr=1.0), damping=1.0)
 
 
-def test_stale_gradients_are_damped_in_the_numerator_only() -> None:
+def test_a_stale_gradient_is_applied_at_a_damped_rate() -> None:
     hub = hub_of(ASYNCHRONOUS)
     list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
     assert hub.state()["parameters"].tolist() == [-1.0, 0.0]
-    list(hub.handle(arrives(2, gradient([0.0, 4.0], 0, (0, 4)))))  # one update old: half its weight
+    (update,) = updates(hub.handle(arrives(2, gradient([0.0, 4.0], 0, (0, 4)))))  # one update old: half its weight
     assert hub.state()["parameters"].tolist() == [-1.0, -0.5]
+    assert update.learning_rate == 0.5
+
+
+def test_fresh_and_stale_gradients_of_one_update_share_a_weighted_mean_and_a_rate() -> None:
+    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, collect=Messages(2)))
+    list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
+    list(hub.handle(arrives(2, gradient([4.0, 0.0], 0, (0, 4)))))
+    list(hub.handle(arrives(1, gradient([0.0, 6.0], 1, (4, 10)))))  # fresh: weight 1, 6 samples
+    (update,) = updates(list(hub.handle(arrives(2, gradient([2.0, 2.0], 0, (4, 6))))))  # one update old: ½, 2 samples
+    mean = torch.tensor([0.5 * 2.0, 6.0 + 0.5 * 2.0]) / (6 + 0.5 * 2)
+    rate = (6 + 0.5 * 2) / 8
+    assert update.learning_rate == pytest.approx(rate)
+    torch.testing.assert_close(hub.state()["parameters"], torch.tensor([-1.0, 0.0]) - rate * mean)
+
+
+def stale_step(optimizer: ob.nodes.Optimizer, staleness: int, damping: float = 1.0) -> torch.Tensor:
+    """How far one gradient of this staleness moves the parameters, after updates with a gradient of zero."""
+    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, optimizer=optimizer, damping=damping))
+    hub._parameters.copy_(torch.tensor([1.0, -2.0]))  # type: ignore[attr-defined]
+    for version in range(staleness):
+        list(hub.handle(arrives(1, gradient([0.0, 0.0], version, (4 * version, 4 * version + 4)))))
+    before = hub.state()["parameters"].clone()
+    list(hub.handle(arrives(2, gradient([4.0, -8.0], 0, (0, 4)))))
+    moved: torch.Tensor = hub.state()["parameters"] - before
+    return moved
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ob.SGD(lr=0.1),
+        ob.SGD(lr=0.1, momentum=0.9),
+        ob.SGD(lr=0.1, weight_decay=0.3),
+        ob.Adam(lr=0.1),
+        ob.AdamW(lr=0.1, weight_decay=0.5),
+        ob.AMSGrad(lr=0.1),
+        ob.RMSprop(lr=0.1),
+        ob.TorchOptimizer(lambda groups: torch.optim.NAdam(groups, lr=0.1)),
+    ],
+    ids=repr,
+)
+def test_every_optimizer_makes_a_damped_step_for_a_stale_gradient(optimizer: ob.nodes.Optimizer) -> None:
+    torch.testing.assert_close(stale_step(optimizer, 3), stale_step(optimizer, 3, damping=0.0) / 4)
+    torch.testing.assert_close(stale_step(optimizer, 3, damping=0.5), stale_step(optimizer, 3, damping=0.0) / 2)
+
+
+def test_momentum_keeps_a_stale_gradient_undamped_and_applies_it_at_later_rates() -> None:
+    momentum = 0.5
+    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, optimizer=ob.SGD(lr=1.0, momentum=momentum)))
+    list(hub.handle(arrives(1, gradient([0.0, 0.0], 0, (0, 4)))))
+    list(hub.handle(arrives(2, gradient([4.0, 0.0], 0, (0, 4)))))  # one update old: half the rate
+    assert hub.state()["parameters"].tolist() == [-0.5, 0.0]
+    list(hub.handle(arrives(1, gradient([0.0, 0.0], 2, (4, 8)))))  # fresh: the whole rate, also for what momentum kept
+    assert hub.state()["parameters"].tolist() == [-0.5 - momentum, 0.0]
+
+
+def test_damping_begins_above_the_staleness_that_is_free() -> None:
+    free = dataclasses.replace(ASYNCHRONOUS, optimizer=ob.SGD(lr=1.0), staleness_free=1)
+    for staleness, rate in ((0, 1.0), (1, 1.0), (2, 2 / 3), (3, 0.5)):
+        hub = hub_of(free)
+        for version in range(staleness):
+            list(hub.handle(arrives(1, gradient([0.0, 0.0], version, (4 * version, 4 * version + 4)))))
+        (update,) = updates(hub.handle(arrives(2, gradient([4.0, 0.0], 0, (0, 4)))))
+        assert update.learning_rate == pytest.approx(rate)
 
 
 def test_the_sum_is_divided_once_by_all_samples() -> None:

@@ -10,6 +10,7 @@ from offbeat.cluster.cluster import Cluster, Link
 from offbeat.cluster.presets import load_cluster
 from offbeat.core.actions import Samples, Seconds
 from offbeat.core.optimizers import SGD, Adam, AdamW, AMSGrad, RMSprop, TorchOptimizer
+from offbeat.core.recalibration import recalibrate
 from offbeat.core.strategy import EverySeconds, EveryUpdates, Strategy
 from offbeat.core.workload import Target, Workload
 from offbeat.engine.experiment import Experiment
@@ -100,6 +101,7 @@ __all__ = [
     "models",
     "nodes",
     "parts",
+    "recalibrate",
     "schedules",
     "simulate",
     "stragglers",

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offbeat.core.buffer_merge import RunningStatistics, batch_norm_layers
 from offbeat.core.messages import Buffers
 from offbeat.errors import ConfigurationError, ContractViolation
 
@@ -56,6 +57,8 @@ class Layout:
     buffers: tuple[BufferGroup, ...] = ()
     frozen: str = ""
     """A digest of the names, shapes and values of the parameters that are not trained."""
+    statistics: tuple[RunningStatistics, ...] = ()
+    """The buffers that are running statistics of batch norm."""
 
     @property
     def numel(self) -> int:
@@ -64,7 +67,8 @@ class Layout:
 
     def fingerprint(self) -> str:
         """A digest that is equal if and only if two ranks can exchange flat vectors."""
-        return hashlib.sha256(repr((self.dtype, self.parameters, self.buffers, self.frozen)).encode()).hexdigest()
+        parts = self.dtype, self.parameters, self.buffers, self.frozen, self.statistics
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat vector of parameters or gradients, one per parameter."""
@@ -157,52 +161,31 @@ def layout_of(module: nn.Module) -> Layout:
     groups: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for ref in refs:
         groups.setdefault(ref.tensor.dtype, []).append((ref.name, ref.tensor))
+    buffers = tuple(BufferGroup(dtype, _slices(members)) for dtype, members in groups.items())
     return Layout(
         dtype=trained[0][1].dtype,
         parameters=_slices(trained),
-        buffers=tuple(BufferGroup(dtype, _slices(members)) for dtype, members in groups.items()),
+        buffers=buffers,
         frozen=_digest((name, parameter) for name, parameter in named if not parameter.requires_grad),
+        statistics=_statistics(module, buffers),
     )
 
 
-def is_averaged(buffer: Tensor) -> bool:
-    """Whether this buffer is merged by its mean; integers and booleans are merged by their maximum."""
-    return buffer.is_floating_point() or buffer.is_complex()
+def _statistics(module: nn.Module, buffers: tuple[BufferGroup, ...]) -> tuple[RunningStatistics, ...]:
+    """The running statistics among these buffers."""
+    places = {part.name: (index, part.start, part.stop) for index, group in enumerate(buffers) for part in group.slices}
+    found = []
+    for name, layer in batch_norm_layers(module).items():
+        prefix = f"{name}." if name else ""
+        mean, variance = places[f"{prefix}running_mean"], places[f"{prefix}running_var"]
+        counter = places[f"{prefix}num_batches_tracked"]
+        found.append(RunningStatistics(mean[0], (mean[1:], variance[1:]), *counter[:2], layer.momentum))
+    return tuple(found)
 
 
 def is_finite(vector: Tensor) -> bool:
     """Whether every element is finite. A finite sum implies it, at a fraction of the cost."""
     return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())
-
-
-def merge_buffers(parts: Sequence[tuple[Buffers, int]]) -> Buffers:
-    """Merge (buffers, samples) of several workers into new tensors: means weighted by samples, maxima for integers.
-
-    Parts without samples are ignored. Raises ContractViolation if there are no others.
-    """
-    counted = [(buffers, samples) for buffers, samples in parts if samples > 0]
-    if not counted:
-        raise ContractViolation("merge_buffers was given no part with samples; merge only what was computed")
-    merged = tuple(flat.clone() for flat in counted[0][0])
-    total = counted[0][1]
-    for buffers, samples in counted[1:]:
-        total += samples
-        for mean, flat in zip(merged, buffers, strict=True):
-            if is_averaged(flat):
-                # A running mean, so that equal buffers stay equal to the last bit.
-                mean.lerp_(flat, samples / total)
-            else:
-                torch.maximum(mean, flat, out=mean)
-    return merged
-
-
-def renewed_buffers(before: Buffers, parts: Sequence[tuple[Buffers, int]]) -> Buffers:
-    """The buffers of a hub after merging these parts. Integer counters never decrease, even if the parts are stale."""
-    counted = [(buffers, samples) for buffers, samples in parts if buffers and samples > 0]
-    if not counted:
-        return before
-    pairs = zip(merge_buffers(counted), before, strict=True)
-    return tuple(new if is_averaged(new) else torch.maximum(new, old) for new, old in pairs)
 
 
 class _BufferRef(NamedTuple):

@@ -264,16 +264,23 @@ class Stepper:
         fused = True if parameters.device.type in ("cpu", "cuda") and parameters.is_floating_point() else None
         self._torch = config.torch_optimizer(self._groups(), fused)
 
-    def step(self, gradient: Tensor, samples: int) -> float:
+    def step(self, gradient: Tensor, samples: int, damping: float = 1.0) -> float:
         """Make one update with a flat mean gradient, which is not changed, and return the learning rate.
 
-        `samples` is the number of samples applied in the run before this update: the argument of the schedule.
+        gradient: the flat mean gradient
+        samples: samples applied in the run before this update: the argument of the schedule
+        damping: factor on the learning rate of this update alone. Decoupled weight decay is damped with it. Momentum
+            takes in the whole gradient: what it keeps of it is applied at the rates of later updates.
         """
         groups: Groups = self._torch.param_groups
         if self._config.lr is not None:
             rate = rate_at(self._config.lr, samples) * self.rate_factor
             for group in groups:
                 group["lr"] = rate
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * damping
+        applied = float(groups[0]["lr"])
         self._config.before_step(groups, self._updates + 1)
         # New views are cheaper than a copy of the gradient: 0.6 against 3.5 ms for 12 M parameters.
         for parameter, view in zip(self._views, self._layout.shaped(self._clip(gradient)), strict=True):
@@ -282,7 +289,9 @@ class Stepper:
         for parameter in self._views:
             parameter.grad = None  # the gradient may be a lease, whose memory is reused
         self._updates += 1
-        return float(groups[0]["lr"])
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate  # a scheduler of the torch optimizer continues from it
+        return applied
 
     def state(self) -> dict[str, Any]:
         """A copy of everything that the next update depends on, except the parameters."""

@@ -21,12 +21,16 @@ from offbeat.core.actions import Samples
 from offbeat.core.configuration import Configuration, Family, build
 from offbeat.core.examples import Data, Examples, data_of, is_whole
 from offbeat.core.optimizers import Adam, Optimizer
+from offbeat.core.recalibration import recalibrate
 from offbeat.core.splits import Shared, Split
 from offbeat.core.validation import check_instance, require
 from offbeat.errors import ConfigurationError
 
 EVALUATION_CHUNK = 512
 """Examples per evaluation batch: enough to keep a core busy, few enough for any memory."""
+
+RECALIBRATION_BATCH = 128
+"""Examples per batch whose statistics are averaged: a usual batch size of training."""
 
 EVALUATION_MAX = 2048
 """Training examples that are evaluated if there is no test data."""
@@ -97,6 +101,8 @@ class Workload(Configuration):
     """the default length of a run, in samples"""
     label: str = "custom"
     """the name in records and tables"""
+    recalibrate: int = 0
+    """training examples that the statistics of batch norm are computed from, anew before each evaluation; 0: none"""
 
     def __post_init__(self) -> None:
         require(
@@ -104,6 +110,10 @@ class Workload(Configuration):
             f"Workload.model must be a module or a function that makes one, but is {type(self.model).__name__}",
         )
         require(callable(self.loss), f"Workload.loss must be a function, but is {self.loss!r}")
+        require(
+            isinstance(self.recalibrate, int) and (self.recalibrate == 0 or self.recalibrate >= 2),
+            f"Workload.recalibrate must be 0, or 2 training examples or more, but is {self.recalibrate!r}",
+        )
         check_instance(self.split, (Split,), "Workload.split", "offbeat.workloads.Sharded()")
         check_instance(self.optimizer, (Optimizer,), "Workload.optimizer", "offbeat.SGD(lr=0.1)")
         check_instance(self.target, (Target, type(None)), "Workload.target", 'offbeat.Target("accuracy", 0.9)')
@@ -136,6 +146,8 @@ class Workload(Configuration):
     def evaluate(self, model: nn.Module) -> Measured:
         """Mean loss on the test data, and accuracies if outputs and targets are those of a classifier."""
         data, device = self.evaluation_examples, next(model.parameters()).device
+        if self.recalibrate:
+            recalibrate(model, self._recalibration_batches())
         loss, correct, among_five, classifies, classes = 0.0, 0, 0, True, 0
         with torch.no_grad(), _evaluating(model):
             for first in range(0, len(data), EVALUATION_CHUNK):
@@ -159,8 +171,13 @@ class Workload(Configuration):
         data: Data = self.train if self.test is None else self.test
         if self.test is not None or len(data) <= EVALUATION_MAX:
             return data
-        spread = torch.linspace(0, len(data) - 1, EVALUATION_MAX, dtype=torch.float64).long()
-        return Examples(*data.take(spread))
+        return Examples(*data.take(spaced(len(data), EVALUATION_MAX)))
+
+    def _recalibration_batches(self) -> Iterator[Tensor]:
+        """Inputs of evenly spaced training examples."""
+        for indices in torch.split(spaced(len(self.train), self.recalibrate), RECALIBRATION_BATCH):
+            if len(indices) > 1:  # batch norm fails on a single sample
+                yield self.train.take(indices)[0]
 
     def _outputs_and_losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         inputs, targets = batch
@@ -169,6 +186,11 @@ class Workload(Configuration):
         if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
             raise _wrong_shape(losses, len(targets))
         return outputs, losses
+
+
+def spaced(length: int, count: int) -> Tensor:
+    """`count` evenly spaced indices of `length`, or all of them if there are no more."""
+    return torch.linspace(0, length - 1, min(count, length), dtype=torch.float64).long()
 
 
 def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

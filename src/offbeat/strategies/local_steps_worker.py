@@ -26,6 +26,7 @@ from offbeat.core.optimizers import Stepper
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext
 from offbeat.errors import ConfigurationError
+from offbeat.strategies.local_buffers import LocalBuffers
 from offbeat.strategies.local_training import (
     Begin,
     DrawRange,
@@ -82,7 +83,7 @@ class LocalStepsWorker(WorkerNode):
     caches = ("_copies", "_mean")
 
     _parameters: Tensor
-    _buffers: Buffers
+    _buffers: LocalBuffers
     _optimizer: Stepper
     _accumulated: Tensor | None
     """The sum of mean gradients that has not been sent, where gradients are sent."""
@@ -111,7 +112,7 @@ class LocalStepsWorker(WorkerNode):
         super().__init__(context, training.patience_seconds)
         self._training = training
         self._parameters = context.parameters.clone()
-        self._buffers = context.buffers
+        self._buffers = LocalBuffers(context.layout, context.buffers)
         self._optimizer = self._new_optimizer()
         self._mean = torch.empty_like(self._parameters)
         self._accumulated = torch.zeros_like(self._parameters) if isinstance(training.content, Gradients) else None
@@ -130,7 +131,7 @@ class LocalStepsWorker(WorkerNode):
         return self._parameters if self._begun else None
 
     def _newest(self) -> tuple[Tensor, Buffers, int]:
-        return self._parameters.clone(), self._buffers, self._version
+        return self._parameters.clone(), self._buffers.current, self._version
 
     # Messages of the hub
 
@@ -146,7 +147,7 @@ class LocalStepsWorker(WorkerNode):
     def _begin(self, begin: Begin) -> Iterator[Action]:
         is_given = begin.parameters.numel() > 0
         self._parameters.copy_(begin.parameters if is_given else self._context.parameters)
-        self._buffers = begin.buffers if is_given else self._context.buffers
+        self._buffers.reset(begin.buffers if is_given else self._context.buffers)
         self._fragments = self._new_fragments()
         if self._accumulated is not None:
             self._accumulated.zero_()
@@ -196,6 +197,8 @@ class LocalStepsWorker(WorkerNode):
         reference = fragment.anchor
         while fragment.unmerged and fragment.unmerged[0][0] <= update.included:
             _, _, reference = fragment.unmerged.pop(0)
+        if update.fragment == 0:
+            self._buffers.apply(update.buffers, update.included)
         self._set_progress(update)
         fragment.version, fragment.included = update.version, update.included
         if not update.parameters.numel():
@@ -205,8 +208,6 @@ class LocalStepsWorker(WorkerNode):
             values.sub_(reference).add_(update.parameters)  # exactly the new values if nothing was learned since
         fragment.anchor = update.parameters
         self._version = max(self._version, update.version)
-        if update.buffers:
-            self._buffers = update.buffers
 
     def _reset_hub(self) -> None:
         self._begun = False
@@ -218,7 +219,9 @@ class LocalStepsWorker(WorkerNode):
             return
         self._computing = True
         budget = self._next_budget(Samples(self._training.batch))
-        yield Compute(self._parameters, self._buffers, self._version, self._draw, budget, self._training.microbatch)
+        self._buffers.begin_round()
+        buffers, microbatch = self._buffers.current, self._training.microbatch
+        yield Compute(self._parameters, buffers, self._version, self._draw, budget, microbatch)
 
     def _waits(self) -> bool:
         """Whether an update is due at this step that has not arrived."""
@@ -252,7 +255,7 @@ class LocalStepsWorker(WorkerNode):
             self._optimizer.step(mean, self._samples_total + self._workers * self._samples_since)
             if self._accumulated is not None:
                 self._accumulated.add_(mean)
-        self._buffers = tuple(buffer.clone() for buffer in event.buffers)
+        self._buffers.learn(event.buffers)
         self._nonfinite_in_a_row = 0
         self._samples_since += event.samples
         self._unsent.append((*event.draws, event.version, self._steps))
@@ -291,7 +294,7 @@ class LocalStepsWorker(WorkerNode):
         fragment.unmerged.append((self._exchange, self._steps, self._copies.copy(self._parameters[fragment.place])))
         message = LocalDelta(
             change=change,
-            buffers=self._buffers if index == 0 and samples else (),
+            buffers=self._buffers_to_send(samples) if index == 0 else (),
             exchange=self._exchange,
             fragment=index,
             samples=samples,
@@ -303,6 +306,13 @@ class LocalStepsWorker(WorkerNode):
         self._nonfinite = []
         self._exchange += 1
         return message
+
+    def _buffers_to_send(self, samples: int) -> Buffers:
+        """What was learned in the buffers, or the buffers themselves, as of the parameters; empty without samples."""
+        learned = self._buffers.send(self._exchange)
+        if not samples:
+            return ()
+        return self._buffers.current if isinstance(self._training.content, Values) else learned
 
     def _change(self, fragment: Fragment) -> Tensor:
         """What to send of a fragment; empty if nothing was learned. Parameters that have diverged are reset."""
@@ -321,6 +331,7 @@ class LocalStepsWorker(WorkerNode):
             self._diverged_in_a_row = 0
             return change
         values.copy_(fragment.last_sent)
+        self._buffers.revert()
         self._optimizer = self._new_optimizer()
         for first, stop, _, _ in self._unsent:
             self._leave_out((first, stop))

@@ -64,6 +64,7 @@ class LocalDelta(Message):
 
     change: Tensor
     buffers: Buffers
+    """With the first fragment: what was learned in the buffers since then, see `BufferMerge.contribution`."""
     exchange: int
     fragment: int
     samples: int
@@ -80,7 +81,7 @@ class LocalDelta(Message):
 
 @dataclass(frozen=True)
 class LocalParameters(LocalDelta):
-    """As `LocalDelta`, but `change` holds the parameters themselves."""
+    """As `LocalDelta`, but `change` and `buffers` hold the values themselves."""
 
     increments: ClassVar[tuple[str, ...]] = ()
     values: ClassVar[tuple[str, ...]] = ("change",)

@@ -157,6 +157,8 @@ class ImageWorkload(NamedWorkload):
     """how many training examples, of all classes alike; none: all"""
     test_examples: int | None = None
     """how many examples to evaluate on, of all classes alike; none: all"""
+    recalibrate: int = 0
+    """training examples that the statistics of batch norm are computed from, anew before each evaluation; 0: none"""
 
     def __post_init__(self) -> None:
         require_positive(self, "examples", "test_examples")
@@ -181,6 +183,7 @@ class ImageWorkload(NamedWorkload):
             target=self.target,
             until=self.until,
             label=self.name,
+            recalibrate=self.recalibrate,
         )
 
     def size(self) -> Size:

@@ -53,6 +53,7 @@ class Peer(Stateful, Node):
             context.parameters,
             context.buffers,
             accelerated=config.momentum is not None,
+            statistics=context.layout.statistics,
             compression=config.compression,
         )
         self._evaluations = evaluations = Evaluations(context.rank, context.evaluate)

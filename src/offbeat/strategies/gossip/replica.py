@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.core.buffer_merge import BufferMerge, RunningStatistics, is_averaged
 from offbeat.core.compression import Compression
-from offbeat.core.flat import is_averaged
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
 from offbeat.strategies.node_state import Stateful
@@ -46,11 +46,18 @@ class Replica(Stateful):
     buffers: Buffers
 
     def __init__(
-        self, parameters: Tensor, buffers: Buffers, *, accelerated: bool, compression: Compression | None = None
+        self,
+        parameters: Tensor,
+        buffers: Buffers,
+        *,
+        accelerated: bool,
+        statistics: tuple[RunningStatistics, ...] = (),
+        compression: Compression | None = None,
     ) -> None:
         self.parameters = parameters.clone()
         self.acid_offset = torch.zeros_like(parameters) if accelerated else None
         self.buffers = tuple(buffer.clone() for buffer in buffers)
+        self._buffer_merge = BufferMerge(statistics)
         self._compression = compression
         self._pool = Pool()
 
@@ -111,18 +118,8 @@ class Replica(Stateful):
                 torch.maximum(mine, theirs, out=mine)
 
     def add_buffer_changes(self, before: Buffers, after: Buffers) -> None:
-        """Add the changes that a computation made to its buffers, which exchanges may have changed meanwhile.
-
-        No value falls below both the current one and the one in `after`, since running variances must stay positive.
-        """
-        for mine, old, new in zip(self.buffers, before, after, strict=True):
-            if is_averaged(mine) and not mine.is_complex():
-                lowest = torch.minimum(mine, new)
-                torch.maximum(mine.add_(new).sub_(old), lowest, out=mine)
-            elif is_averaged(mine):
-                mine.add_(new).sub_(old)
-            else:
-                torch.maximum(mine, new, out=mine)
+        """Add what a computation has added to its buffers `before`; exchanges may have changed them meanwhile."""
+        self.buffers = self._buffer_merge.rebase(before, after, self.buffers)
 
 
 def _is_finite(buffer: Tensor) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offbeat.core.flat import is_averaged
+from offbeat.core.buffer_merge import is_averaged
 from offbeat.core.messages import Buffers
 from offbeat.strategies.gossip.gossip_messages import Counts, PartialSum, ReduceStart
 from offbeat.strategies.gossip.membership_view import COORDINATORS

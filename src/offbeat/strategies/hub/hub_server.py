@@ -14,14 +14,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offbeat.core.actions import Action, Send, SetTimer
+from offbeat.core.actions import Action, Report, Send, SetTimer
+from offbeat.core.buffer_merge import BufferMerge
 from offbeat.core.events import MessageArrived, TimerFired
-from offbeat.core.flat import renewed_buffers
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Stepper
 from offbeat.core.strategy import NodeContext
-from offbeat.records.schema import Contribution, Reason
+from offbeat.records.schema import Contribution, Notice, Reason
+from offbeat.strategies.divergence import DivergenceWatch
 from offbeat.strategies.hub.hub_parts import CollectStatus, Every, HubSettings, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
@@ -43,8 +44,10 @@ class PendingGradients(Stateful):
     _held: list[tuple[int, float, Tensor]]
     """rank, weight, gradient"""
     _sum: Tensor | None = None
+    _weighted_samples: float = 0.0
+    _loss: float = 0.0
     _buffers: list[tuple[int, Buffers, int]]
-    """rank, buffers, samples"""
+    """rank, what it has added to the buffers, samples"""
     contributions: list[Contribution]
     efforts: dict[int, Effort]
     """rank → samples and seconds since the last update"""
@@ -57,7 +60,9 @@ class PendingGradients(Stateful):
         self._held, self._buffers, self.contributions, self.efforts = [], [], [], {}
 
     def add(self, rank: int, event: MessageArrived, message: Gradient, staleness: int, weight: float) -> None:
-        """Collect a gradient: `g = Σ weight · G / Σ samples`."""
+        """Collect a gradient: `g = Σ weight · G / Σ weight · samples`."""
+        self._weighted_samples += weight * message.samples
+        self._loss += message.loss
         if self._in_rank_order:
             self._held.append((rank, weight, kept(event, Gradient).gradient))
         else:
@@ -84,18 +89,37 @@ class PendingGradients(Stateful):
         return sum(contribution.stop - contribution.first for contribution in self.contributions)
 
     def mean(self) -> Tensor:
-        """The weighted sum divided by the number of samples. Nothing may be added afterwards."""
+        """The weighted mean gradient. Nothing may be added afterwards."""
         for _, weight, gradient in sorted(self._held, key=lambda held: held[0]):
             self._add(gradient, weight)
         if self._in_rank_order:
             self.contributions.sort(key=lambda contribution: contribution.rank)
             self._buffers.sort(key=lambda entry: entry[0])
         assert self._sum is not None
-        return self._sum.div_(self.samples)
+        return self._sum.div_(self._weighted_samples)
 
-    def merged_buffers(self, before: Buffers) -> Buffers:
-        """The mean of the buffers by samples; `before` where no message had buffers."""
-        return renewed_buffers(before, [(buffers, samples) for _, buffers, samples in self._buffers])
+    @property
+    def damping(self) -> float:
+        """The factor on the learning rate: the mean weight of the samples.
+
+        It is on the rate and not on the gradient, since adaptive optimizers divide a scaled gradient by its scale.
+        """
+        return self._weighted_samples / self.samples
+
+    @property
+    def loss(self) -> float:
+        """The mean training loss of the samples."""
+        return self._loss / self.samples
+
+    @property
+    def staleness(self) -> float:
+        """The mean staleness of the samples."""
+        return sum(part.staleness * (part.stop - part.first) for part in self.contributions) / self.samples
+
+    @property
+    def buffers(self) -> list[tuple[Buffers, int]]:
+        """What each message adds to the buffers, and its samples."""
+        return [(buffers, samples) for _, buffers, samples in self._buffers]
 
 
 class HubServer(ServerNode):
@@ -113,12 +137,14 @@ class HubServer(ServerNode):
     _collected: PendingGradients
     _sizing: WorkSizing
     _update_due: float = 0.0
+    _divergence: DivergenceWatch
 
     def __init__(self, config: HubSettings, context: NodeContext) -> None:
         super().__init__(context, config.patience_seconds)
         self._config = config
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
+        self._buffer_merge = BufferMerge(context.layout.statistics)
         self._copies = Pool()
         self._snapshot: Tensor | None = None
         """The copy of the newest parameters that all messages of this version share, once there is one."""
@@ -128,6 +154,7 @@ class HubServer(ServerNode):
         self._sum_memory = torch.empty_like(self._parameters)
         self._collected = self._nothing_collected()
         self._sizing = _sizing(config)
+        self._divergence = DivergenceWatch()
 
     def _nothing_collected(self) -> PendingGradients:
         return PendingGradients(self._config.collect.in_rank_order, self._sum_memory)
@@ -210,7 +237,7 @@ class HubServer(ServerNode):
         if self._config.waits:
             self._idle.add(rank)
         if message.finite:
-            weight = (1.0 + staleness) ** -self._config.damping
+            weight = min(1.0, (1.0 + self._config.staleness_free) / (1.0 + staleness)) ** self._config.damping
             self._collected.add(rank, event, message, staleness, weight)
         else:
             self._collected.count(rank, Effort(message.samples, message.seconds))
@@ -236,10 +263,13 @@ class HubServer(ServerNode):
         self._reported.clear()
         self._sizing.observe(collected.efforts, self._live)
         if collected.samples:
-            rate = self._optimizer.step(collected.mean(), self._samples)
-            self._buffers = collected.merged_buffers(self._buffers)
+            rate = self._optimizer.step(collected.mean(), self._samples, collected.damping)
+            self._buffers = self._buffer_merge.merge(self._buffers, collected.buffers)
             self._snapshot = None
             yield from self._updated(at, len(collected.contributions), rate, collected.contributions)
+            if self._divergence.observe(collected.loss, collected.staleness):
+                text = self._divergence.sentence(_advice(self._config))
+                yield Report(Notice(at=at, rank=HUB, text=text))
         if self._has_enough():
             yield from self._stop(at)
         else:
@@ -254,6 +284,15 @@ class HubServer(ServerNode):
         budget = self._sizing.budget(rank, self._live)
         message = Parameters(*self._result(), self._version, budget)
         return Send(rank, message, supersedes="parameters")
+
+
+def _advice(config: HubSettings) -> str:
+    """What to type where training diverges."""
+    if config.waits and config.collect.synchronous:
+        return "lower the learning rate (--lr)"
+    if config.damping < 1:
+        return "damp stale gradients (--damping 1), or lower the learning rate (--lr)"
+    return "lower the learning rate (--lr), or drop the stalest gradients (--staleness-max)"
 
 
 def _sizing(config: HubSettings) -> WorkSizing:

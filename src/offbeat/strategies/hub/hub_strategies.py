@@ -94,6 +94,8 @@ class AsynchronousHubStrategy(HubStrategy):
     """updates; gradients staler than this are dropped and counted"""
     damping: float = 0.0
     """exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none"""
+    staleness_free: int = 0
+    """updates of staleness that are not damped"""
     in_flight_max: int = 2
     """messages a worker may have on the way before it waits for its link"""
 

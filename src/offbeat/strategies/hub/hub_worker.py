@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from offbeat.core.actions import Action, Budget, Compute, Report, Seconds, Send
+from offbeat.core.buffer_merge import BufferMerge
 from offbeat.core.events import GradientReady, MessageArrived, StepReady
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.sample_ledger import Range
@@ -61,6 +62,7 @@ class Gradient(Message):
 
     gradient: Tensor
     buffers: Buffers
+    """What the round has added to the buffers that it began with: `BufferMerge.contribution`."""
     samples: int
     loss: float
     version: int
@@ -75,10 +77,13 @@ class HubWorker(WorkerNode):
     _has_new: bool = False
     """Whether no round has been started at `_latest`."""
     _cap_noticed: bool = False
+    _buffers_before: Buffers = ()
+    """Buffers at the start of the outstanding computation."""
 
     def __init__(self, config: HubSettings, context: NodeContext) -> None:
         super().__init__(context, config.patience_seconds)
         self._config = config
+        self._buffer_merge = BufferMerge(context.layout.statistics)
 
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
         match event.message:
@@ -112,6 +117,7 @@ class HubWorker(WorkerNode):
             return
         self._computing, self._has_new = True, False
         latest = self._latest
+        self._buffers_before = latest.buffers
         budget = self._next_budget(latest.budget)
         yield Compute(latest.parameters, latest.buffers, latest.version, self._draw, budget, self._config.microbatch)
 
@@ -128,7 +134,7 @@ class HubWorker(WorkerNode):
     def _gradient(self, event: GradientReady) -> Gradient:
         return Gradient(
             gradient=event.gradient if event.finite else event.gradient.new_empty(0),
-            buffers=event.buffers if event.finite else (),
+            buffers=self._buffer_merge.contribution(self._buffers_before, event.buffers) if event.finite else (),
             samples=event.samples,
             loss=event.loss if event.finite else 0.0,
             version=event.version,

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from offbeat.core.actions import Action, ClearTimer, Send, SetTimer
+from offbeat.core.buffer_merge import BufferMerge
 from offbeat.core.events import MessageArrived, TimerFired
-from offbeat.core.flat import Layout, TensorSlice, is_finite, renewed_buffers
+from offbeat.core.flat import Layout, TensorSlice, is_finite
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Optimizer, Stepper
@@ -66,8 +67,8 @@ class PendingDeltas:
     """(rank, incarnation) → the sum of what it has sent"""
     contributions: list[Contribution] = field(default_factory=list)
 
-    def add(self, rank: int, incarnation: int, message: LocalDelta, version: int) -> None:
-        """Collect a message whose tensors may be kept."""
+    def add(self, rank: int, incarnation: int, message: LocalDelta, version: int, merge: BufferMerge) -> None:
+        """Collect a message whose tensors may be kept, at this version of the hub."""
         self.contributions += [Contribution(rank, first, stop, version - at) for first, stop, at in message.complete]
         entry = self.entries.get((rank, incarnation))
         if entry is None:
@@ -79,7 +80,8 @@ class PendingDeltas:
         elif message.samples:
             entry.change = message.change
         entry.samples += message.samples
-        entry.buffers = message.buffers or entry.buffers
+        if message.buffers:
+            entry.buffers = merge.chain(entry.buffers, message.buffers) if entry.buffers else message.buffers
         entry.exchange = message.exchange
         entry.messages += 1
 
@@ -152,6 +154,7 @@ class LocalStepsServer(ServerNode):
         self._merge = merge
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
+        self._buffer_merge = BufferMerge(context.layout.statistics)
         self._copies = Pool()
         self._snapshot: Tensor | None = None
         """The copy of the newest parameters, once there is one."""
@@ -235,7 +238,9 @@ class LocalStepsServer(ServerNode):
             self._ledgers[rank].add(first, stop)
         self._measure_cycle(at, rank, message.fragment)
         key = message.exchange if self._waits_for_all else message.fragment
-        self._open.setdefault(key, PendingDeltas()).add(rank, self._live[rank], message, self._version)
+        self._open.setdefault(key, PendingDeltas()).add(
+            rank, self._live[rank], message, self._version, self._buffer_merge
+        )
         if message.nonfinite_in_a_row >= self._training.nonfinite_max:
             self._failure = nonfinite_failure(rank, self._training.nonfinite_max)
             yield from self._stop(at)
@@ -317,7 +322,7 @@ class LocalStepsServer(ServerNode):
         gradient = mean if isinstance(self._training.content, Gradients) else mean.neg_()
         rate = self._optimizers[index].step(gradient, self._samples)
         self._snapshot = None
-        self._buffers = renewed_buffers(self._buffers, collected.buffers())
+        self._buffers = self._buffer_merge.merge(self._buffers, collected.buffers())
         for others in self._open.values():
             others.add_staleness()
         contributions = sorted(collected.contributions, key=lambda part: (part.rank, part.first))

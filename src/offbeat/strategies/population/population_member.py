@@ -114,9 +114,10 @@ class PopulationMember(LocalStepsWorker):
         """Send a copy of this member; if it has diverged since its last report, the reported values without a state."""
         self._in_flight += 1
         if not is_finite(self._parameters):
-            return Send(HUB, Snapshot(self._fragments[0].last_sent.clone(), self._buffers, (), "", self._settings))
+            parameters, buffers = self._fragments[0].last_sent.clone(), self._buffers.last_sent
+            return Send(HUB, Snapshot(parameters, buffers, (), "", self._settings))
         state, structure = flatten_state(self._optimizer.state())
-        return Send(HUB, Snapshot(self._parameters.clone(), self._buffers, state, structure, self._settings))
+        return Send(HUB, Snapshot(self._parameters.clone(), self._buffers.current, state, structure, self._settings))
 
     def _begin(self, begin: Begin) -> Iterator[Action]:
         self._replacements = self._replaced_at_exchange = 0
@@ -130,7 +131,7 @@ class PopulationMember(LocalStepsWorker):
         self._replacements, self._replaced_at_exchange = given.replacements, self._exchange
         self._settings = given.settings
         self._parameters.copy_(given.parameters)
-        self._buffers = given.buffers
+        self._buffers.reset(given.buffers)
         self._optimizer = self._new_optimizer()
         if given.structure:
             self._optimizer.restore(unflatten_state(given.state, given.structure))

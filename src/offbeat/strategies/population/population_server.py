@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from offbeat.core.actions import Action, Evaluate, Report, Send
+from offbeat.core.buffer_merge import mean_buffers
 from offbeat.core.events import Evaluated, MessageArrived
-from offbeat.core.flat import is_finite, merge_buffers
+from offbeat.core.flat import is_finite
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.schedules import rate_at
 from offbeat.core.strategy import NodeContext
@@ -236,7 +237,7 @@ class PopulationServer(ServerNode):
         mean = torch.zeros_like(report.parameters)
         for each in averaged:
             mean.add_(each.parameters, alpha=1.0 / len(averaged))
-        buffers = merge_buffers([(each.buffers, 1) for each in averaged])
+        buffers = mean_buffers([(each.buffers, 1) for each in averaged])
         return Send(rank, self._update_for(mean, buffers, report.exchange), supersedes="parameters")
 
     def _update_for(self, parameters: Tensor, buffers: Buffers, exchange: int) -> GlobalUpdate:
