@@ -80,7 +80,7 @@ def losses(scene: Scene) -> list[float]:
     """The held-out loss of every member at the end."""
     computing = GradientComputer(scene.simulation.gradient_computer.workload, seed=0)
     members = [cast(PopulationMember, process.node) for process in scene.simulation.processes[1:]]
-    return [computing.evaluate(member._parameters, member._buffers)[0] for member in members]
+    return [computing.evaluate(member._parameters, member._buffers.current)[0] for member in members]
 
 
 def test_a_diverging_member_does_not_harm_the_others_with_better_but_with_all() -> None:

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import offbeat as ob
 from offbeat.core.actions import Action, ClearTimer, Send
 from offbeat.core.compression import decode, is_encoded
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started, TimerFired
+from offbeat.core.flat import layout_of
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers, Message, Stop
 from offbeat.core.strategy import Node, State
@@ -93,7 +94,8 @@ def received_by(node: CompressedNode, message: Message, keep: Any = None) -> Mes
 
 
 def test_without_a_compression_there_is_no_wrapper() -> None:
-    context = ob.nodes.NodeContext(1, (0, 1), None, torch.zeros(3), (), None, ob.Samples(1), None)  # type: ignore[arg-type]
+    layout = layout_of(nn.Linear(2, 1))
+    context = ob.nodes.NodeContext(1, (0, 1), layout, torch.zeros(3), (), None, ob.Samples(1), None)  # type: ignore[arg-type]
     assert not isinstance(build_node(ob.FixedMinibatch(), context), CompressedNode)
     assert isinstance(build_node(ob.FixedMinibatch(compression=ob.compression.Int8()), context), CompressedNode)
 

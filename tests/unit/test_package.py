@@ -22,7 +22,8 @@ NAMES = """
     BackupWorkers Cluster Comparison ConfigurationError ContractViolation DecoupledDiLoCo DelayedExchange DiLoCo
     EverySeconds EveryUpdates Experiment FixedMinibatch Gossip GossipAcid Hub Link LiveOptions LocalSGD LocalSteps
     MissingDependency OffbeatError Population RMSprop RestartFromCheckpoint Run RunFailed SGD Samples Seconds Serial
-    Strategy SyncAdaptive Target TorchOptimizer Workload calibrate compare join load_cluster microbatch simulate train
+    Strategy SyncAdaptive Target TorchOptimizer Workload calibrate compare join load_cluster microbatch
+    recalibrate simulate train
 """
 NAMESPACES = "compression faults graphs models nodes parts schedules stragglers testing workloads"
 

@@ -1,0 +1,181 @@
+"""What staleness costs: accuracy against link latency and the number of workers, in virtual time.
+
+    python bench/staleness.py --workload digits --out staleness.json
+
+Each asynchronous strategy runs with its defaults, and as published (damping 0). Beside them stands what the same number
+of samples gives without any staleness at an equally reduced learning rate: serial training in batches of the same size,
+at the mean rate of the updates of the run with defaults. A strategy degrades and does not collapse if it is not far
+below that anywhere. Rounds take 16 ms without latency, at one sample per 0.25 ms and 64 samples per message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import offbeat as ob
+from offbeat.records.schema import Notice, Update, of_kind
+
+SECONDS_PER_SAMPLE = 0.00025
+LATENCIES = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+WORKERS = (2, 8, 64)
+MARGIN = 0.03
+"""Accuracy that a strategy may be below training without staleness at the same rate."""
+
+WORKLOADS: dict[str, tuple[Any, int]] = {
+    "digits": (ob.workloads.Digits(), 60_000),
+    "mnist": (ob.workloads.Mnist(model=ob.models.LeNet5(), test_examples=2000), 60_000),
+    "quadratic": (ob.workloads.Quadratic(), 60_000),
+}
+"""Workload, and the samples of a run."""
+
+OPTIMIZERS: dict[str, ob.nodes.Optimizer] = {
+    "adam": ob.Adam(lr=3e-3),
+    "sgd": ob.SGD(lr=0.05),
+    "momentum": ob.SGD(lr=0.05, momentum=0.9),
+}
+
+STRATEGIES: dict[str, ob.Strategy] = {
+    "async-fmb": ob.AsyncFixed(),
+    "async-timed": ob.AsyncTimed(worker_seconds=64 * SECONDS_PER_SAMPLE, hub_seconds=64 * SECONDS_PER_SAMPLE),
+    "apam": ob.AsyncAdaptive(),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the sweep."""
+
+    workload: str
+    strategy: str
+    optimizer: str
+    workers: int
+    latency: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run."""
+
+    accuracy: float | None
+    loss: float
+    staleness: float
+    rate: float
+    samples_per_update: float
+    seconds: float
+    notices: tuple[str, ...]
+
+
+def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
+    workload, samples = WORKLOADS[cell.workload]
+    cluster = ob.Cluster(seconds_per_sample=SECONDS_PER_SAMPLE, link=ob.Link(latency_seconds=cell.latency))
+    run = ob.simulate(
+        workload, strategy, cluster=cluster, workers=cell.workers, until=ob.Samples(samples), seed=cell.seed
+    )
+    updates = list(of_kind(run.records, Update))
+    summary = run.summary
+    return Outcome(
+        accuracy=summary.accuracy,
+        loss=float("inf") if summary.loss is None else summary.loss,
+        staleness=summary.staleness_mean or 0.0,
+        rate=statistics.fmean(update.learning_rate for update in updates),
+        samples_per_update=statistics.fmean(update.samples for update in updates),
+        seconds=summary.seconds,
+        notices=tuple(notice.text for notice in of_kind(run.records, Notice)),
+    )
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """The strategy with its defaults, as published, and training without staleness at the same rate."""
+    torch.set_num_threads(1)
+    optimizer = OPTIMIZERS[cell.optimizer]
+    if cell.strategy == "apam":
+        optimizer = ob.AMSGrad.like(optimizer)
+    damped = dataclasses.replace(STRATEGIES[cell.strategy], optimizer=optimizer)
+    with_defaults = simulated(cell, damped)
+    published = simulated(cell, dataclasses.replace(damped, damping=0.0))
+    slow = dataclasses.replace(optimizer, lr=with_defaults.rate)
+    batch = max(1, round(with_defaults.samples_per_update))
+    serial = simulated(cell, ob.Serial(batch=batch, optimizer=slow))
+    return {
+        **dataclasses.asdict(cell),
+        "default": dataclasses.asdict(with_defaults),
+        "published": dataclasses.asdict(published),
+        "serial": dataclasses.asdict(serial),
+    }
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> int:
+    """Print the table; returns in how many rows the defaults are below the margin."""
+    table = Table(title="Accuracy (or loss) after the same samples")
+    for head in (
+        "workload",
+        "strategy",
+        "optimizer",
+        "workers",
+        "latency (s)",
+        "staleness",
+        "published",
+        "default",
+        "no staleness, same rate",
+    ):
+        table.add_column(head, justify="left" if head in ("workload", "strategy", "optimizer") else "right")
+    below = 0
+    for row in rows:
+        default, published, serial = row["default"], row["published"], row["serial"]
+        metric = "loss" if default["accuracy"] is None else "accuracy"
+        values = [part[metric] for part in (published, default, serial)]
+        is_below = metric == "accuracy" and values[1] < values[2] - MARGIN
+        below += is_below
+        cells = [f"{value:.3f}" if metric == "accuracy" else f"{value:.3g}" for value in values]
+        cells[1] += " !" if is_below else ""
+        names = (row["workload"], row["strategy"], row["optimizer"], str(row["workers"]), f"{row['latency']:g}")
+        table.add_row(*names, f"{default['staleness']:.1f}", *cells)
+    console.print(table)
+    return below
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, with commas between")
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="names, with commas between")
+    parser.add_argument("--workers", default=",".join(map(str, WORKERS)), help="numbers, with commas between")
+    parser.add_argument("--latencies", default=",".join(map(str, LATENCIES)), help="seconds, with commas between")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many runs at a time")
+    parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
+    arguments = parser.parse_args()
+    cells = [
+        Cell(arguments.workload, strategy, optimizer, int(workers), float(latency), arguments.seed)
+        for strategy in arguments.strategies.split(",")
+        for optimizer in arguments.optimizers.split(",")
+        if strategy != "apam" or optimizer == "adam"
+        for workers in arguments.workers.split(",")
+        for latency in arguments.latencies.split(",")
+    ]
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
+        rows = list(pool.map(measure, cells))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    below = show(rows, Console(width=140))
+    print(f"{below} of {len(rows)} are more than {MARGIN:g} below training without staleness at the same rate")
+    return 1 if below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
