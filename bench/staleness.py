@@ -4,8 +4,8 @@
 
 Each asynchronous strategy runs with its defaults, and as published (damping 0). Beside them stands what the same number
 of samples gives without any staleness at an equally reduced learning rate: serial training in batches of the same size,
-at the mean rate of the updates of the run with defaults. A strategy degrades and does not collapse if it is not far
-below that anywhere. Rounds take 16 ms without latency, at one sample per 0.25 ms and 64 samples per message.
+whose updates have the rates that the updates of the run with defaults had. A strategy degrades and does not collapse if
+it is not far below that anywhere. Rounds take 16 ms without latency, at one sample per 0.25 ms and 64 samples per message.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import sys
+from bisect import bisect_right
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import offbeat as ob
+from offbeat.core.schedules import Schedule
 from offbeat.records.schema import Notice, Update, of_kind
 
 SECONDS_PER_SAMPLE = 0.00025
@@ -74,10 +76,22 @@ class Outcome:
     accuracy: float | None
     loss: float
     staleness: float
-    rate: float
+    rates: tuple[tuple[int, float], ...]
+    """Samples before each update, and its learning rate."""
     samples_per_update: float
     seconds: float
     notices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recorded(Schedule, name="recorded"):
+    """The learning rates of another run."""
+
+    rates: tuple[tuple[int, float], ...]
+    """samples before each update, and its rate"""
+
+    def __call__(self, samples: int) -> float:
+        return self.rates[max(0, bisect_right(self.rates, (samples, float("inf"))) - 1)][1]
 
 
 def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
@@ -92,7 +106,7 @@ def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
         accuracy=summary.accuracy,
         loss=float("inf") if summary.loss is None else summary.loss,
         staleness=summary.staleness_mean or 0.0,
-        rate=statistics.fmean(update.learning_rate for update in updates),
+        rates=tuple((update.samples_total - update.samples, update.learning_rate) for update in updates),
         samples_per_update=statistics.fmean(update.samples for update in updates),
         seconds=summary.seconds,
         notices=tuple(notice.text for notice in of_kind(run.records, Notice)),
@@ -108,15 +122,21 @@ def measure(cell: Cell) -> dict[str, Any]:
     damped = dataclasses.replace(STRATEGIES[cell.strategy], optimizer=optimizer)
     with_defaults = simulated(cell, damped)
     published = simulated(cell, dataclasses.replace(damped, damping=0.0))
-    slow = dataclasses.replace(optimizer, lr=with_defaults.rate)
+    slow = dataclasses.replace(optimizer, lr=Recorded(with_defaults.rates))
     batch = max(1, round(with_defaults.samples_per_update))
     serial = simulated(cell, ob.Serial(batch=batch, optimizer=slow))
     return {
         **dataclasses.asdict(cell),
-        "default": dataclasses.asdict(with_defaults),
-        "published": dataclasses.asdict(published),
-        "serial": dataclasses.asdict(serial),
+        "default": plain(with_defaults),
+        "published": plain(published),
+        "serial": plain(serial),
     }
+
+
+def plain(outcome: Outcome) -> dict[str, Any]:
+    """For JSON, without the rate of every update."""
+    fields = dataclasses.asdict(outcome)
+    return {**fields, "rates": statistics.fmean(rate for _, rate in outcome.rates)}
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> int:

@@ -71,6 +71,10 @@ class Collect(ABC):
     def ready(self, status: CollectStatus) -> bool:
         """Whether to update now. Called when a message has arrived or a worker was lost."""
 
+    def expected_staleness(self, live: int) -> float:
+        """The mean staleness of gradients of `live` equally fast workers without latency."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class AllWorkers(Collect):
@@ -95,6 +99,9 @@ class Messages(Collect):
 
     def ready(self, status: CollectStatus) -> bool:
         return status.messages >= (self.count or max(1, status.live))
+
+    def expected_staleness(self, live: int) -> float:
+        return max(0, live - 1) / (self.count or max(1, live))
 
 
 @dataclass(frozen=True)
@@ -145,10 +152,10 @@ class HubSettings(ServerStrategy):
     """samples per forward and backward call"""
     staleness_max: int | None = None
     """updates; gradients staler than this are dropped and counted"""
-    damping: float = 0.0
-    """exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none"""
-    staleness_free: int = 0
-    """updates of staleness that are not damped"""
+    damping: float = 1.0
+    """exponent p of the factor ((1+free)/(1+staleness))^p on the rate of stale gradients; 0: no factor, as published"""
+    staleness_free: int | None = None
+    """updates of staleness that are not damped; none: 1, or 0 with momentum"""
     in_flight_max: int = 2
     """messages a worker may have on the way before it waits for its link"""
     nonfinite_max: int = 5
@@ -162,7 +169,7 @@ class HubSettings(ServerStrategy):
         check_types(self)
         require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
         require_positive(self, "checkpoint_interval_seconds")
-        require_not_negative(self, "staleness_max", "damping")
+        require_not_negative(self, "staleness_max", "damping", "staleness_free")
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from offbeat.core.optimizers import Stepper
 from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Notice, Reason
 from offbeat.strategies.divergence import DivergenceWatch
+from offbeat.strategies.hub.damping import free_staleness, gradient_weight
 from offbeat.strategies.hub.hub_parts import CollectStatus, Every, HubSettings, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
@@ -237,10 +238,15 @@ class HubServer(ServerNode):
         if self._config.waits:
             self._idle.add(rank)
         if message.finite:
-            weight = min(1.0, (1.0 + self._config.staleness_free) / (1.0 + staleness)) ** self._config.damping
-            self._collected.add(rank, event, message, staleness, weight)
+            self._collected.add(rank, event, message, staleness, self._weight(message, staleness))
         else:
             self._collected.count(rank, Effort(message.samples, message.seconds))
+
+    def _weight(self, message: Gradient, staleness: int) -> float:
+        config = self._config
+        free = free_staleness(config.optimizer) if config.staleness_free is None else config.staleness_free
+        expected = config.collect.expected_staleness(len(self._live))
+        return gradient_weight(config.damping, free, staleness, expected, is_initial=message.version == 0)
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
         status = CollectStatus(len(self._live), len(self._reported), self._collected.messages)

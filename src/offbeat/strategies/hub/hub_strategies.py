@@ -92,10 +92,10 @@ class AsynchronousHubStrategy(HubStrategy):
 
     staleness_max: int | None = None
     """updates; gradients staler than this are dropped and counted"""
-    damping: float = 0.0
-    """exponent p of the weight 1/(1+staleness)^p of a stale gradient; 0: none"""
-    staleness_free: int = 0
-    """updates of staleness that are not damped"""
+    damping: float = 1.0
+    """exponent p of the factor ((1+free)/(1+staleness))^p on the rate of stale gradients; 0: no factor, as published"""
+    staleness_free: int | None = None
+    """updates of staleness that are not damped; none: 1, or 0 with momentum"""
     in_flight_max: int = 2
     """messages a worker may have on the way before it waits for its link"""
 

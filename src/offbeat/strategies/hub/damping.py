@@ -1,0 +1,39 @@
+"""How much a stale gradient counts: the delay-adaptive learning rate of asynchronous hub strategies.
+
+With delays of τ updates, gradient descent is stable only at rates of about 1/τ of those without delay. So a gradient of
+staleness τ has the weight
+
+    v = min(1, (1 + free) / (1 + τ))^damping
+
+and the update is made at the rate lr · Σ v·samples / Σ samples. `free` is the staleness that does no harm: 1, but 0 for
+momentum, which keeps a gradient for many updates. Two things are known before any delay has been measured:
+
+- With w workers and K messages per update, the staleness will be about (w − 1)/K even without latency.
+- Gradients at the initial parameters all point the same way, however many arrive before the first answer of the hub has
+  reached a worker. Their weight is squared, so that their sum stays bounded.
+
+Delay-adaptive rates: K. Mishchenko et al., 2022, arXiv:2206.07638; A. Koloskova et al., 2022, arXiv:2206.08307.
+"""
+
+from __future__ import annotations
+
+from offbeat.core.optimizers import Optimizer
+
+
+def free_staleness(optimizer: Optimizer | None) -> int:
+    """The staleness, in updates, that does not reduce the rate of this optimizer."""
+    return 0 if getattr(optimizer, "momentum", 0.0) else 1
+
+
+def gradient_weight(damping: float, free: int, staleness: int, expected: float, is_initial: bool) -> float:
+    """The weight of a gradient, above 0 and at most 1.
+
+    damping: the exponent; 0: all gradients have weight 1.
+    free: the staleness that is not damped, in updates.
+    staleness: that of the gradient.
+    expected: the staleness that follows from the number of workers.
+    is_initial: whether the gradient is of the initial parameters.
+    """
+    measured = min(1.0, (1.0 + free) / (1.0 + staleness))
+    structural = min(1.0, (1.0 + free) / (1.0 + expected))
+    return float(min(measured * measured if is_initial else measured, structural) ** damping)
