@@ -106,3 +106,19 @@ def test_the_outputs_of_all_cnn_are_an_eighth_of_a_mean() -> None:
     module = AllCNN(0.1).build(CIFAR).eval()
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(module(images), module[:-3](images).mean((2, 3)) / 8)
+
+
+def test_all_cnn_without_running_statistics_normalises_by_the_batch_in_evaluation_too() -> None:
+    module = AllCNN(0.1, track_running_stats=False).build(CIFAR)
+    assert not list(module.buffers())
+    images = torch.randn(4, 3, 32, 32)
+    in_training = module.train()(images)
+    torch.testing.assert_close(module.eval()(images), in_training)
+    assert not torch.allclose(module(images[:2]), in_training[:2], atol=1e-3)  # other examples of the batch matter
+    tracked = AllCNN(0.1).build(CIFAR).eval()
+    torch.testing.assert_close(tracked(images)[:2], tracked(images[:2]))
+
+
+def test_batch_norm_without_running_statistics_is_chosen_in_a_file() -> None:
+    plain = {"name": "all-cnn", "width": 0.125, "track_running_stats": False}
+    assert from_plain(Model, plain, "model") == AllCNN(0.125, track_running_stats=False)

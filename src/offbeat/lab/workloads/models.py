@@ -182,6 +182,9 @@ class AllCNN(Model, name="all-cnn"):
     narrowest = 96
     usual = "cifar10"
 
+    track_running_stats: bool = True
+    """keep running statistics of batch norm; false: normalise by the batch in evaluation too, as APAM's code"""
+
     def build(self, shape: ImageShape) -> nn.Module:
         self._require_size(shape, 9)
         widths = [shape.channels, *[self.units(96)] * 3, *[self.units(192)] * 5, shape.classes]
@@ -189,7 +192,8 @@ class AllCNN(Model, name="all-cnn"):
         layers: list[nn.Module] = []
         for (before, after), stride, padding in zip(itertools.pairwise(widths), strides, paddings, strict=True):
             convolution = nn.Conv2d(before, after, 3, stride=stride, padding=padding, bias=False)
-            layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+            norm = nn.BatchNorm2d(after, track_running_stats=self.track_running_stats)
+            layers += [convolution, norm, nn.ReLU()]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), _Scaled(0.125))
 
 
