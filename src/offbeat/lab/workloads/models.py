@@ -1,7 +1,7 @@
 """Models for images, by name: plain convolutional networks and residual networks.
 
-`Model` is the configuration; `Model.build` makes the torch module for images of a given shape. `linear_layers` and
-`small_cnn` are also for other workloads.
+`Model` is the configuration; `Model.build` makes the torch module for images of a given shape. `linear_layers`,
+`pooled_convolution` and `small_cnn` are also for other workloads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def linear_layers(*widths: int) -> list[nn.Module]:
 def small_cnn(side: int, width: int, classes: int) -> nn.Module:
     """Two convolutions of `width` and twice as many channels, for images of one channel and `side` × `side` pixels."""
     return nn.Sequential(
-        *_pooled_convolution(1, width, 3, padding=1),
+        *pooled_convolution(1, width, 3, padding=1),
         nn.Conv2d(width, 2 * width, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
@@ -38,8 +38,11 @@ def small_cnn(side: int, width: int, classes: int) -> nn.Module:
     )
 
 
-def _pooled_convolution(before: int, after: int, kernel: int, padding: int = 0) -> list[nn.Module]:
-    return [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
+def pooled_convolution(
+    before: int, after: int, kernel: int, padding: int = 0, *, ceil_mode: bool = False
+) -> list[nn.Module]:
+    """A convolution, ReLU and pooling of 2×2, where `ceil_mode` rounds odd sides up, as TensorFlow's SAME pooling."""
+    return [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=ceil_mode)]
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ class MnistCNN(Model, name="mnist-cnn"):
         self._require_size(shape, 4)
         first, second, hidden = self.units(32), self.units(64), self.units(1024)
         return nn.Sequential(
-            *_pooled_convolution(shape.channels, first, 5, padding=2),
-            *_pooled_convolution(first, second, 5, padding=2),
+            *pooled_convolution(shape.channels, first, 5, padding=2),
+            *pooled_convolution(first, second, 5, padding=2),
             nn.Flatten(),
             *linear_layers(second * (shape.height // 4) * (shape.width // 4), hidden, shape.classes),
         )
@@ -130,8 +133,8 @@ class LeNet5(Model, name="lenet5"):
         first, second, third, fourth = (self.units(count) for count in (6, 16, 120, 84))
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (shape.height, shape.width))
         return nn.Sequential(
-            *_pooled_convolution(shape.channels, first, 5),
-            *_pooled_convolution(first, second, 5),
+            *pooled_convolution(shape.channels, first, 5),
+            *pooled_convolution(first, second, 5),
             nn.Flatten(),
             *linear_layers(second * rows * columns, third, fourth, shape.classes),
         )
