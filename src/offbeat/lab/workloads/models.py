@@ -238,6 +238,7 @@ class _WideResNet(Model):
     factor: ClassVar[int]
 
     def build(self, shape: ImageShape) -> nn.Module:
+        """The module with torch's own initialization."""
         self._require_size(shape, 4)
         before = self.units(16)
         layers: list[nn.Module] = [_convolution(shape.channels, before, 1)]
@@ -259,9 +260,21 @@ class WideResNet28x5(_WideResNet, name="wrn-28-5"):
 
 @dataclass(frozen=True)
 class WideResNet28x2(_WideResNet, name="wrn-28-2"):
-    """28 layers, twice as wide as usual: 1,595,320 parameters on ImageNet32."""
+    """28 layers, twice as wide as usual: 1,595,320 parameters on ImageNet32.
+
+    Convolutions begin with He's values (normal, by the number of outputs), and batch norm has an eps of 1e-4.
+    """
 
     factor = 2
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        module = super().build(shape)
+        for part in module.modules():
+            if isinstance(part, nn.Conv2d):
+                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(part, nn.BatchNorm2d):
+                part.eps = 1e-4
+        return module
 
 
 class _Block(nn.Module):
