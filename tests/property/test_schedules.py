@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.core.configuration import from_plain, to_plain
-from offbeat.core.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp, rate_at
+from offbeat.core.schedules import Constant, Cosine, Exponential, Linear, Milestones, Schedule, WarmUp, rate_at
 from offbeat.errors import ConfigurationError
 
 rates = st.floats(0.0, 10.0)
@@ -22,6 +23,7 @@ rising = st.lists(st.integers(1, 10**9), unique=True, max_size=6).map(lambda num
 simple = st.one_of(
     st.builds(Constant, rates),
     st.builds(Linear, rates, rates, counts),
+    st.builds(Cosine, rates, counts, rates),
     st.builds(Exponential, rates, factors, counts, st.booleans()),
     st.builds(Milestones, rates, rising, factors),
 )
@@ -55,6 +57,37 @@ def test_a_line_stays_between_its_ends_and_reaches_them(start: float, end: float
     assert low * (1 - 1e-12) <= line(samples) <= high * (1 + 1e-12)
     assert line(0) == start
     assert line(length + samples) == end
+
+
+@given(rates, rates, counts, samples_so_far)
+def test_a_cosine_stays_between_its_ends_and_reaches_them(start: float, end: float, length: int, samples: int) -> None:
+    cosine = Cosine(start, length, end)
+    low, high = min(start, end), max(start, end)
+    assert low * (1 - 1e-12) <= cosine(samples) <= high * (1 + 1e-12)
+    assert cosine(0) == start
+    assert cosine(length + samples) == end
+
+
+@pytest.mark.parametrize("end", [0.0, 0.02])
+def test_a_cosine_is_that_of_torch_with_samples_for_steps(end: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=end)
+    expected = []
+    for _ in range(51):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    cosine = Cosine(0.1, samples=50 * 64, end=end)
+    assert [cosine(64 * step) for step in range(51)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_cosine_continues_under_a_warm_up_where_the_samples_are() -> None:
+    warm = WarmUp(Cosine(0.1, samples=1000), samples=100, start_scale=0.0)
+    assert [warm(n) for n in (0, 100, 500, 1000)] == pytest.approx([0.0, Cosine(0.1, 1000)(100), 0.05, 0.0])
+
+
+def test_a_cosine_is_written_as_one_word() -> None:
+    assert from_plain(Schedule, "cosine:0.1:60000", "lr") == Cosine(0.1, 60_000)
 
 
 @given(rates, factors, counts, st.integers(0, 20))
@@ -111,6 +144,8 @@ def test_a_warm_up_may_start_at_zero() -> None:
         (lambda: Constant(math.nan), "Constant.value must be 0 or more"),
         (lambda: Linear(0.1, -0.1, 10), "Linear.end must be 0 or more"),
         (lambda: Linear(0.1, 0.0, 0), "Linear.samples must be greater than 0"),
+        (lambda: Cosine(0.1, 0), "Cosine.samples must be greater than 0"),
+        (lambda: Cosine(0.1, 10, -0.1), "Cosine.end must be 0 or more"),
         (lambda: Exponential(0.1, 1.5, 10), "Exponential.factor must be at most 1"),
         (lambda: Milestones(0.1, (20, 10)), "Milestones.at must be numbers of samples in rising order"),
         (lambda: WarmUp(-0.1, 10), "WarmUp.after must be 0 or more"),

@@ -19,7 +19,7 @@ OPTIMIZERS = {
         ob.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     ),
-    "rmsprop": (ob.RMSprop(lr=1e-3), lambda p: torch.optim.RMSprop(p, lr=1e-3)),
+    "rmsprop": (ob.RMSprop(lr=1e-3), lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9)),
     "adam": (ob.Adam(lr=3e-3), lambda p: torch.optim.Adam(p, lr=3e-3)),
     "adamw": (ob.AdamW(lr=3e-3, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1)),
     "any callable": (

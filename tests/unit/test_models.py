@@ -106,3 +106,32 @@ def test_the_outputs_of_all_cnn_are_an_eighth_of_a_mean() -> None:
     module = AllCNN(0.1).build(CIFAR).eval()
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(module(images), module[:-3](images).mean((2, 3)) / 8)
+
+
+def test_wrn_28_2_has_the_initial_values_of_he_and_a_larger_eps() -> None:
+    torch.manual_seed(0)
+    module = WideResNet28x2().build(IMAGENET)
+    for part in module.modules():
+        if isinstance(part, torch.nn.Conv2d):
+            outputs = part.out_channels * part.kernel_size[0] * part.kernel_size[1]
+            weight = part.weight.detach() / (2 / outputs) ** 0.5
+            assert float(weight.std()) == pytest.approx(1.0, abs=0.1)
+            assert float(weight.abs().max()) > 2  # normal, not uniform
+        if isinstance(part, torch.nn.BatchNorm2d):
+            assert part.eps == 1e-4
+
+
+def test_all_cnn_without_running_statistics_normalises_by_the_batch_in_evaluation_too() -> None:
+    module = AllCNN(0.1, track_running_stats=False).build(CIFAR)
+    assert not list(module.buffers())
+    images = torch.randn(4, 3, 32, 32)
+    in_training = module.train()(images)
+    torch.testing.assert_close(module.eval()(images), in_training)
+    assert not torch.allclose(module(images[:2]), in_training[:2], atol=1e-3)  # other examples of the batch matter
+    tracked = AllCNN(0.1).build(CIFAR).eval()
+    torch.testing.assert_close(tracked(images)[:2], tracked(images[:2]))
+
+
+def test_batch_norm_without_running_statistics_is_chosen_in_a_file() -> None:
+    plain = {"name": "all-cnn", "width": 0.125, "track_running_stats": False}
+    assert from_plain(Model, plain, "model") == AllCNN(0.125, track_running_stats=False)

@@ -77,8 +77,8 @@ def stepped(optimizer: Optimizer, steps: int) -> Tensor:
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
         ),
         (
-            RMSprop(0.01, alpha=0.9, momentum=0.5, weight_decay=1e-2),
-            lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, momentum=0.5, weight_decay=1e-2),
+            RMSprop(0.01, alpha=0.95, momentum=0.5, weight_decay=1e-2),
+            lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.95, momentum=0.5, weight_decay=1e-2),
         ),
         (
             Adam(0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=1e-2),

@@ -202,7 +202,7 @@ def test_a_target_is_reached_from_the_right_side() -> None:
         DigitsLogistic(),
         TwoGaussians(),
         pytest.param(ToyDeep(), marks=pytest.mark.slow),
-        ToyConvolutional(),
+        pytest.param(ToyConvolutional(), marks=pytest.mark.slow),
     ],
 )
 def test_plain_adam_reaches_the_target_within_the_default_samples(named: NamedWorkload) -> None:
@@ -225,8 +225,11 @@ def test_the_default_sgd_reaches_the_target_within_the_default_samples(named: Na
     assert workload.target.reached(*workload.evaluate(model)[:2])
 
 
-@pytest.mark.parametrize(("named", "count"), [(Digits(), 4810), (DigitsCNN(), 9930), (DigitsLogistic(), 650)])
-def test_digits_models_have_as_many_parameters_as_documented(named: NamedWorkload, count: int) -> None:
+@pytest.mark.parametrize(
+    ("named", "count"),
+    [(Digits(), 4810), (DigitsCNN(), 9930), (DigitsLogistic(), 650), (ToyConvolutional(), 57_866)],
+)
+def test_small_models_have_as_many_parameters_as_documented(named: NamedWorkload, count: int) -> None:
     model = named.build().initial_model(0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 

@@ -9,6 +9,6 @@
 """
 
 from offbeat.core.optimizers import large_batch
-from offbeat.core.schedules import Constant, Exponential, Linear, Milestones, Schedule, WarmUp
+from offbeat.core.schedules import Constant, Cosine, Exponential, Linear, Milestones, Schedule, WarmUp
 
-__all__ = ["Constant", "Exponential", "Linear", "Milestones", "Schedule", "WarmUp", "large_batch"]
+__all__ = ["Constant", "Cosine", "Exponential", "Linear", "Milestones", "Schedule", "WarmUp", "large_batch"]

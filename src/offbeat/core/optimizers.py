@@ -101,14 +101,17 @@ class SGD(BuiltIn, name="sgd"):
 
 @dataclass(frozen=True)
 class RMSprop(BuiltIn, name="rmsprop"):
-    """Gradients divided by a running root mean square of themselves."""
+    """Gradients divided by a running root mean square of themselves.
+
+    Its decay is TensorFlow's default, with which anytime mini-batch was published; torch's default is 0.99.
+    """
 
     torch_class = torch.optim.RMSprop
     # torch's default is foreach on a GPU only, which on a CPU takes 1.35 times as long.
     has_fused_kernels = False
 
-    alpha: float = 0.99
-    """smoothing factor of the running mean square, from 0 to below 1"""
+    alpha: float = 0.9
+    """smoothing factor of the running mean square, from 0 to below 1; torch's default is 0.99"""
     eps: float = 1e-8
     """added to the divisor"""
     momentum: float = 0.0

@@ -6,6 +6,7 @@ Wherever a schedule is expected, a number is accepted too.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,6 +62,27 @@ class Linear(Schedule, name="linear"):
     def __call__(self, samples: int) -> float:
         done = min(1.0, samples / self.samples)
         return self.start * (1.0 - done) + self.end * done
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule, name="cosine"):
+    """Half a period of the cosine from `start` to `end`, then constant: slow at both ends, without restarts."""
+
+    start: float
+    """learning rate at the start"""
+    samples: int
+    """samples from the start to the end"""
+    end: float = 0.0
+    """learning rate at the end"""
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "start", "end")
+        require_positive(self, "samples")
+
+    def __call__(self, samples: int) -> float:
+        done = min(1.0, samples / self.samples)
+        left = (1.0 + math.cos(math.pi * done)) / 2.0
+        return self.start * left + self.end * (1.0 - left)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Models for images, by name: plain convolutional networks and residual networks.
 
-`Model` is the configuration; `Model.build` makes the torch module for images of a given shape. `linear_layers` and
-`small_cnn` are also for other workloads.
+`Model` is the configuration; `Model.build` makes the torch module for images of a given shape. `linear_layers`,
+`pooled_convolution` and `small_cnn` are also for other workloads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def linear_layers(*widths: int) -> list[nn.Module]:
 def small_cnn(side: int, width: int, classes: int) -> nn.Module:
     """Two convolutions of `width` and twice as many channels, for images of one channel and `side` × `side` pixels."""
     return nn.Sequential(
-        *_pooled_convolution(1, width, 3, padding=1),
+        *pooled_convolution(1, width, 3, padding=1),
         nn.Conv2d(width, 2 * width, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
@@ -38,8 +38,11 @@ def small_cnn(side: int, width: int, classes: int) -> nn.Module:
     )
 
 
-def _pooled_convolution(before: int, after: int, kernel: int, padding: int = 0) -> list[nn.Module]:
-    return [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
+def pooled_convolution(
+    before: int, after: int, kernel: int, padding: int = 0, *, ceil_mode: bool = False
+) -> list[nn.Module]:
+    """A convolution, ReLU and pooling of 2×2, where `ceil_mode` rounds odd sides up, as TensorFlow's SAME pooling."""
+    return [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=ceil_mode)]
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ class MnistCNN(Model, name="mnist-cnn"):
         self._require_size(shape, 4)
         first, second, hidden = self.units(32), self.units(64), self.units(1024)
         return nn.Sequential(
-            *_pooled_convolution(shape.channels, first, 5, padding=2),
-            *_pooled_convolution(first, second, 5, padding=2),
+            *pooled_convolution(shape.channels, first, 5, padding=2),
+            *pooled_convolution(first, second, 5, padding=2),
             nn.Flatten(),
             *linear_layers(second * (shape.height // 4) * (shape.width // 4), hidden, shape.classes),
         )
@@ -130,8 +133,8 @@ class LeNet5(Model, name="lenet5"):
         first, second, third, fourth = (self.units(count) for count in (6, 16, 120, 84))
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (shape.height, shape.width))
         return nn.Sequential(
-            *_pooled_convolution(shape.channels, first, 5),
-            *_pooled_convolution(first, second, 5),
+            *pooled_convolution(shape.channels, first, 5),
+            *pooled_convolution(first, second, 5),
             nn.Flatten(),
             *linear_layers(second * rows * columns, third, fourth, shape.classes),
         )
@@ -182,6 +185,9 @@ class AllCNN(Model, name="all-cnn"):
     narrowest = 96
     usual = "cifar10"
 
+    track_running_stats: bool = True
+    """keep running statistics of batch norm; false: normalise by the batch in evaluation too, as APAM's code"""
+
     def build(self, shape: ImageShape) -> nn.Module:
         self._require_size(shape, 9)
         widths = [shape.channels, *[self.units(96)] * 3, *[self.units(192)] * 5, shape.classes]
@@ -189,7 +195,8 @@ class AllCNN(Model, name="all-cnn"):
         layers: list[nn.Module] = []
         for (before, after), stride, padding in zip(itertools.pairwise(widths), strides, paddings, strict=True):
             convolution = nn.Conv2d(before, after, 3, stride=stride, padding=padding, bias=False)
-            layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+            norm = nn.BatchNorm2d(after, track_running_stats=self.track_running_stats)
+            layers += [convolution, norm, nn.ReLU()]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), _Scaled(0.125))
 
 
@@ -231,6 +238,7 @@ class _WideResNet(Model):
     factor: ClassVar[int]
 
     def build(self, shape: ImageShape) -> nn.Module:
+        """The module with torch's own initialization."""
         self._require_size(shape, 4)
         before = self.units(16)
         layers: list[nn.Module] = [_convolution(shape.channels, before, 1)]
@@ -252,9 +260,21 @@ class WideResNet28x5(_WideResNet, name="wrn-28-5"):
 
 @dataclass(frozen=True)
 class WideResNet28x2(_WideResNet, name="wrn-28-2"):
-    """28 layers, twice as wide as usual: 1,595,320 parameters on ImageNet32."""
+    """28 layers, twice as wide as usual: 1,595,320 parameters on ImageNet32.
+
+    Convolutions begin with He's values (normal, by the number of outputs), and batch norm has an eps of 1e-4.
+    """
 
     factor = 2
+
+    def build(self, shape: ImageShape) -> nn.Module:
+        module = super().build(shape)
+        for part in module.modules():
+            if isinstance(part, nn.Conv2d):
+                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(part, nn.BatchNorm2d):
+                part.eps = 1e-4
+        return module
 
 
 class _Block(nn.Module):
