@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -211,6 +211,30 @@ def _per_step(runs: Sequence[StudyRun], epoch: int | None) -> Values:
     return [run.summary.seconds / run.summary.updates if run.summary.updates else None for run in runs]
 
 
+def _per_second(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+    return [run.summary.samples / run.summary.seconds if run.summary.seconds else None for run in runs]
+
+
+def _last5(metric: Literal["accuracy", "loss"]) -> Callable[[Sequence[StudyRun], int | None], Values]:
+    """The mean of the last 5% of the evaluations, at least of one."""
+
+    def of(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+        ends = [curves.evaluation_curve(run.records, metric).values for run in runs]
+        return [float(np.mean(values[-max(1, len(values) // 20) :])) if len(values) else None for values in ends]
+
+    return of
+
+
+def _updates_to_target(runs: Sequence[StudyRun], epoch: int | None) -> Values:
+    """Samples to target ÷ samples per update."""
+    return [
+        run.summary.samples_to_target / run.summary.samples_per_update
+        if run.summary.samples_to_target and run.summary.samples_per_update
+        else None
+        for run in runs
+    ]
+
+
 def _training_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
     ends = [curves.training_loss_curve(run.records).values for run in runs]
     return [float(values[-1]) if len(values) else None for values in ends]
@@ -236,6 +260,10 @@ def common_training_loss(runs: Sequence[StudyRun]) -> float:
 
 QUANTITIES: dict[str, Quantity] = {
     "seconds_to_target": _summary("time to target (s)", "seconds_to_target"),
+    "samples_per_second": Quantity("samples per second", _per_second),
+    "accuracy_last5": Quantity("accuracy, mean of the last 5% of evaluations", _last5("accuracy"), 3),
+    "loss_last5": Quantity("loss, mean of the last 5% of evaluations", _last5("loss"), 3),
+    "updates_to_target": Quantity("updates to target", _updates_to_target),
     "samples_to_target": _summary("samples to target", "samples_to_target"),
     "bytes_to_target": _summary("bytes to target (B)", "bytes_to_target", in_bytes=True),
     "seconds_to_common_loss": Quantity("time to a training loss that all reach (s)", _seconds_to_common_loss),

@@ -60,6 +60,14 @@ class RunSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     case: str = ""
 
 
+class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The cause of a result, and the same quantity in runs where that cause is switched off."""
+
+    text: str
+    of: RunSelection | None = None
+    over: RunSelection | None = None
+
+
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A sentence that compares the quantity of `of`, or its ratio to that of `over`, with a published value."""
 
@@ -74,6 +82,13 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     high: float | None = None
     """The published value as a range, if the numbers are comparable."""
     better: Literal["higher", "lower"] = "higher"
+    short: str = ""
+    """The claim in a few words, for the first table of the results page."""
+    published_short: str = ""
+    """The published number, or "no number"."""
+    cause: Cause | None = None
+    tried: str = ""
+    """What was tried where the cause of a difference is unknown."""
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,6 +116,10 @@ class StudyDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     figures: list[StudyFigure]
     claims: list[Claim]
     timing: Timing | None = None
+    tuning_seeds: list[int] = []
+    """Seeds that settings were chosen on; they are not reported."""
+    tuning: str = ""
+    """What was chosen on them."""
 
 
 @dataclass(frozen=True)
