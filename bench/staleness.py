@@ -1,11 +1,12 @@
 """What staleness costs: accuracy against link latency and the number of workers, in virtual time.
 
-    python bench/staleness.py --workload digits --out staleness.json
+    python bench/staleness.py --workload digits --out digits.json
+    python bench/staleness.py --draw digits.json mnist.json quadratic.json --figure staleness.svg
 
 Each asynchronous strategy runs with its defaults, and as published (damping 0). Beside them stands what the same number
 of samples gives without any staleness at an equally reduced learning rate: serial training in batches of the same size,
 whose updates have the rates that the updates of the run with defaults had. A strategy degrades and does not collapse if
-it is not far below that anywhere. Rounds take 16 ms without latency, at one sample per 0.25 ms and 64 samples per message.
+it is not far below that anywhere. Rounds take 16 ms without latency: 64 samples per message at 0.25 ms each.
 """
 
 from __future__ import annotations
@@ -169,6 +170,51 @@ def show(rows: list[dict[str, Any]], console: Console) -> int:
     return below
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """One panel for each workload, strategy and optimizer: accuracy or loss against latency, a colour for each size."""
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((row["workload"], row["strategy"], row["optimizer"]) for row in rows))
+    columns = min(4, len(panels))
+    figure, axes = plt.subplots(
+        -(-len(panels) // columns), columns, figsize=(3.4 * columns, 2.7 * -(-len(panels) // columns)), squeeze=False
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        of_panel = [row for row in rows if (row["workload"], row["strategy"], row["optimizer"]) == panel]
+        metric = "loss" if of_panel[0]["default"]["accuracy"] is None else "accuracy"
+        for number, workers in enumerate(dict.fromkeys(row["workers"] for row in of_panel)):
+            chosen = [row for row in of_panel if row["workers"] == workers]
+            latencies = [row["latency"] for row in chosen]
+            for kind, dashes in (("default", "-"), ("published", ":"), ("serial", "--")):
+                label = f"{workers} workers" if kind == "default" else None
+                axis.plot(latencies, [row[kind][metric] for row in chosen], dashes, color=f"C{number}", label=label)
+        axis.set(title=" ".join(panel), xlabel="latency (s)", ylabel=metric)
+        axis.set_xscale("symlog", linthresh=0.05)
+        axis.set_yscale("log" if metric == "loss" else "linear")
+        axis.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/staleness.md."""
+    lines = [
+        "| workload | strategy | optimizer | workers | latency (s) | staleness | published | default | not stale |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        metric = "loss" if row["default"]["accuracy"] is None else "accuracy"
+        values = [
+            f"{row[kind][metric]:.3f}" if metric == "accuracy" else f"{row[kind][metric]:.3g}"
+            for kind in ("published", "default", "serial")
+        ]
+        names = [row["workload"], row["strategy"], row["optimizer"], row["workers"], f"{row['latency']:g}"]
+        lines.append("| " + " | ".join(map(str, [*names, f"{row['default']['staleness']:.1f}", *values])) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
@@ -179,7 +225,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many runs at a time")
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
+    parser.add_argument("--draw", type=Path, nargs="+", help="files of earlier sweeps to draw, instead of a new sweep")
+    parser.add_argument("--figure", type=Path, default=Path("staleness.svg"), help="where --draw writes its figure")
     arguments = parser.parse_args()
+    if arguments.draw:
+        rows = [row for path in arguments.draw for row in json.loads(path.read_text(encoding="utf-8"))]
+        draw(rows, arguments.figure)
+        print(as_markdown(rows))
+        return 0
     cells = [
         Cell(arguments.workload, strategy, optimizer, int(workers), float(latency), arguments.seed)
         for strategy in arguments.strategies.split(",")

@@ -44,12 +44,12 @@ SIMULATE = """
     --factors --faults --fragments --grace --graph --hidden --hub-seconds --in-flight-max --initial --inner --json --k
     --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model
     --momentum --no-acid --no-augment --no-report --noise --nonfinite-max --optimizer --optimizer.alpha
-    --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d --optimizer.eps --optimizer.lr
-    --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay
-    --out --outer --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates
-    --recalibrate --samples-max --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed
-    --seeds --send --silence-seconds --sources --speed-trace --split --staleness-free --staleness-max --straggle --target --test-examples
-    --until --width --worker-seconds --workers
+    --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d --optimizer.eps --optimizer.lr --optimizer.momentum
+    --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --outer
+    --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates --recalibrate
+    --samples-max --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed
+    --seeds --send --silence-seconds --sources --speed-trace --split --staleness-free --staleness-max --straggle
+    --target --test-examples --until --width --worker-seconds --workers
 """
 COMPARE = """
     --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
@@ -66,7 +66,8 @@ PROCESSES = """
 """
 TRAIN = " ".join(sorted(set(SIMULATE.split() + PROCESSES.split()) - set(SIMULATED_ONLY.split())))
 OF_WORKLOADS = """
-    --augment --condition --dimension --examples --hidden --model --no-augment --noise --recalibrate --split --test-examples --width
+    --augment --condition --dimension --examples --hidden --model --no-augment --noise --recalibrate --split
+    --test-examples --width
 """
 OF_CALIBRATION = "--json --microbatch --out --overwrite --quiet --seconds --straggle --workers"
 CALIBRATE = " ".join(

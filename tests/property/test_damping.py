@@ -1,0 +1,52 @@
+"""Properties of the weights of stale gradients."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offbeat as ob
+from offbeat.strategies.hub.damping import free_staleness, gradient_weight
+from offbeat.strategies.hub.hub_parts import AllWorkers, Messages
+
+STALENESS = st.integers(0, 10_000)
+
+
+@given(
+    damping=st.floats(0, 3),
+    free=st.integers(0, 10),
+    staleness=STALENESS,
+    expected=st.floats(0, 100),
+    is_initial=st.booleans(),
+)
+def test_a_weight_is_positive_at_most_one_and_falls_with_staleness(
+    damping: float, free: int, staleness: int, expected: float, is_initial: bool
+) -> None:
+    fresher = gradient_weight(damping, free, staleness, expected, is_initial)
+    staler = gradient_weight(damping, free, staleness + 1, expected, is_initial)
+    assert 0 < staler <= fresher <= 1
+
+
+@given(staleness=STALENESS, expected=st.floats(0, 100), is_initial=st.booleans())
+def test_damping_0_is_the_published_behaviour(staleness: int, expected: float, is_initial: bool) -> None:
+    assert gradient_weight(0.0, 1, staleness, expected, is_initial) == 1.0
+
+
+@given(free=st.integers(0, 3), staleness=STALENESS)
+def test_rates_fall_as_one_over_the_staleness(free: int, staleness: int) -> None:
+    weight = gradient_weight(1.0, free, staleness, 0.0, is_initial=False)
+    assert weight == min(1.0, (1 + free) / (1 + staleness))
+
+
+@given(arrivals=st.integers(1, 500), free=st.integers(0, 1))
+def test_gradients_at_the_initial_parameters_make_few_whole_steps_however_many_arrive(arrivals: int, free: int) -> None:
+    total = sum(gradient_weight(1.0, free, staleness, 0.0, is_initial=True) for staleness in range(arrivals))
+    assert total < 4
+
+
+def test_what_is_known_before_a_delay_was_measured() -> None:
+    assert Messages(1).expected_staleness(64) == 63
+    assert Messages(None).expected_staleness(64) < 1
+    assert AllWorkers().expected_staleness(64) == 0
+    assert gradient_weight(1.0, 1, 0, 63, is_initial=False) == 2 / 64
+    assert (free_staleness(ob.Adam()), free_staleness(ob.SGD()), free_staleness(ob.SGD(momentum=0.9))) == (1, 1, 0)
