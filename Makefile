@@ -45,6 +45,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/prediction.py
 	$(BIN)/python bench/acid.py
+	$(BIN)/python bench/second_moments.py
 	$(BIN)/python bench/bytes.py
 	$(BIN)/python bench/goodput.py
 	$(BIN)/python bench/compression.py

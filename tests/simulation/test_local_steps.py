@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from scenes import Scene, play
 from torch import Tensor
 
 import offbeat as ob
+from offbeat.core.examples import Order
 from offbeat.core.wire_size import HEAD_BYTES
+from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
 from offbeat.records.schema import Dropped, Membership, Round, Traffic, Update
 from offbeat.strategies.local_steps_worker import LocalStepsWorker
 
@@ -92,6 +95,62 @@ def test_with_a_delay_no_worker_waits_for_the_network_and_without_one_all_wait()
 
     assert idle_seconds(delay=8) == pytest.approx(0.0, abs=1e-9)
     assert idle_seconds(delay=0) > 0.1 * 10
+
+
+# Different initial parameters
+
+
+def offsets(scene: Scene) -> list[Tensor]:
+    nodes = [cast(LocalStepsWorker, process.node) for process in scene.simulation.processes[1:]]
+    return [torch.zeros(650) if node._offset is None else node._offset for node in nodes]
+
+
+def shuffled(send: ob.parts.Content, every: int = 1, delay: int = 0) -> ob.DelayedExchange:
+    optimizer, initial = ob.SGD(lr=0.1), ob.parts.Shuffled()
+    return ob.DelayedExchange(every=every, delay=delay, batch=32, send=send, initial=initial, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("send", [ob.parts.Gradients(), ob.parts.Differences()])
+def test_replicas_that_begin_apart_share_the_displacement_by_their_mean_gradient(send: ob.parts.Content) -> None:
+    workload = digits()
+    scene = play(shuffled(send), workload, cluster=UNEVEN, until=UNTIL)
+    computer = GradientComputer(workload, seed=0)
+    orders = [Order(np.arange(len(workload.train)), 0, rank) for rank in (1, 2, 3)]
+    reference = computer.flat.parameters.clone()
+    for first in range(0, 25 * 32, 32):
+        total = torch.zeros_like(reference)
+        for rank, (order, offset) in enumerate(zip(orders, offsets(scene), strict=True), start=1):
+            request = GradientRequest(order, first, 32, 32, (0, rank))
+            total += computer.gradient(reference + offset, (), request).gradient
+        reference -= 0.1 * total / (3 * 32)
+    torch.testing.assert_close(final(scene), reference, rtol=1e-4, atol=1e-6)
+
+
+def test_what_replicas_differ_by_at_the_start_stays_and_the_result_is_that_of_the_first_worker() -> None:
+    scene = play(shuffled(ob.parts.Differences(), every=3, delay=2), digits(), cluster=SLOW_LINK, until=UNTIL)
+    first, second, third = offsets(scene)
+    assert not first.any()
+    assert len({float(offset.abs().sum()) for offset in (first, second, third)}) == 3
+    model = torch.cat([parameter.detach().flatten() for parameter in digits().initial_model(0).parameters()])
+    torch.testing.assert_close((model + second).sort().values, model.sort().values)
+    nodes = [cast(LocalStepsWorker, process.node) for process in scene.simulation.processes[1:]]
+    applied = [node._fragments[0] for node in nodes]
+    assert [fragment.version for fragment in applied] == [8, 8, 8]
+    for fragment, offset in zip(applied, (first, second, third), strict=True):
+        torch.testing.assert_close(fragment.anchor - offset, applied[0].anchor, rtol=0.0, atol=1e-6)
+
+
+def test_a_worker_that_crashes_continues_with_its_own_replica() -> None:
+    crash = ob.faults.Crash(2, 1.0, back_after_seconds=0.5)
+    cluster = ob.Cluster(seconds_per_sample=0.005, faults=(crash,))
+    with_crash = play(shuffled(ob.parts.Differences()), digits(), cluster=cluster, until=UNTIL)
+    without = play(shuffled(ob.parts.Differences()), digits(), until=UNTIL)
+    assert [m.peer for m in with_crash.of(Membership) if m.joined].count(2) == 2
+    assert torch.equal(offsets(with_crash)[1], offsets(without)[1])
+    assert with_crash.outcome.failure is None
+
+
+# Staleness
 
 
 def test_gradients_from_before_a_delay_are_recorded_as_stale() -> None:

@@ -20,9 +20,10 @@ from offbeat.strategies.hub.hub_parts import (
     TargetBatch,
 )
 from offbeat.strategies.hub.hub_strategies import HubStrategy
+from offbeat.strategies.initial_parameters import Initial, Same, Shuffled
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_training import Content, Differences, Gradients, Values
-from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Same, Shuffled, Sources
+from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Sources
 
 __all__ = [
     "Acid",

@@ -8,6 +8,8 @@
 With a delay, the worker waits at that step for an update that has not arrived; with delay 0 it waits at once, so that
 all workers compute at the same values. Without a delay (None) it never waits. An update says which exchanges of this
 worker it includes; what was learned after those is added to it, so that nothing is lost or counted twice.
+
+A worker that began with parameters of its own keeps what they differ by from the hub's: it adds that to all new values.
 """
 
 from __future__ import annotations
@@ -108,9 +110,11 @@ class LocalStepsWorker(WorkerNode):
     _score: float = 0.0
     _scored_steps: int = 0
 
-    def __init__(self, context: NodeContext, training: LocalTraining) -> None:
+    def __init__(self, context: NodeContext, training: LocalTraining, offset: Tensor | None = None) -> None:
+        """`offset` is what this replica differs from the hub's parameters by, in the whole run; None: nothing."""
         super().__init__(context, training.patience_seconds)
         self._training = training
+        self._offset = offset
         self._parameters = context.parameters.clone()
         self._buffers = LocalBuffers(context.layout, context.buffers)
         self._optimizer = self._new_optimizer()
@@ -148,6 +152,8 @@ class LocalStepsWorker(WorkerNode):
         is_given = begin.parameters.numel() > 0
         self._parameters.copy_(begin.parameters if is_given else self._context.parameters)
         self._buffers.reset(begin.buffers if is_given else self._context.buffers)
+        if self._offset is not None:
+            self._parameters.add_(self._offset)
         self._fragments = self._new_fragments()
         if self._accumulated is not None:
             self._accumulated.zero_()
@@ -204,9 +210,12 @@ class LocalStepsWorker(WorkerNode):
         if not update.parameters.numel():
             fragment.anchor = reference
             return
+        merged = update.parameters
+        if self._offset is not None:
+            merged = merged + self._offset[fragment.place]
         for values in (self._parameters[fragment.place], *(sent for _, _, sent in fragment.unmerged)):
-            values.sub_(reference).add_(update.parameters)  # exactly the new values if nothing was learned since
-        fragment.anchor = update.parameters
+            values.sub_(reference).add_(merged)  # exactly the new values if nothing was learned since
+        fragment.anchor = merged
         self._version = max(self._version, update.version)
 
     def _reset_hub(self) -> None:

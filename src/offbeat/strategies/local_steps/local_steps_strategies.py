@@ -16,16 +16,22 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
 from offbeat.core.optimizers import SGD, AdamW, Optimizer
 from offbeat.core.random_settings import PARAMETERS_MIN, maybe, random_optimizer
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
+from offbeat.strategies.initial_parameters import Initial, Same, Shuffled
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_steps.local_steps_server import LocalStepsServer
 from offbeat.strategies.local_steps_worker import LocalStepsWorker
 from offbeat.strategies.local_training import Content, Differences, Gradients, LocalTraining, Values
 from offbeat.strategies.server_node import HUB, ServerStrategy, shared_fields
+
+REFERENCE_WORKER = 1
+"""The rank whose replica the hub's parameters are: it begins with those of the model, whatever others begin with."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class LocalSteps(ServerStrategy):
     """how workers update; none: the one that suits the workload"""
     outer: Optimizer = SGD(lr=1.0)
     """how the hub updates, with the mean difference as its gradient; unused where workers send gradients"""
+    initial: Initial = Same()
+    """initial parameters of workers: same, or shuffled (each its own); differences of these stay for the whole run"""
     batch: int = 64
     """samples per step"""
     microbatch: int = 16
@@ -94,9 +102,19 @@ class LocalSteps(ServerStrategy):
         )
         training = LocalTraining.of(self, context)
         if context.rank != HUB:
-            return LocalStepsWorker(context, training)
+            return LocalStepsWorker(context, training, self._offset(context))
         outer = training.optimizer if isinstance(self.content, Gradients) else self.outer
         return LocalStepsServer(context, training, self.merge, outer)
+
+    def _offset(self, context: NodeContext) -> Tensor | None:
+        """Initial parameters of this worker less those of the model; None: it begins with those.
+
+        The same in every process of a rank, so that a worker that has crashed continues with its replica.
+        """
+        if isinstance(self.initial, Same) or context.rank == REFERENCE_WORKER:
+            return None
+        random = stream(0, "initial parameters", context.rank)
+        return self.initial.parameters(context.parameters, context.layout, random).sub_(context.parameters)
 
 
 OUTER = SGD(lr=0.7, momentum=0.5, nesterov=True)
@@ -143,6 +161,7 @@ class LocalStepsStrategy(ServerStrategy):
             "grace": float(random.choice([0.0, 0.5, 1.0])),
             "inner": random_optimizer(random),
             "outer": [SGD(lr=1.0), SGD(lr=0.7, momentum=0.5, nesterov=True)][int(random.integers(2))],
+            "initial": [Same(), Shuffled()][int(random.integers(2))],
         }
 
     def composed(self, **parts: Any) -> LocalSteps:
@@ -210,6 +229,8 @@ class DelayedExchange(LocalStepsStrategy, name="delayed-exchange"):
     """steps after which the result is applied; 0: all workers wait for it"""
     send: Content = Gradients()
     """what is sent: gradients, or differences (of parameters)"""
+    initial: Initial = Same()
+    """initial parameters of workers: same, or shuffled (each its own); differences of these stay for the whole run"""
     optimizer: Optimizer | None = None
     """how workers and hub update; none: the one that suits the workload"""
 

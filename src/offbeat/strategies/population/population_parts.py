@@ -1,4 +1,4 @@
-"""The parts of a population: with which models a member is averaged, and with which parameters it begins."""
+"""The part of a population that chooses with which models a member is averaged, and factors on learning rates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from offbeat.core.configuration import Family
-from offbeat.core.flat import Layout
 
 
 class Sources(Family, ABC):
@@ -59,40 +54,3 @@ Rates = tuple[float, ...]
 def rate_factor(rates: Rates, rank: int) -> float:
     """The factor on the learning rate of a rank; worker 0 is rank 1."""
     return rates[rank - 1] if 1 <= rank <= len(rates) else 1.0
-
-
-class Initial(Family, ABC):
-    """The initial parameters of the members."""
-
-    @abstractmethod
-    def parameters(self, given: Tensor, layout: Layout, random: np.random.Generator) -> Tensor:
-        """The initial parameters of a member, in a new tensor.
-
-        given: the initial parameters of the model.
-        layout: where its tensors are in the flat vector.
-        random: the generator of the member.
-        """
-
-
-@dataclass(frozen=True)
-class Shuffled(Initial, name="shuffled"):
-    """Different ones for each member: the entries of every tensor of the model are permuted at random.
-
-    Initial values of a tensor are usually independent and identically distributed, so a permutation is as good as a
-    new initialization.
-    """
-
-    def parameters(self, given: Tensor, layout: Layout, random: np.random.Generator) -> Tensor:
-        shuffled = given.clone()
-        for slot in layout.parameters:
-            order = torch.from_numpy(random.permutation(slot.stop - slot.start))
-            shuffled[slot.start : slot.stop] = given[slot.start : slot.stop][order.to(given.device)]
-        return shuffled
-
-
-@dataclass(frozen=True)
-class Same(Initial, name="same"):
-    """Those of the model for all members: for a model that is already trained."""
-
-    def parameters(self, given: Tensor, layout: Layout, random: np.random.Generator) -> Tensor:
-        return given.clone()

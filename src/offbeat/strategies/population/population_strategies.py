@@ -11,9 +11,10 @@ from offbeat.core.random_settings import maybe
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_positive
+from offbeat.strategies.initial_parameters import Initial, Shuffled
 from offbeat.strategies.local_training import LocalTraining, Values
 from offbeat.strategies.population.population_member import PopulationMember
-from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Initial, Shuffled, Sources
+from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Sources
 from offbeat.strategies.population.population_server import PopulationServer
 from offbeat.strategies.server_node import HUB, ServerStrategy
 
