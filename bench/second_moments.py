@@ -26,6 +26,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from scipy.linalg import block_diag
 from offbeat.topology.graphs import Cycle
 from offbeat.topology.topology import Topology
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating[Any]]
 
 PEERS = (8, 16, 32, 64)
 LEARNING_RATE = 0.1
@@ -133,8 +134,8 @@ class MomentEquations:
 
     def variances(self) -> Array:
         """Stationary E[x²] of every mode but the mean; the first is the slowest, the one in the middle the fastest."""
-        moments = np.linalg.solve(self.operator(), -self.source()).reshape(self.drifts.shape)
-        return moments[int(self.has_mean) :, 0, 0]
+        moments: Array = np.linalg.solve(self.operator(), -self.source())
+        return moments.reshape(self.drifts.shape)[int(self.has_mean) :, 0, 0]
 
     def decay(self) -> float:
         """The rate, per gradient time, at which the influence of the initial second moments decays in the end."""
@@ -199,7 +200,8 @@ def show(rows: Sequence[dict[str, object]], decay: dict[int, dict[str, float]]) 
         names = ("acid_over_double_rate", "acid_over_same_rate", "slowest_mode", "fastest_mode")
         ratios = (f"{row[name]:.3f}" for name in names)
         table.add_row(str(row["regime"]), str(row["peers"]), *ratios)
-    console.print(table, end="\n\n")
+    console.print(table)
+    console.print()
     table = _table("Decay per gradient time", ("peers", "plain", "acid"))
     for peers, rates in decay.items():
         table.add_row(str(peers), *(f"{rate:.4f}" for rate in rates.values()))
