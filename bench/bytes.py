@@ -10,7 +10,8 @@ Three settings are chosen on seeds 0 to 2: the FMB with the lowest objective, wh
 there in the fewest updates; and of everything else the one that gets there with the fewest bytes, and of several with
 as many the one that is lowest then. They then run on seeds 3 to 7, and only those are reported:
 `fewer_bytes_at_equal_loss` is bytes of the fewest updates over bytes of the chosen one, `samples_factor` is its samples
-over theirs, each the mean over seeds.
+over theirs, each the mean over seeds, and `merges` are the updates that the chosen one took, seed by seed. With
+one merge, the factor is that of one-shot averaging, of models that were trained alone, and not of DiLoCo.
 
 Bytes are those of the messages that were sent by when the target was reached, in both directions and by all ranks:
 headers and the parameters that each worker starts from included. FMB is evaluated every few
@@ -425,6 +426,7 @@ class Study:
         pairs = list(zip(mine, theirs, strict=True))
         return {
             "updates": _mean(point.updates for point in mine),
+            "updates_by_seed": [_digits(point.updates) for point in mine],
             "bytes": _mean(point.nbytes for point in mine),
             "samples": _mean(point.samples for point in mine),
             "fewer_bytes": _mean(other.nbytes / point.nbytes for point, other in pairs),
@@ -461,9 +463,13 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.processes) as pool:
         conduct(study, pool)
     rows = [row_of(study, case) for case in study.cases]
+    keys = {
+        "fewer_bytes_at_equal_loss": "fewer_bytes",
+        "samples_factor": "samples_factor",
+        "merges": "updates_by_seed",
+    }
     figures = {
-        name: {workload: reported(study, workload, key) for workload in study.workloads}
-        for name, key in (("fewer_bytes_at_equal_loss", "fewer_bytes"), ("samples_factor", "samples_factor"))
+        name: {workload: reported(study, workload, key) for workload in study.workloads} for name, key in keys.items()
     }
     if arguments.json:
         print(json.dumps({**figures, "rows": rows}))
@@ -502,11 +508,11 @@ def progress(what: str, total: int) -> Iterator[Any]:
         yield lambda: bar.advance(task)
 
 
-def reported(study: Study, workload: str, key: str) -> float | None:
+def reported(study: Study, workload: str, key: str) -> Any:
     """None where nothing could be chosen, or what was chosen missed the target on a reported seed."""
     case = study.chosen[workload].fewest_bytes
     over = None if case is None else study.factors(case, study.reporting)
-    return None if over is None else round(float(over[key]), 3)
+    return None if over is None else over[key]
 
 
 def row_of(study: Study, case: Case) -> dict[str, Any]:
@@ -555,7 +561,7 @@ def stepping(optimizer: Any) -> str:
 # The table
 
 
-def show(figures: dict[str, dict[str, float | None]], rows: Sequence[dict[str, Any]]) -> None:
+def show(figures: dict[str, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, title="To 1.02 × the best objective", title_justify="left")
     for head in ("", "", "", "updates", "kB", "fewer bytes", "samples"):
@@ -566,9 +572,12 @@ def show(figures: dict[str, dict[str, float | None]], rows: Sequence[dict[str, A
                 table.add_row(*cells(row, seeds))
     console.print(table)
     for workload, fewer in figures["fewer_bytes_at_equal_loss"].items():
-        said = "the target was missed" if fewer is None else f"{fewer:.0f} times fewer bytes"
+        if fewer is None:
+            console.print(f"{workload}: the target was missed")
+            continue
+        merges = ", ".join(f"{count:g}" for count in figures["merges"][workload])
         factor = figures["samples_factor"][workload]
-        console.print(f"{workload}: {said}" + ("" if factor is None else f", {factor:.1f} times the samples"))
+        console.print(f"{workload}: {fewer:.0f} times fewer bytes, {factor:.1f} times the samples, merges: {merges}")
 
 
 def cells(row: dict[str, Any], seeds: str) -> list[str]:

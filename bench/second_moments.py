@@ -26,6 +26,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from scipy.linalg import block_diag
 from offbeat.topology.graphs import Cycle
 from offbeat.topology.topology import Topology
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating[Any]]
 
 PEERS = (8, 16, 32, 64)
 LEARNING_RATE = 0.1
@@ -68,7 +69,7 @@ class Gradients:
 
 
 VARIANTS = {"same rate": (1.0, False), "double rate": (2.0, False), "acid": (1.0, True)}
-"""Name → rate, and whether with A²CiD²."""
+"""Name → rate, and whether with A²CiD²; the names are those of bench/acid.py."""
 SAME, DOUBLE, ACID = VARIANTS
 REGIMES = {
     "noise": Gradients(noise=1.0),
@@ -129,9 +130,12 @@ class MomentEquations:
 
     def consensus_distance(self) -> float:
         """Stationary mean over peers of the expected squared distance of x to its mean, per coordinate."""
-        weights = np.full(len(self.eigenvalues), 1.0 / self.peers)
-        weights[: int(self.has_mean)] = 0.0
-        return float(self._sum_over_modes(weights) @ np.linalg.solve(self.operator(), -self.source()))
+        return float(self.variances().sum()) / self.peers
+
+    def variances(self) -> Array:
+        """Stationary E[x²] of every mode but the mean; the first is the slowest, the one in the middle the fastest."""
+        moments: Array = np.linalg.solve(self.operator(), -self.source())
+        return moments.reshape(self.drifts.shape)[int(self.has_mean) :, 0, 0]
 
     def decay(self) -> float:
         """The rate, per gradient time, at which the influence of the initial second moments decays in the end."""
@@ -147,21 +151,20 @@ class MomentEquations:
 # Figures
 
 
-def distances(peers: int, gradients: Gradients) -> dict[str, float]:
-    """The consensus distance of every variant."""
-    return {
-        name: MomentEquations(Averaging(peers, rate, accelerated), gradients).consensus_distance()
-        for name, (rate, accelerated) in VARIANTS.items()
-    }
-
-
 def row_of(regime: str, peers: int) -> dict[str, object]:
-    distance = distances(peers, REGIMES[regime])
+    """Ratios of one regime at one size: of consensus distances, and of the variances of single modes."""
+    equations = {
+        name: MomentEquations(Averaging(peers, *variant), REGIMES[regime]) for name, variant in VARIANTS.items()
+    }
+    distance = {name: each.consensus_distance() for name, each in equations.items()}
+    modes = equations[ACID].variances() / equations[SAME].variances()
     return {
         "regime": regime,
         "peers": peers,
         "acid_over_double_rate": round(distance[ACID] / distance[DOUBLE], 4),
         "acid_over_same_rate": round(distance[ACID] / distance[SAME], 4),
+        "slowest_mode": round(float(modes[0]), 4),
+        "fastest_mode": round(float(modes[len(modes) // 2]), 4),
         "distance": {name: float(f"{value:.5g}") for name, value in distance.items()},
     }
 
@@ -191,12 +194,14 @@ def main() -> None:
 
 def show(rows: Sequence[dict[str, object]], decay: dict[int, dict[str, float]]) -> None:
     console = Console()
-    heads = ("", "peers", "acid / double rate", "acid / same rate")
-    table = _table("Consensus distance, stationary, ratios", heads)
+    heads = ("", "peers", "acid/\ndouble", "acid/\nsame", "slowest\nmode", "fastest\nmode")
+    table = _table("Consensus distance, stationary; acid/same also mode by mode", heads)
     for row in rows:
-        ratios = (f"{row[name]:.3f}" for name in ("acid_over_double_rate", "acid_over_same_rate"))
+        names = ("acid_over_double_rate", "acid_over_same_rate", "slowest_mode", "fastest_mode")
+        ratios = (f"{row[name]:.3f}" for name in names)
         table.add_row(str(row["regime"]), str(row["peers"]), *ratios)
-    console.print(table, end="\n\n")
+    console.print(table)
+    console.print()
     table = _table("Decay per gradient time", ("peers", "plain", "acid"))
     for peers, rates in decay.items():
         table.add_row(str(peers), *(f"{rate:.4f}" for rate in rates.values()))

@@ -119,7 +119,7 @@ def stale_step(optimizer: ob.nodes.Optimizer, staleness: int, damping: float = 1
         ob.RMSprop(lr=0.1),
         ob.TorchOptimizer(lambda groups: torch.optim.NAdam(groups, lr=0.1)),
     ],
-    ids=repr,
+    ids=["sgd", "momentum", "sgd with decay", "adam", "adamw", "amsgrad", "rmsprop", "nadam"],
 )
 def test_every_optimizer_makes_a_damped_step_for_a_stale_gradient(optimizer: ob.nodes.Optimizer) -> None:
     torch.testing.assert_close(stale_step(optimizer, 3), stale_step(optimizer, 3, damping=0.0) / 4)
