@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import cast
 
@@ -15,6 +16,7 @@ from scenes import Scene, play
 import offbeat as ob
 from offbeat.core.actions import Action, Evaluate, Send
 from offbeat.core.events import Evaluated, GradientReady, MessageArrived, PeerJoined, Started
+from offbeat.core.examples import Examples
 from offbeat.core.flat import layout_of
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
@@ -100,17 +102,38 @@ def test_preemption_replaces_a_diverging_member_and_its_settings() -> None:
     assert first < 1.25 * min(others)
 
 
-def test_the_result_is_the_member_with_the_best_held_out_score_and_a_notice_names_it() -> None:
+def test_the_result_is_the_member_with_the_best_validation_score_and_a_notice_names_it() -> None:
     scene = trained(ob.parts.Better(), None)
     (notice,) = scene.of(Notice)
     assert notice.text.startswith("the result is worker ")
-    assert "held-out loss" in notice.text
+    assert "validation loss" in notice.text
     assert "worker 1's" not in notice.text
     computing = GradientComputer(scene.simulation.gradient_computer.workload, seed=0)
     result = scene.outcome.finishes[0]
-    loss = computing.evaluate(result.parameters, result.buffers).loss
-    assert f"{loss:.4g}" in notice.text
-    assert loss == pytest.approx(scene.of(Evaluation)[-1].loss)
+    assert f"{computing.evaluate(result.parameters, (), is_score=True).loss:.4g}" in notice.text
+    assert computing.evaluate(result.parameters, ()).loss == pytest.approx(scene.of(Evaluation)[-1].loss)
+
+
+def test_no_test_example_influences_the_result() -> None:
+    def played(workload: ob.Workload) -> Scene:
+        strategy = ob.Population(every=5, batch=16, optimizer=ob.SGD(lr=0.05), rates=(0.1, 1.0, 3.0))
+        return play(strategy, workload, until=ob.Samples(4000), evaluate=ob.EveryUpdates(5))
+
+    workload = ob.workloads.DigitsLogistic().build()
+    wrong = Examples(workload.test.inputs, workload.test.targets.flip(0))
+    one, other = played(workload), played(dataclasses.replace(workload, test=wrong))
+    assert one.of(Evaluation)[-1].loss != other.of(Evaluation)[-1].loss
+    assert [notice.text for notice in one.of(Notice)] == [notice.text for notice in other.of(Notice)]
+    assert torch.equal(one.outcome.finishes[0].parameters, other.outcome.finishes[0].parameters)
+
+
+def test_only_a_population_that_evaluates_gives_up_training_data_for_validation() -> None:
+    workload = ob.workloads.DigitsLogistic()
+    population, fixed = (ob.Experiment(workload, one).resolved()[1] for one in (ob.Population(), ob.FixedMinibatch()))
+    assert (len(population.train), len(population.validation)) == (1295, 143)
+    assert (len(fixed.train), fixed.validation) == (1438, None)
+    alone = ob.Experiment(workload, ob.Population(), evaluate=None)
+    assert alone.resolved()[1] is fixed
 
 
 def test_without_evaluation_the_training_loss_is_the_score() -> None:

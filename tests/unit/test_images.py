@@ -61,6 +61,22 @@ def test_a_draw_is_the_same_image_for_every_division_into_batches(augment: bool,
     assert torch.equal(whole, workload.train.take(order.take(0, 3 * TRAIN))[0]) is not augment
 
 
+def test_a_part_of_the_images_stays_bytes_and_is_augmented_as_the_whole(monkeypatch, tmp_path: Path) -> None:
+    make_data(monkeypatch, tmp_path, "cifar10")
+    workload = narrow(Cifar10, examples=TRAIN // 2).build()
+    split = workload.with_validation
+    assert split.train.augment
+    assert split.train.pixels is workload.train.pixels
+    chosen = [set(data.chosen.tolist()) for data in (split.train, split.validation)]
+    assert chosen[0] | chosen[1] == set(workload.train.chosen.tolist())
+    assert not chosen[0] & chosen[1]
+    whole = {index: position for position, index in enumerate(workload.train.chosen.tolist())}
+    positions = [whole[index] for index in split.validation.chosen.tolist()]
+    inputs, targets = workload.train.take(torch.tensor(positions))
+    torch.testing.assert_close(split.validation.between(0, len(positions))[0], inputs)
+    assert torch.equal(split.validation.targets, targets)
+
+
 def test_evaluation_is_never_augmented(monkeypatch, tmp_path: Path) -> None:
     make_data(monkeypatch, tmp_path, "cifar10")
     workload = narrow(Cifar10).build()

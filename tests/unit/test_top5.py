@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat as ob
+from offbeat.core.actions import Evaluate
 from offbeat.core.flat import FlatModule
 from offbeat.core.workload import Measured, Workload
-from offbeat.errors import RunFailed
-from offbeat.live.evaluation import measure_with
+from offbeat.errors import ContractViolation, RunFailed
+from offbeat.live.evaluation import ModelMeasure
 from offbeat.records.schema import RECORD_DECODER, Evaluation
 
 CROSS_ENTROPY = functools.partial(F.cross_entropy, reduction="none")
@@ -80,14 +81,25 @@ def test_records_without_accuracy_have_none() -> None:
 def test_an_evaluation_of_the_user_may_omit_accuracies(returned, measured: Measured) -> None:
     model = nn.Linear(1, 1)
     flat = FlatModule(nn.Linear(1, 1))
-    assert measure_with(model, lambda _: returned)(flat.parameters, ()) == measured
+    assert ModelMeasure(model, lambda _: returned)(Evaluate(flat.parameters, (), 0)) == measured
 
 
 @pytest.mark.parametrize("returned", ["much", (1.0, 2.0, 3.0, 4.0), (), None, {"accuracy": 0.5}])
 def test_an_evaluation_that_returns_something_else_is_refused(returned) -> None:
     flat = FlatModule(nn.Linear(1, 1))
     with pytest.raises(RunFailed, match="evaluate must return a loss"):
-        measure_with(nn.Linear(1, 1), lambda _: returned)(flat.parameters, ())
+        ModelMeasure(nn.Linear(1, 1), lambda _: returned)(Evaluate(flat.parameters, (), 0))
+
+
+def test_a_score_is_measured_by_the_validation_of_the_user_and_by_nothing_else() -> None:
+    parameters = FlatModule(nn.Linear(1, 1)).parameters
+    record, score = Evaluate(parameters, (), 0), Evaluate(parameters, (), -1, is_score=True)
+    both = ModelMeasure(nn.Linear(1, 1), lambda _: 1.0, lambda _: 2.0)
+    assert (both.can_score, both(record).loss, both(score).loss) == (True, 1.0, 2.0)
+    alone = ModelMeasure(nn.Linear(1, 1), lambda _: 1.0)
+    assert not alone.can_score
+    with pytest.raises(ContractViolation, match=r"nothing to score with; pass one: offbeat.join\(.*validate="):
+        alone(score)
 
 
 def test_a_workload_whose_evaluation_returns_a_pair_still_runs() -> None:

@@ -17,7 +17,7 @@ from offbeat.core.configuration import from_plain, to_plain
 from offbeat.core.examples import Examples, Order
 from offbeat.core.splits import ByLabel, Sharded
 from offbeat.core.workload import NamedWorkload, Target, Workload
-from offbeat.errors import ConfigurationError, MissingDependency
+from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency
 from offbeat.lab.workloads import digits
 from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
 from offbeat.lab.workloads.images import ImageWorkload
@@ -242,6 +242,42 @@ def test_digits_hold_out_a_fifth_of_every_class_and_nothing_twice() -> None:
         assert held_out / (held_out + int((workload.train.targets == label).sum())) == pytest.approx(0.2, abs=0.01)
     assert float(workload.train.inputs.max()) == 1.0
     assert Digits().build().train is workload.train
+
+
+def rows(data: Examples) -> set[bytes]:
+    return {row.numpy().tobytes() for row in data.inputs}
+
+
+def test_validation_data_is_a_tenth_of_the_training_data_that_is_not_trained_on() -> None:
+    workload = Digits().build()
+    split = workload.with_validation
+    assert len(split.validation) == len(workload.train) // 10
+    assert len(split.train) == len(workload.train) - len(split.validation)
+    assert rows(split.train) | rows(split.validation) == rows(workload.train)
+    assert not rows(split.train) & rows(split.validation)
+    assert split.test is workload.test
+    assert split.with_validation is split
+    assert rows(Digits().build().with_validation.validation) == rows(split.validation)
+
+
+def test_a_large_data_set_gives_up_no_more_than_2000_examples_for_validation() -> None:
+    workload = Workload(nn.Linear(1, 2), F.cross_entropy, (torch.arange(50_000.0)[:, None], torch.zeros(50_000).long()))
+    assert len(workload.with_validation.validation) == 2000
+
+
+def test_validation_data_of_your_own_is_used_and_one_example_is_too_few_to_split() -> None:
+    loss, data = functools.partial(F.cross_entropy, reduction="none"), (torch.zeros(4, 1), torch.tensor([0, 1, 0, 1]))
+    other = torch.ones(2, 1), torch.tensor([1, 1])
+    workload = Workload(nn.Linear(1, 2), loss, data, validation=other)
+    assert workload.with_validation is workload
+    model = workload.initial_model(0)
+    expected = float(loss(model(other[0]), other[1]).detach().mean())
+    assert workload.validate(model).loss == pytest.approx(expected)
+    assert workload.evaluate(model).loss != pytest.approx(expected)
+    with pytest.raises(ContractViolation, match="has no validation data"):
+        Workload(nn.Linear(1, 2), loss, data).validate(model)
+    with pytest.raises(ConfigurationError, match="there is 1 training example, so none is left"):
+        _ = Workload(nn.Linear(1, 2), loss, (torch.zeros(1, 1), torch.tensor([0]))).with_validation
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch) -> None:

@@ -111,11 +111,16 @@ class ClearTimer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Measure held-out loss and accuracy in the background; `Evaluated` follows."""
+    """Measure held-out loss and accuracy in the background; `Evaluated` follows.
+
+    A score, by which the node decides, is measured on the validation data; all else is for records, and on the test
+    data. So no test example influences a run.
+    """
 
     parameters: Tensor
     buffers: Buffers
     version: int
+    is_score: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class Data(ABC):
     def between(self, first: int, stop: int) -> Batch:
         """The examples [first, stop) as a batch for evaluation; `stop` may be beyond the end."""
 
+    def subset(self, indices: Indices) -> Data:
+        """The examples with these indices, in that order."""
+        return Examples(*self.take(torch.from_numpy(indices)))
+
     def drawn(self, order: Order, first: int, stop: int) -> Batch:
         """The examples of the draws [first, stop) as a batch for training: a pure function of (seed, rank, draw)."""
         return self.take(order.take(first, stop))

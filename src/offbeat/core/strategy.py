@@ -76,7 +76,10 @@ class EverySeconds(Cadence, name="seconds"):
 
 @dataclass(frozen=True, eq=False)
 class NodeContext:
-    """The arguments of a node. `members` are the ranks expected at the start, including this one."""
+    """The arguments of a node. `members` are the ranks expected at the start, including this one.
+
+    `has_validation`: whether `Evaluate(is_score=True)` can be carried out.
+    """
 
     rank: int
     members: tuple[int, ...]
@@ -86,6 +89,7 @@ class NodeContext:
     random: np.random.Generator
     until: Budget
     evaluate: Cadence | None
+    has_validation: bool = True
 
 
 class Node(ABC):
@@ -165,6 +169,11 @@ class Strategy(Family, ABC):
     def is_elastic(self) -> bool:
         """Whether more ranks may join than a run started with."""
         return True
+
+    @property
+    def scores_models(self) -> bool:
+        """Whether nodes decide by `Evaluate(is_score=True)`, so that a part of the training data is for validation."""
+        return False
 
     @property
     def staleness_bound(self) -> int | None:

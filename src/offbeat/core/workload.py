@@ -7,6 +7,7 @@ its name on the command line and in TOML.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +23,11 @@ from offbeat.core.actions import Samples
 from offbeat.core.configuration import Configuration, Family, build
 from offbeat.core.examples import Data, Examples, data_of, is_whole
 from offbeat.core.optimizers import Adam, Optimizer
+from offbeat.core.randomness import stream
 from offbeat.core.recalibration import recalibrate
 from offbeat.core.splits import Shared, Split
 from offbeat.core.validation import check_instance, require
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, ContractViolation
 
 EVALUATION_CHUNK = 512
 """Examples per evaluation batch: enough to keep a core busy, few enough for any memory."""
@@ -34,6 +37,12 @@ RECALIBRATION_BATCH = 128
 
 EVALUATION_MAX = 2048
 """Training examples that are evaluated if there is no test data."""
+
+VALIDATION_SHARE = 0.1
+"""The part of the training data that is taken for validation if a workload has no validation data of its own."""
+
+VALIDATION_MAX = 2000
+"""The most examples that are taken from the training data for validation."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ class Workload(Configuration):
     """the name in records and tables"""
     recalibrate: int = 0
     """training examples that the statistics of batch norm are computed from, anew before each evaluation; 0: none"""
+    validation: Any = None
+    """data that strategies score models on; none: a tenth of the training data, at most 2,000 examples, if needed"""
 
     def __post_init__(self) -> None:
         require(
@@ -119,8 +130,9 @@ class Workload(Configuration):
         check_instance(self.target, (Target, type(None)), "Workload.target", 'offbeat.Target("accuracy", 0.9)')
         check_instance(self.until, (Samples,), "Workload.until", "offbeat.Samples(60_000)")
         object.__setattr__(self, "train", data_of(self.train))
-        if self.test is not None:
-            object.__setattr__(self, "test", data_of(self.test))
+        for name in ("test", "validation"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, data_of(getattr(self, name)))
 
     def initial_model(self, seed: int) -> nn.Module:
         """A new model, whose initial parameters depend on the seed only; the global random state is unchanged."""
@@ -143,9 +155,36 @@ class Workload(Configuration):
         """The differentiable losses of a batch on the device of the model, one per sample."""
         return self._outputs_and_losses(model, batch)[1]
 
+    @functools.cached_property
+    def with_validation(self) -> Workload:
+        """This workload with validation data: its own, or a part of the training data that is not trained on.
+
+        The part is random, and the same for every seed. Raises ConfigurationError for fewer than 2 training examples.
+        """
+        if self.validation is not None:
+            return self
+        length = len(self.train)
+        require(length >= 2, "there is 1 training example, so none is left to score models on; give 2 or more")
+        count = max(1, min(VALIDATION_MAX, int(VALIDATION_SHARE * length)))
+        order = stream(0, "validation").permutation(length)
+        train, validation = (self.train.subset(np.sort(part)) for part in (order[count:], order[:count]))
+        return dataclasses.replace(self, train=train, validation=validation)
+
     def evaluate(self, model: nn.Module) -> Measured:
         """Mean loss on the test data, and accuracies if outputs and targets are those of a classifier."""
-        data, device = self.evaluation_examples, next(model.parameters()).device
+        return self._measure(model, self.evaluation_examples)
+
+    def validate(self, model: nn.Module) -> Measured:
+        """As `evaluate`, on the validation data; raises ContractViolation if there are none."""
+        if self.validation is None:
+            raise ContractViolation(
+                "the strategy asks for a score, but the workload has no validation data; let `scores_models` of the "
+                "strategy be True, or give Workload(validation=...)"
+            )
+        return self._measure(model, self.validation)
+
+    def _measure(self, model: nn.Module, data: Data) -> Measured:
+        device = next(model.parameters()).device
         if self.recalibrate:
             recalibrate(model, self._recalibration_batches())
         loss, correct, among_five, classifies, classes = 0.0, 0, 0, True, 0

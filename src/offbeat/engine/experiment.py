@@ -102,7 +102,7 @@ class Experiment(RunSettings):
         """
         check_instance(self.workload, (NamedWorkload, Workload), "the workload", WORKLOAD_EXAMPLE)
         assert self.workload is not None
-        workload = build_workload(self.workload)
+        workload = self.build_workload()
         speed = seconds_per_sample or self.cluster.seconds_per_sample or SECONDS_PER_SAMPLE
         resolved = dataclasses.replace(
             self,
@@ -111,6 +111,12 @@ class Experiment(RunSettings):
             target=workload.target if self.target is None else self.target,
         )
         return resolved, workload
+
+    def build_workload(self) -> Workload:
+        """The workload, built, with validation data if the strategy scores models; the experiment has one."""
+        assert self.workload is not None
+        workload = build_workload(self.workload)
+        return workload.with_validation if self.strategy.scores_models and self.evaluate is not None else workload
 
     def header(self, engine: Literal["simulated", "live"], workload: str, parameters: int) -> RunHeader:
         """The description of a run of this experiment, for `run.json`.

@@ -72,10 +72,10 @@ class GradientComputer:
             self._loaded = None  # training has changed them
         return self._accumulator.end()
 
-    def evaluate(self, parameters: Tensor, buffers: Buffers) -> Measured:
-        """Held-out loss and accuracies."""
+    def evaluate(self, parameters: Tensor, buffers: Buffers, *, is_score: bool = False) -> Measured:
+        """Loss and accuracies on the test data, or for a score on the validation data."""
         self._load(parameters, buffers)
-        return self._losses.evaluate()
+        return self._losses.evaluate(is_score=is_score)
 
     def _calls(self, request: GradientRequest) -> Iterator[tuple[int, int]]:
         """The first draw of each call and that after its last."""

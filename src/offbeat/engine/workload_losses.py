@@ -36,10 +36,11 @@ class WorkloadLosses:
         with self._explain_errors(batch):
             return self._workload.losses(self._model, batch)
 
-    def evaluate(self) -> Measured:
-        """Held-out loss and accuracies."""
+    def evaluate(self, *, is_score: bool = False) -> Measured:
+        """Loss and accuracies on the test data, or for a score on the validation data."""
         with self._explain_errors(self._workload.evaluation_examples.between(0, 2)):
-            return Measured(*self._workload.evaluate(self._model))
+            measure = self._workload.validate if is_score else self._workload.evaluate
+            return Measured(*measure(self._model))
 
     @contextmanager
     def _explain_errors(self, batch: tuple[Tensor, Tensor]) -> Iterator[None]:

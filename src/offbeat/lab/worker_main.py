@@ -85,7 +85,7 @@ def run_rank(options: SessionOptions, workload: Workload, rank_info: RankInfo) -
     torch.set_num_threads(options.live.threads)
     name_process(f"offbeat {rank_info.rank}")
     model = workload.initial_model(experiment.seed)
-    session = Session(model, options, rank_info, workload.evaluate)
+    session = Session(model, options, rank_info, workload.evaluate, workload.validate)
     losses = WorkloadLosses(workload, model)
     with session:
         for batch in session.batches(workload.train, split=workload.split):

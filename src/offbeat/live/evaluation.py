@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat.core.actions import Evaluate
 from offbeat.core.events import Evaluated
 from offbeat.core.flat import FlatModule
-from offbeat.core.messages import Buffers
 from offbeat.core.workload import Measured
-from offbeat.errors import RunFailed
+from offbeat.errors import ContractViolation, RunFailed
 
 Evaluation = Callable[[nn.Module], Any]
 """Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}.
@@ -23,21 +22,38 @@ Evaluation = Callable[[nn.Module], Any]
 A third value, or "accuracy_top5", is the top-5 accuracy.
 """
 
-Measure = Callable[[Tensor, Buffers], Measured]
-"""Maps parameters and buffers to loss and accuracies."""
+Measure = Callable[[Evaluate], Measured]
+"""Maps the parameters and buffers of a request to loss and accuracies."""
 
 
-def measure_with(model: nn.Module, evaluate: Evaluation) -> Measure:
-    """A `Measure` that loads parameters and buffers into `model`, which should be a copy, and calls `evaluate`."""
-    flat = FlatModule(model)
+class ModelMeasure:
+    """A `Measure` that loads parameters and buffers into a model.
 
-    def measure(parameters: Tensor, buffers: Buffers) -> Measured:
-        flat.load(parameters, buffers)
-        flat.module.eval()
+    model: the model, which should be a copy.
+    evaluate: measures it for records.
+    validate: measures it for scores, on other data; None: there are no scores.
+    """
+
+    def __init__(self, model: nn.Module, evaluate: Evaluation, validate: Evaluation | None = None) -> None:
+        self._flat = FlatModule(model)
+        self._evaluate = evaluate
+        self._validate = validate
+
+    @property
+    def can_score(self) -> bool:
+        return self._validate is not None
+
+    def __call__(self, request: Evaluate) -> Measured:
+        self._flat.load(request.parameters, request.buffers)
+        self._flat.module.eval()
+        evaluate = self._validate if request.is_score else self._evaluate
+        if evaluate is None:
+            raise ContractViolation(
+                "the strategy asks for a score, but there is nothing to score with; pass one: "
+                "offbeat.join(model, strategy, until, validate=lambda model: loss)"
+            )
         with torch.no_grad():
-            return _measured(evaluate(flat.module))
-
-    return measure
+            return _measured(evaluate(self._flat.module))
 
 
 def _measured(value: Any) -> Measured:
@@ -93,7 +109,7 @@ class Evaluator:
     def _run(self) -> None:
         try:
             while (request := self._queue.get()) is not None:
-                measured = self._measure(request.parameters, request.buffers)
+                measured = self._measure(request)
                 self._deliver(Evaluated(self._now(), request.version, *measured))
         except Exception as error:
             self._fail(error)

@@ -22,7 +22,7 @@ from offbeat.core.validation import require
 from offbeat.launch.rank_info import RankInfo
 from offbeat.live.checkpoints import Checkpoint, CheckpointWriter, checkpoint_path, read_checkpoint
 from offbeat.live.clock import Clock
-from offbeat.live.evaluation import Measure
+from offbeat.live.evaluation import ModelMeasure
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.live.node_runner import NodeRunner
 from offbeat.live.rank_allocator import RankAllocator
@@ -50,7 +50,7 @@ class LocalRanks:
         flat: FlatModule,
         options: SessionOptions,
         rank_info: RankInfo,
-        measure: Measure | None,
+        measure: ModelMeasure | None,
         label: str,
     ) -> None:
         self.experiment, self.options, self.rank_info = options.experiment, options, rank_info
@@ -189,6 +189,7 @@ class LocalRanks:
                 random=stream(self.experiment.seed, "node", rank, 0),
                 until=self.experiment.until,
                 evaluate=self.experiment.evaluate if self._evaluates(rank) else None,
+                has_validation=self._measure is not None and self._measure.can_score,
             ),
         )
 

@@ -43,6 +43,7 @@ def join(
     until: Budget | int | str,
     *,
     evaluate: Evaluation | None = None,
+    validate: Evaluation | None = None,
     every: Cadence | None = EverySeconds(1.0),  # noqa: B008  (frozen)
     target: Target | None = None,
     cluster: Cluster | None = None,
@@ -61,6 +62,8 @@ def join(
     strategy: the algorithm.
     until: how long all ranks together train: `Samples(1_000_000)`, `Seconds(90)`, or short, 1_000_000 or "90s".
     evaluate: `evaluate(model)` returns held-out loss, or (loss, accuracy); called on a copy, in a thread of its own.
+    validate: as `evaluate`, on data that neither it nor the loop uses: populations score their members by it, and
+        without it by their training loss; needs `evaluate`.
     every: how often to evaluate.
     target: the loss or accuracy to which the summary gives the time.
     cluster: delays to inject, and how long a silent peer is waited for.
@@ -88,7 +91,7 @@ def join(
     has_directory = rank_info.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
     rank_info = dataclasses.replace(rank_info, resume=resume or rank_info.resume)
-    return Session(model, loop_options(experiment, live, rank_info), rank_info, evaluate)
+    return Session(model, loop_options(experiment, live, rank_info), rank_info, evaluate, validate)
 
 
 class Session(SessionBase):

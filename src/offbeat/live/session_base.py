@@ -24,7 +24,7 @@ from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_accumulator import copied_buffers
 from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.rank_info import RankInfo, read_rank_info, read_report_pipe
-from offbeat.live.evaluation import Evaluation, measure_with
+from offbeat.live.evaluation import Evaluation, ModelMeasure
 from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LocalRanks, computing_ranks
 from offbeat.live.node_runner import ResultEvent
@@ -70,11 +70,14 @@ class SessionBase(ABC):
         options: SessionOptions,
         rank_info: RankInfo,
         evaluate: Evaluation | None,
+        validate: Evaluation | None = None,
     ) -> None:
         self.model = model
         self.strategy = options.experiment.strategy
         cadence = options.experiment.evaluate
-        measure = None if evaluate is None or cadence is None else measure_with(copy.deepcopy(model), evaluate)
+        measure = None
+        if evaluate is not None and cadence is not None:
+            measure = ModelMeasure(copy.deepcopy(model), evaluate, validate)
         self._flat = FlatModule(model)
         self._ranks = LocalRanks(self._flat, options, rank_info, measure, type(model).__name__)
         self._runner = self._ranks.own_runner

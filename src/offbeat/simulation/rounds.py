@@ -200,7 +200,7 @@ class Rounds:
 
     def evaluate(self, process: Process, action: Evaluate) -> None:
         """Evaluate now; in virtual time it takes no time."""
-        measured = self._gradient_computer.evaluate(action.parameters, action.buffers)
+        measured = self._gradient_computer.evaluate(action.parameters, action.buffers, is_score=action.is_score)
         self._records.write_evaluation(self._queue.now)
         process.emit(self._queue.now, lambda at: Evaluated(at, action.version, *measured))
 

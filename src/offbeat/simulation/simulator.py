@@ -19,7 +19,7 @@ from offbeat.core.events import Event, PeerJoined, PeerLost, Started
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Node
 from offbeat.engine.dispatcher import dispatch
-from offbeat.engine.experiment import Experiment, build_workload
+from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import ContractViolation
 from offbeat.records.files import Writer
@@ -79,8 +79,7 @@ class Simulation:
         user_optimizer: each worker steps its own copy of it, as a user's loop would, and nodes get `StepReady`.
         notice_seconds: the largest difference between the times at which two peers notice the same crash.
         """
-        assert experiment.workload is not None
-        workload = build_workload(experiment.workload)
+        workload = experiment.build_workload()
         strategy, cluster, seed = experiment.strategy, experiment.cluster, experiment.seed
         workers, limit = experiment.worker_count, experiment.bytes_per_second
         size = strategy.processes(workers)

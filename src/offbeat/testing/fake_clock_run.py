@@ -11,8 +11,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 
-import torch
-
 from offbeat.core.actions import Evaluate, Finish
 from offbeat.core.events import Evaluated
 from offbeat.core.examples import Order
@@ -70,7 +68,7 @@ class InlineEvaluator(Evaluator):
         self._pending = pending
 
     def put(self, request: Evaluate) -> None:
-        measured = self._measure(request.parameters, request.buffers)
+        measured = self._measure(request)
         self._pending.append(lambda: self._deliver(Evaluated(self._now(), request.version, *measured)))
 
     def close(self) -> None:
@@ -198,9 +196,9 @@ class FakeClockRun:
         )
         return NodeRunner(node, self._transports[rank], options)
 
-    def _measure(self, parameters: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> Measured:
-        self._evaluated.load(parameters, buffers)
-        return self._evaluation.evaluate()
+    def _measure(self, request: Evaluate) -> Measured:
+        self._evaluated.load(request.parameters, request.buffers)
+        return self._evaluation.evaluate(is_score=request.is_score)
 
     def run(self) -> dict[int, Finish]:
         """Play the run; returns the `Finish` of each rank. Raises the error of a rank that has failed."""

@@ -7,6 +7,7 @@ same for every division into micro-batches, and when a restarted worker repeats 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -112,6 +113,10 @@ class ImageExamples(Data):
 
     def between(self, first: int, stop: int) -> Batch:
         return self.take(torch.arange(first, min(stop, len(self))))
+
+    def subset(self, indices: Indices) -> ImageExamples:
+        chosen = indices if self.chosen is None else self.chosen[indices]
+        return dataclasses.replace(self, targets=self.targets[torch.from_numpy(indices)], chosen=chosen)
 
     def drawn(self, order: Order, first: int, stop: int) -> Batch:
         indices = order.take(first, stop)

@@ -1,6 +1,6 @@
 """The hub of a population: it keeps the last report of every member, scores it, and answers each member on its own.
 
-    LocalParameters arrive → counted as an update → scored: by held-out loss if there are evaluations, else by the
+    LocalParameters arrive → counted as an update → scored: by validation loss if there are evaluations, else by the
     member's own training loss → compared with the scores of all members:
         far worse than the best, or not finite   → SnapshotRequest to the best; Replace with its snapshot
         otherwise                                → GlobalUpdate: the mean of its parameters and those of its sources
@@ -79,6 +79,11 @@ class PopulationServer(ServerNode):
         self._initial = context.parameters.clone()
         self._scored, self._being_scored, self._queued, self._scoring = {}, {}, {}, {}
         self._replacements, self._diverged, self._replacing = {}, {}, {}
+
+    @property
+    def _uses_validation(self) -> bool:
+        """Whether scores are losses on validation data, or else training losses."""
+        return self._context.evaluate is not None and self._context.has_validation
 
     # Members
 
@@ -161,7 +166,7 @@ class PopulationServer(ServerNode):
             self._live[rank],
             message.replacements,
         )
-        if self._context.evaluate is None:
+        if not self._uses_validation:
             yield from self._score(rank, report)
         elif rank in self._being_scored:
             self._queued[rank] = report
@@ -186,7 +191,7 @@ class PopulationServer(ServerNode):
         self._being_scored[rank] = report
         self._requests += 1
         self._scoring[-self._requests] = rank
-        yield Evaluate(report.parameters, report.buffers, -self._requests)
+        yield Evaluate(report.parameters, report.buffers, -self._requests, is_score=True)
 
     def _evaluated(self, event: Evaluated) -> Iterable[Action]:
         if event.version not in self._scoring:
@@ -263,12 +268,12 @@ class PopulationServer(ServerNode):
     # Stop
 
     def _stop(self, at: float) -> Iterator[Action]:
-        is_held_out = self._context.evaluate is not None and self._best(self._scored) is not None
-        if not self._is_stopping and not is_held_out:  # no evaluation ended in time: use the training losses
+        is_validated = self._uses_validation and self._best(self._scored) is not None
+        if not self._is_stopping and not is_validated:  # no evaluation ended in time: use the training losses
             self._scored |= self._being_scored | self._queued
         best = self._best(self._scored)
         if not self._is_stopping and best is not None:
-            of = "held-out" if is_held_out else "training"
+            of = "validation" if is_validated else "training"
             text = (
                 f"the result is worker {best}'s: {of} loss {self._scored[best].score:.4g}, the best of "
                 f"{len(self._scored)} in the population"

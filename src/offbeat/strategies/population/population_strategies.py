@@ -75,6 +75,10 @@ class Population(ServerStrategy, name="population"):
         rates[:1] = [0.02 for _ in rates[:1]]  # the first member never crashes for good: it must not diverge
         return settings | {"rates": tuple(rates)}
 
+    @property
+    def scores_models(self) -> bool:
+        return True
+
     def processes(self, workers: int) -> int:
         require(
             len(self.rates) <= workers,
