@@ -55,12 +55,16 @@ def interval(values: Iterable[float | None]) -> Interval | None:
     mean = statistics.fmean(known)
     if len(known) == 1:
         return Interval(mean, None, None, 1)
+    half = half_width_factor(len(known)) * statistics.stdev(known)
+    return Interval(mean, mean - half, mean + half, len(known))
+
+
+def half_width_factor(count: int) -> float:
+    """Half of the 95% interval of a mean over `count` values, two or more, in standard deviations of the values."""
     # Imported here, since the import takes longer than most commands.
     from scipy import stats
 
-    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(known) - 1))
-    half = quantile * statistics.stdev(known) / math.sqrt(len(known))
-    return Interval(mean, mean - half, mean + half, len(known))
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) / math.sqrt(count)
 
 
 Cost = Literal["seconds_to_target", "bytes_to_target"]
