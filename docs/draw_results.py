@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offbeat.lab.reproduction.archives import open_results
 from offbeat.lab.reproduction.findings import Finding, Findings, claim_unit, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
 from offbeat.lab.reproduction.runs import read_study
 from offbeat.lab.reproduction.study import Claim, Study, StudyRun, names
+from offbeat.lab.reproduction.study_archive import open_results
 from offbeat.lab.reproduction.study_figures import TIMING_CAPTION, TIMING_FILE, draw_all
 from offbeat.lab.reproduction.timings import BatchTiming, read_timings
 

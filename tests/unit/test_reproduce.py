@@ -15,7 +15,6 @@ import pytest
 from offbeat.cli import main
 from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.figures import CELLS
-from offbeat.lab.reproduction.archives import archive, open_results
 from offbeat.lab.reproduction.findings import check_study, compute_findings, format_interval, spell_interval
 from offbeat.lab.reproduction.quantities import QUANTITIES, common_training_loss
 from offbeat.lab.reproduction.runs import read_study, tasks_of
@@ -29,6 +28,7 @@ from offbeat.lab.reproduction.study import (
     names,
     study_of,
 )
+from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.records.comparison import Interval
 from offbeat.records.files import HEADER, RECORDS, find_runs
 from offbeat.records.schema import RunRecords

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from offbeat.lab.reproduction.archives import open_results
 from offbeat.lab.reproduction.runs import read_manifest
 from offbeat.lab.reproduction.study import load_study, names
+from offbeat.lab.reproduction.study_archive import open_results
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDS_BYTES_MAX = 5_000_000

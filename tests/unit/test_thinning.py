@@ -18,11 +18,11 @@ from offbeat.cli import main
 from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.figures import CELLS, cell_reads, panel
 from offbeat.lab.plots.style import svg_text
-from offbeat.lab.reproduction.archives import archive, open_results
 from offbeat.lab.reproduction.findings import compute_findings
 from offbeat.lab.reproduction.quantities import QUANTITIES
 from offbeat.lab.reproduction.runs import MANIFEST, read_study
 from offbeat.lab.reproduction.study import StudyRun
+from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.lab.reproduction.study_figures import draw_all
 from offbeat.records.files import find_runs, read_run
 from offbeat.records.metrics import end_of, summarize

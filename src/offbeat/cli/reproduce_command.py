@@ -17,11 +17,11 @@ from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
 from offbeat.engine.experiment import build_workload
 from offbeat.errors import MissingDependency
-from offbeat.lab.reproduction.archives import archive, open_results
 from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
 from offbeat.lab.reproduction.runs import claim_directory, cores, read_manifest, read_study, run_tasks, tasks_of
 from offbeat.lab.reproduction.study import SCALES, Study, StudyRun, load_study, names
+from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.lab.reproduction.study_figures import draw_all
 from offbeat.lab.reproduction.timings import BatchTiming, measure, read_timings, write_timings
 from offbeat.records.comparison import Comparison
