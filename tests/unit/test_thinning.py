@@ -24,6 +24,7 @@ from offbeat.lab.reproduction.runs import MANIFEST, read_study
 from offbeat.lab.reproduction.study import StudyRun
 from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.lab.reproduction.study_figures import draw_all
+from offbeat.records.curves import ROUND_GROUPS_MAX
 from offbeat.records.files import find_runs, read_run
 from offbeat.records.metrics import end_of, summarize
 from offbeat.records.schema import (
@@ -40,7 +41,7 @@ from offbeat.records.schema import (
     Update,
     of_kind,
 )
-from offbeat.records.thinning import END, Reads, thin, union
+from offbeat.records.thinning import CONSENSUS, STALENESS, TRAINING_LOSS, Reads, thin, union
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -90,15 +91,17 @@ def thinned(runs: Sequence[RunRecords], reads: Reads) -> list[RunRecords]:
     return [dataclasses.replace(run, records=tuple(thin(run, reads))) for run in runs]
 
 
-def values(name: str, runs: Sequence[RunRecords]) -> list[float | None]:
-    return QUANTITIES[name].of([StudyRun("", run, summarize(run)) for run in runs], 1000)
+def values(name: str, runs: Sequence[RunRecords], whole: Sequence[RunRecords]) -> list[float | None]:
+    """A quantity from records, and from the metrics of whole runs."""
+    pairs = zip(runs, whole, strict=True)
+    return QUANTITIES[name].of([StudyRun("", run, summarize(other)) for run, other in pairs], 1000)
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_a_quantity_is_the_same_from_what_it_declares_to_read(name: str, runs: list[RunRecords]) -> None:
-    whole = values(name, runs)
-    assert any(value is not None for value in whole)
-    assert values(name, thinned(runs, QUANTITIES[name].reads)) == whole
+    expected = values(name, runs, runs)
+    assert any(value is not None for value in expected)
+    assert values(name, thinned(runs, QUANTITIES[name].reads), runs) == expected
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -115,28 +118,39 @@ def test_quantities_and_plots_have_different_names() -> None:
 
 def test_what_is_not_read_is_left_out(runs: list[RunRecords]) -> None:
     for run in runs:
-        records = list(thin(run, END))
+        records = list(thin(run, {}))
         ranks = {update.rank for update in of_kind(run, Update)}
         assert [record for record in records if isinstance(record, Ended)] == list(of_kind(run, Ended))
         assert len(records) == 1 + len(ranks)  # and an update of each rank, which tells whether there is a hub
         assert end_of(dataclasses.replace(run, records=tuple(records))) == end_of(run)
 
 
-def test_exchanges_lose_their_distance_where_the_consensus_distance_is_recorded(runs: list[RunRecords]) -> None:
+def test_exchanges_are_kept_only_where_no_consensus_distance_is_recorded(runs: list[RunRecords]) -> None:
     gossip, live = runs[2:]
-    reads = QUANTITIES["consensus_distance"].reads
     assert any(of_kind(gossip, Consensus))
-    assert {record.distance for record in thin(gossip, reads) if isinstance(record, Exchange)} == {None}
-    assert len({record.distance for record in thin(live, reads) if isinstance(record, Exchange)}) > 10
+    assert not any(isinstance(record, Exchange) for record in thin(gossip, CONSENSUS))
+    assert len({record.distance for record in thin(live, CONSENSUS) if isinstance(record, Exchange)}) > 10
+
+
+def test_many_rounds_are_merged_where_only_their_training_loss_is_read(runs: list[RunRecords]) -> None:
+    """The curve is computed from as many groups either way, so that it is the same."""
+    gossip = varied(a_gossip("gossip", peers=4, seconds=400.0))
+    (merged,) = thinned([gossip], TRAINING_LOSS)
+    assert sum(1 for _ in of_kind(gossip, Round)) > 2 * ROUND_GROUPS_MAX
+    assert sum(1 for _ in of_kind(merged, Round)) == ROUND_GROUPS_MAX
+    assert sum(one.samples for one in of_kind(merged, Round)) == sum(one.samples for one in of_kind(gossip, Round))
+    assert values("training_loss", [merged], [gossip]) == values("training_loss", [gossip], [gossip])
+    cell = "training loss over time"
+    assert svg_text(panel([merged], [[cell]])) == svg_text(panel([gossip], [[cell]]))
 
 
 def test_thinning_twice_changes_nothing(runs: list[RunRecords]) -> None:
-    reads = union([QUANTITIES["training_loss"].reads, QUANTITIES["staleness_mean"].reads])
+    reads = union([TRAINING_LOSS, STALENESS])
     once = thinned(runs, reads)
     assert thinned(once, reads) == once
 
 
-# A study
+# A study of which everything is read, in an archive
 
 SMALL = """
 title = "Digits by gossip and by a hub"
@@ -242,18 +256,16 @@ def test_a_page_from_an_archive_is_that_from_all_records_byte_for_byte(
 def test_an_archive_says_what_can_be_computed_from_it(small: Path, tmp_path: Path) -> None:
     with open_results(archive(small, tmp_path / "kept.zip")) as place:
         manifest = json.loads((place / MANIFEST).read_text())
-    assert manifest["thinned"]["even"] == [
-        "accuracy_last5", "consensus_distance", "exchanges_per_gradient", "samples_per_second",
-    ]  # fmt: skip
-    assert {"staleness", "updates_to_target"} <= set(manifest["thinned"]["niagara"])
+    assert manifest["thinned"]["even"] == ["accuracy_last5"]  # the others are metrics, which are stored whole
+    assert {"accuracy over steps", "staleness"} <= set(manifest["thinned"]["niagara"])
     assert json.loads((small / MANIFEST).read_text())["thinned"] is None
 
 
 def test_an_archive_is_refused_by_a_study_that_reads_more_than_it_has(small: Path, tmp_path: Path) -> None:
     with open_results(archive(small, tmp_path / "kept.zip")) as place:
-        more = SMALL.replace('"accuracy_last5", ', '"accuracy_last5", "idle_share", ')
+        more = SMALL.replace('"accuracy_last5", ', '"accuracy_last5", "idle_share", "training_loss", ')
         (place / "study.toml").write_text(more, encoding="utf-8")
-        with pytest.raises(ConfigurationError, match="has no records for idle_share"):
+        with pytest.raises(ConfigurationError, match="has no records for training_loss, which"):
             read_study(place)
 
 

@@ -169,6 +169,8 @@ def test_last_evaluations_and_updates_to_the_target_have_the_values_of_their_def
     seconds = made[0].summary.seconds_to_target
     assert seconds is not None
     assert QUANTITIES["updates_to_target"].of(made, 1) == [math.floor(seconds / 0.5)]
+    peers = run([*accuracies(curve), *(an_update(0.5, 1, (1, 0, 1, 0), rank=rank) for rank in (0, 0, 0, 1))])
+    assert QUANTITIES["updates_to_target"].of([StudyRun("", peers, summarize(peers))], 1) == [2.0]
     short = run(accuracies([0.2, 0.7]))
     assert QUANTITIES["accuracy_last5"].of([StudyRun("", short, summarize(short))], 1) == [0.7]
     assert QUANTITIES["updates_to_target"].of([StudyRun("", short, summarize(short))], 1) == [None]

@@ -19,12 +19,13 @@ from offbeat.engine.experiment import build_workload
 from offbeat.errors import MissingDependency
 from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
-from offbeat.lab.reproduction.runs import claim_directory, cores, read_manifest, read_study, run_tasks, tasks_of
+from offbeat.lab.reproduction.runs import claim_directory, cores, read_study, run_tasks, tasks_of
 from offbeat.lab.reproduction.study import SCALES, Study, StudyRun, load_study, names
 from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.lab.reproduction.study_figures import draw_all
 from offbeat.lab.reproduction.timings import BatchTiming, measure, read_timings, write_timings
 from offbeat.records.comparison import Comparison
+from offbeat.records.metrics import target_of
 
 
 def reproduce(
@@ -110,31 +111,16 @@ def _run_study(study: Study, directory: Path, processes: int, quiet: bool) -> tu
 def _redraw(place: Path, out: str | None, save: str | None, json: bool, draws: bool) -> int:
     with open_results(place) as directory:
         study, runs = read_study(directory)
-        is_whole = read_manifest(directory).thinned is None
         where = Path(out) if out is not None else place.with_suffix("") if place.suffix == ".zip" else place
         if save is not None:
             archive(directory, Path(save))
-        drawn_to = where if draws else None
-        return _print_results(study, runs, read_timings(directory), place, drawn_to, json, is_whole)
+        return _print_results(study, runs, read_timings(directory), place, where if draws else None, json)
 
 
 def _print_results(
-    study: Study,
-    runs: list[StudyRun],
-    timed: list[BatchTiming],
-    records: Path,
-    drawn_to: Path | None,
-    json: bool,
-    is_whole: bool = True,
+    study: Study, runs: list[StudyRun], timed: list[BatchTiming], records: Path, drawn_to: Path | None, json: bool
 ) -> int:
-    """Draw the figures, print the table or JSON, and return the exit code: 1 if a run failed.
-
-    study, runs, timed: what is printed
-    records: the directory or archive that is named as their place
-    drawn_to: the directory of the figures; None: none is drawn
-    json: whether to print JSON
-    is_whole: whether the runs have all of their records, so that JSON can have all of their metrics
-    """
+    """Draw the figures, print the table or JSON, and return the exit code: 1 if a run failed."""
     try:
         figures = [] if drawn_to is None else draw_all(study, runs, timed, drawn_to)
     except MissingDependency as missing:
@@ -142,8 +128,7 @@ def _print_results(
         print_status(f"no figure was drawn: {missing}")
     findings = compute_findings(study, runs)
     if json:
-        comparisons = _comparisons(study, runs) if is_whole else {}
-        print_json(_plain(study, timed, findings, figures) | comparisons)
+        print_json(_plain(study, timed, findings, figures) | _comparisons(study, runs))
     else:
         _print(study, timed, findings, figures, records)
     failed = [run for run in runs if run.summary.failure is not None]
@@ -155,11 +140,12 @@ def _print_results(
 
 def _comparisons(study: Study, runs: list[StudyRun]) -> dict[str, Any]:
     """What `offbeat compare --json` prints, under `cases` where there are several."""
-    comparisons = {
-        case.label: Comparison.of(records, case.plan.baseline).to_json()
-        for case in study.cases
-        if (records := [run.records for run in runs if run.case == case.label])
-    }
+    comparisons = {}
+    for case in study.cases:
+        if of_case := [run for run in runs if run.case == case.label]:
+            target = target_of(of_case[0].records.header)
+            summaries = [run.summary for run in of_case]
+            comparisons[case.label] = Comparison.of_summaries(summaries, target, case.plan.baseline).to_json()
     return comparisons[""] if list(comparisons) == [""] else {"cases": comparisons}
 
 

@@ -130,12 +130,24 @@ class Comparison:
                 "name runs with one target"
             )
         target = targets[0] if targets else None
-        labels = list(dict.fromkeys(run.header.label for run in runs))
+        return cls.of_summaries([summarize(run, target) for run in runs], target, baseline)
+
+    @classmethod
+    def of_summaries(
+        cls, summaries: Sequence[Summary], target: Target | None, baseline: str | None = None
+    ) -> Comparison:
+        """Compare runs of one workload by their metrics.
+
+        summaries: the metrics of one run or more
+        target: the target that all of them are timed against
+        baseline: as for `of`
+        """
+        labels = list(dict.fromkeys(summary.strategy for summary in summaries))
         if baseline is None:
             baseline = DEFAULT_BASELINE if DEFAULT_BASELINE in labels else labels[0]
         elif baseline not in labels:
             raise unknown("baseline", baseline, labels)
-        return cls(tuple(summarize(run, target) for run in runs), target, baseline)
+        return cls(tuple(summaries), target, baseline)
 
     @property
     def strategies(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Thin records: keep only what given computations read, for archives that are stored for long.
 
 A computation declares the kinds of record that it reads, and which of their fields. Records of other kinds are dropped,
-and other fields set to zero, which compresses to almost nothing. What is read is kept exactly, so that results are the
-same to the last bit.
+and other fields set to zero, which compresses to almost nothing. What is read is kept exactly, so that curves and
+histograms are the same to the last bit; the metrics of `metrics.summarize` are not, and must be stored beside.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from offbeat.core.actions import Record
+from offbeat.records.curves import round_groups
 from offbeat.records.schema import (
     AnyRecord,
     Consensus,
@@ -68,36 +69,41 @@ def union(reads: Iterable[Reads]) -> Reads:
     return result
 
 
-END = fields_of(Ended)
 EVALUATIONS = fields_of(Evaluation)
 TRAFFIC = fields_of(Traffic, "at", "rank", "since", "sent")
-UPDATE_COUNT = union([fields_of(Update), fields_of(Undone)])
-SAMPLE_COUNT = union([fields_of(Update, "samples", "samples_total"), fields_of(Undone)])
-STEPS_OVER_TIME = union([fields_of(Update, "at"), fields_of(Undone)])
-SAMPLES_OVER_TIME = union([fields_of(Update, "at", "samples_total"), fields_of(Undone)])
+STEPS = union([fields_of(Update, "at"), fields_of(Undone)])
+SAMPLES = union([fields_of(Update, "at", "samples_total"), fields_of(Undone)])
 STALENESS = fields_of(Update, "contributions")
 TRAINING_LOSS = fields_of(Round, "at", "samples", "loss", "finite")
-CONSENSUS = union([END, fields_of(Consensus), fields_of(Exchange, "at", "rank", "peer", "distance", "outcome")])
+CONSENSUS = union([fields_of(Consensus), fields_of(Exchange, "at", "rank", "peer", "distance", "outcome")])
 
 
 def thin(run: RunRecords, reads: Reads) -> Iterator[AnyRecord]:
     """The records of a run that are read, in their order, without the fields that are not.
 
-    `Ended` records are always kept, and the rank of updates, of one of each rank at least: `metrics.end_of` tells a
-    decentralized run by them.
+    Rounds of which only the training loss is read come first, merged into those groups that its curve is computed from.
+
+    `Ended` records are always kept, and an update of each rank, by which `metrics.end_of` tells a decentralized run.
     """
-    wanted = dict(union([END, reads]))
-    if Update in wanted:
-        wanted[Update] |= {"rank"}
+    wanted = dict(union([fields_of(Ended), reads]))
     if Exchange in wanted and any(of_kind(run, Consensus)):
-        wanted[Exchange] &= {"outcome"}  # distances are estimated from exchanges only if none is recorded
+        del wanted[Exchange]  # distances are estimated from exchanges only if none is recorded
+    if Round in wanted and wanted[Round] <= TRAINING_LOSS[Round]:
+        del wanted[Round]
+        yield from _merged_rounds(run)
     ranks: set[int] = set()
     for record in run.records:
-        if type(record) in wanted:
-            yield _without_unread(record, wanted[type(record)])
-        elif isinstance(record, Update) and record.rank not in ranks:
+        names = wanted.get(type(record))
+        if isinstance(record, Update) and record.rank not in ranks:
             ranks.add(record.rank)
-            yield _without_unread(record, frozenset({"rank"}))
+            names = (names or frozenset()) | {"rank"}
+        if names is not None:
+            yield _without_unread(record, names)
+
+
+def _merged_rounds(run: RunRecords) -> Iterator[AnyRecord]:
+    for at, samples, loss in round_groups(run).tolist():
+        yield msgspec.structs.replace(BLANKS[Round], at=at, samples=int(samples), loss=loss)
 
 
 def _without_unread(record: AnyRecord, names: frozenset[str]) -> AnyRecord:

@@ -83,7 +83,7 @@ HELD_OUT = {
 
 
 def _held_out(metric: curves.HeldOutMetric, over: curves.Over, x: AxisStyle) -> LinePlot:
-    reads = union([thinning.EVALUATIONS, thinning.STEPS_OVER_TIME if over == "steps" else {}])
+    reads = union([thinning.EVALUATIONS, thinning.STEPS if over == "steps" else {}])
     return LinePlot(partial(curves.evaluation_curve, metric=metric, over=over), reads, x, HELD_OUT[metric], metric)
 
 
@@ -107,19 +107,19 @@ LINE_PLOTS: dict[str, LinePlot] = {
     ),
     "training loss over steps": LinePlot(
         partial(curves.training_loss_curve, over="steps"),
-        union([thinning.TRAINING_LOSS, thinning.STEPS_OVER_TIME]),
+        union([thinning.TRAINING_LOSS, thinning.STEPS]),
         STEPS,
         TRAINING_LOSS,
     ),
     "learning rate over time": LinePlot(curves.learning_rate_curve, _RATES, TIME, LEARNING_RATE),
     "learning rate over steps": LinePlot(
         partial(curves.learning_rate_curve, over="steps"),
-        union([_RATES, thinning.STEPS_OVER_TIME]),
+        union([_RATES, thinning.STEPS]),
         STEPS,
         LEARNING_RATE,
     ),
-    "samples over time": LinePlot(curves.samples_curve, thinning.SAMPLES_OVER_TIME, TIME, SAMPLES, height_inches=3.2),
-    "steps over time": LinePlot(curves.steps_curve, thinning.STEPS_OVER_TIME, TIME, STEPS),
+    "samples over time": LinePlot(curves.samples_curve, thinning.SAMPLES, TIME, SAMPLES, height_inches=3.2),
+    "steps over time": LinePlot(curves.steps_curve, thinning.STEPS, TIME, STEPS),
     "consensus over time": LinePlot(
         curves.consensus_curve, thinning.CONSENSUS, TIME, CONSENSUS, height_inches=3.6, legend_name=_consensus_name
     ),

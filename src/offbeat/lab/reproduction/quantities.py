@@ -7,7 +7,7 @@ that every run reaches.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from offbeat.errors import unknown
 from offbeat.lab.reproduction.study import Study, StudyRun
 from offbeat.records import curves, thinning
 from offbeat.records.metrics import evaluations, finite
-from offbeat.records.schema import Exchange, Round, Update
-from offbeat.records.thinning import Reads, fields_of, union
+from offbeat.records.thinning import Reads
 
 Values = list[float | None]
 LAST_SHARE = 0.05
@@ -33,8 +32,8 @@ class Quantity:
     """Its name in a table and on an axis."""
     of: Callable[[Sequence[StudyRun], int], Values]
     """Computes one value per run, from the runs of one case and the number of samples of an epoch."""
-    reads: Reads
-    """The records that it is computed from; those of `Ended` are always kept."""
+    reads: Reads = field(default_factory=dict)
+    """The records that it is computed from, besides the summary."""
     digits: int | None = None
     """Digits after the point; None: three significant digits."""
     in_bytes: bool = False
@@ -68,9 +67,13 @@ def values_of(study: Study, name: str, runs: Sequence[StudyRun], cases: Collecti
     return result
 
 
-def _summary(head: str, field: str, reads: Reads, digits: int | None = None, in_bytes: bool = False) -> Quantity:
+def _summary(head: str, metric: str, digits: int | None = None, in_bytes: bool = False) -> Quantity:
     """A field of `Summary` as a quantity."""
-    return Quantity(head, lambda runs, epoch: [getattr(run.summary, field) for run in runs], reads, digits, in_bytes)
+
+    def of(runs: Sequence[StudyRun], epoch: int) -> Values:
+        return [getattr(run.summary, metric) for run in runs]
+
+    return Quantity(head, of, digits=digits, in_bytes=in_bytes)
 
 
 def _per_epoch(runs: Sequence[StudyRun], epoch: int) -> Values:
@@ -93,18 +96,6 @@ def _last(head: str, metric: curves.HeldOutMetric) -> Quantity:
     return Quantity(head, lambda runs, epoch: [of_run(run) for run in runs], thinning.EVALUATIONS, 3)
 
 
-def _updates_to_target(runs: Sequence[StudyRun], epoch: int) -> Values:
-    """The updates made when the target was reached, per rank if several ranks update replicas of their own."""
-
-    def of_run(run: StudyRun) -> float | None:
-        if run.summary.seconds_to_target is None:
-            return None
-        steps = curves.steps_curve(run.records)
-        return float(steps.values[np.searchsorted(steps.over, run.summary.seconds_to_target, side="right") - 1])
-
-    return [of_run(run) for run in runs]
-
-
 def _training_loss(runs: Sequence[StudyRun], epoch: int) -> Values:
     ends = [curves.training_loss_curve(run.records).values for run in runs]
     return [float(values[-1]) if len(values) else None for values in ends]
@@ -124,37 +115,29 @@ def common_training_loss(runs: Sequence[StudyRun]) -> float:
     return MARGIN * max(float(curves.training_loss_curve(run.records).values.min()) for run in runs)
 
 
-_EVALUATIONS, _TRAFFIC = thinning.EVALUATIONS, union([thinning.EVALUATIONS, thinning.TRAFFIC])
-
 QUANTITIES: dict[str, Quantity] = {
-    "seconds_to_target": _summary("time to target (s)", "seconds_to_target", _EVALUATIONS),
-    "samples_to_target": _summary("samples to target", "samples_to_target", _EVALUATIONS),
-    "updates_to_target": Quantity(
-        "updates to target", _updates_to_target, union([thinning.EVALUATIONS, thinning.STEPS_OVER_TIME])
-    ),
-    "bytes_to_target": _summary("bytes to target (B)", "bytes_to_target", _TRAFFIC, in_bytes=True),
+    "seconds_to_target": _summary("time to target (s)", "seconds_to_target"),
+    "samples_to_target": _summary("samples to target", "samples_to_target"),
+    "updates_to_target": _summary("updates to target", "updates_to_target"),
+    "bytes_to_target": _summary("bytes to target (B)", "bytes_to_target", in_bytes=True),
     "seconds_to_common_loss": Quantity(
         "time to a training loss that all reach (s)", _seconds_to_common_loss, thinning.TRAINING_LOSS
     ),
-    "seconds": _summary("time (s)", "seconds", thinning.END),
-    "seconds_per_epoch": Quantity("time per epoch (s)", _per_epoch, thinning.SAMPLE_COUNT),
-    "seconds_per_step": Quantity("time per step (s)", _per_step, thinning.UPDATE_COUNT),
-    "samples_per_second": _summary("samples per second", "samples_per_second", thinning.SAMPLE_COUNT),
-    "accuracy": _summary("accuracy at the end", "accuracy", _EVALUATIONS, 3),
+    "seconds": _summary("time (s)", "seconds"),
+    "seconds_per_epoch": Quantity("time per epoch (s)", _per_epoch),
+    "seconds_per_step": Quantity("time per step (s)", _per_step),
+    "samples_per_second": _summary("samples per second", "samples_per_second"),
+    "accuracy": _summary("accuracy at the end", "accuracy", 3),
     "accuracy_last5": _last("accuracy, mean of the last 5% of evaluations", "accuracy"),
-    "accuracy_top5": _summary("top-5 accuracy at the end", "accuracy_top5", _EVALUATIONS, 3),
-    "loss": _summary("loss at the end", "loss", _EVALUATIONS, 3),
+    "accuracy_top5": _summary("top-5 accuracy at the end", "accuracy_top5", 3),
+    "loss": _summary("loss at the end", "loss", 3),
     "loss_last5": _last("loss, mean of the last 5% of evaluations", "loss"),
     "training_loss": Quantity("training loss at the end", _training_loss, thinning.TRAINING_LOSS, 3),
-    "consensus_distance": _summary("consensus distance (squared)", "consensus_distance", thinning.CONSENSUS),
-    "exchanges_per_gradient": _summary(
-        "averagings per gradient",
-        "exchanges_per_gradient",
-        union([fields_of(Exchange, "outcome"), fields_of(Update)]),
-    ),
-    "samples_per_update": _summary("samples per update", "samples_per_update", fields_of(Update, "samples")),
-    "updates": _summary("updates", "updates", thinning.UPDATE_COUNT),
-    "staleness_mean": _summary("staleness (versions)", "staleness_mean", thinning.STALENESS),
-    "idle_share": _summary("share of time idle", "idle_share", fields_of(Round, "seconds", "idle_seconds"), 2),
-    "bytes_sent": _summary("bytes sent (B)", "bytes_sent", thinning.END, in_bytes=True),
+    "consensus_distance": _summary("consensus distance (squared)", "consensus_distance"),
+    "exchanges_per_gradient": _summary("averagings per gradient", "exchanges_per_gradient"),
+    "samples_per_update": _summary("samples per update", "samples_per_update"),
+    "updates": _summary("updates", "updates"),
+    "staleness_mean": _summary("staleness (versions)", "staleness_mean"),
+    "idle_share": _summary("share of time idle", "idle_share", 2),
+    "bytes_sent": _summary("bytes sent (B)", "bytes_sent", in_bytes=True),
 }

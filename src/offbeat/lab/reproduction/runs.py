@@ -27,13 +27,16 @@ from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.reproduction.study import Scale, Study, StudyCase, StudyRun, load_study
+from offbeat.lab.reproduction.study_reads import drawn_from_records
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, RECORDS, file_name, rank_files, read_header, read_run
-from offbeat.records.metrics import end_of, summarize
+from offbeat.records.metrics import Summary, end_of, summarize
 from offbeat.records.schema import Update
 
 MANIFEST = "study.json"
+METRICS = "metrics.json"
+"""In an archive: the summary of a run, computed from all of its records."""
 STUDY_COPY = "study.toml"
 """A copy of the file of a user's own study."""
 POLL_SECONDS = 0.25
@@ -47,7 +50,7 @@ class StudyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: Scale
     seeds: tuple[int, ...] | None
     thinned: dict[str, list[str]] | None = None
-    """In an archive, whose records are thinned: the quantities and plots that can be computed, by case."""
+    """In an archive, whose records are thinned: the quantities and plots that they suffice for, by case."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,21 @@ def run_tasks(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress,
 
 
 def load_run(task: RunTask) -> StudyRun:
-    """The run of a task that has ended, with its summary."""
+    """The run of a task that has ended, with its summary, which is stored beside thinned records."""
     records = read_run(task.directory)
-    return StudyRun(task.case.label, records, summarize(records))
+    stored = task.directory / METRICS
+    summary = _read_metrics(stored) if stored.is_file() else summarize(records)
+    return StudyRun(task.case.label, records, summary)
+
+
+def _read_metrics(path: Path) -> Summary:
+    try:
+        summary = msgspec.json.decode(path.read_bytes(), type=Summary)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{path} was written by another version ({error}); run the study again, and save it again"
+        ) from None
+    return msgspec.structs.replace(summary, directory=str(path.parent))
 
 
 def _clear(directory: Path) -> None:
@@ -282,11 +297,11 @@ def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
 def _check_computable(study: Study, computable: Mapping[str, Sequence[str]]) -> None:
     """Refuse thinned records of a study that has changed since, and now reads some that were left out."""
     for case in study.cases:
-        missing = sorted(study.names_read(case.label) - set(computable.get(case.label, [])))
+        missing = set(drawn_from_records(study, case.label)) - set(computable.get(case.label, []))
         if case.label in computable and missing:
             raise ConfigurationError(
-                f"this archive of the study {study.name} has no records for {', '.join(missing)}, which the study did "
-                f"not have when it was saved; run it again: offbeat reproduce {study.name} --save FILE.zip"
+                f"this archive of the study {study.name} has no records for {', '.join(sorted(missing))}, which the "
+                f"study did not have when it was saved; run it again: offbeat reproduce {study.name} --save FILE.zip"
             )
 
 

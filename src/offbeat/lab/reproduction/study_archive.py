@@ -1,7 +1,8 @@
-"""Archives of a study: one zip file with the records that its table, claims and figures are computed from.
+"""Archives of a study: one zip file with all that its table, claims and figures are computed from.
 
-An archive is thinned: records and fields that are not read are left out, and its manifest lists what can be computed
-from the rest. A study that asks for more than that is refused when the archive is read.
+An archive is thinned. It has the metrics of each run, computed from all of its records, and those records and fields
+that quantities and plots of the study read besides. Its manifest lists these quantities and plots; a study that asks
+for others is refused when the archive is read.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from pathlib import Path
 import msgspec
 
 from offbeat.errors import ConfigurationError
-from offbeat.lab.plots.figures import cell_reads
-from offbeat.lab.reproduction.quantities import QUANTITIES
-from offbeat.lab.reproduction.runs import MANIFEST, STUDY_COPY, read_manifest, read_study
+from offbeat.lab.reproduction.runs import MANIFEST, METRICS, STUDY_COPY, read_manifest, read_study
 from offbeat.lab.reproduction.study import Study, StudyRun
+from offbeat.lab.reproduction.study_reads import drawn_from_records, reads_of
 from offbeat.lab.reproduction.timings import TIMINGS
 from offbeat.records.files import HEADER, RECORDS
 from offbeat.records.thinning import Reads, thin, union
@@ -36,7 +36,7 @@ def archive(directory: Path, path: Path) -> Path:
         MANIFEST: _thinned_manifest(study, directory),
         **{name: (directory / name).read_bytes() for name in (STUDY_COPY, TIMINGS) if (directory / name).is_file()},
     }
-    reads = {case.label: union(_reads(name) for name in study.names_read(case.label)) for case in study.cases}
+    reads = {case.label: union(map(reads_of, study.names_read(case.label))) for case in study.cases}
     for run in runs:
         files |= _run_files(run, reads[run.case], directory)
     try:
@@ -50,21 +50,19 @@ def archive(directory: Path, path: Path) -> Path:
 
 
 def _thinned_manifest(study: Study, directory: Path) -> bytes:
-    computable = {case.label: sorted(study.names_read(case.label)) for case in study.cases}
+    computable = {case.label: drawn_from_records(study, case.label) for case in study.cases}
     return msgspec.json.encode(msgspec.structs.replace(read_manifest(directory), thinned=computable)) + b"\n"
-
-
-def _reads(name: str) -> Reads:
-    """What a quantity or a cell of a figure reads."""
-    return QUANTITIES[name].reads if name in QUANTITIES else cell_reads(name)
 
 
 def _run_files(run: StudyRun, reads: Reads, directory: Path) -> dict[str, bytes]:
     """The files of a run by name; the records of all ranks of a live run are in one."""
     assert run.records.directory is not None
     place = run.records.directory.relative_to(directory).as_posix()
-    lines = b"".join(msgspec.json.encode(record) + b"\n" for record in thin(run.records, reads))
-    return {f"{place}/{HEADER}": (run.records.directory / HEADER).read_bytes(), f"{place}/{RECORDS}": lines}
+    return {
+        f"{place}/{HEADER}": (run.records.directory / HEADER).read_bytes(),
+        f"{place}/{METRICS}": msgspec.json.encode(msgspec.structs.replace(run.summary, directory=None)) + b"\n",
+        f"{place}/{RECORDS}": b"".join(msgspec.json.encode(record) + b"\n" for record in thin(run.records, reads)),
+    }
 
 
 def _write_zip(path: Path, files: dict[str, bytes]) -> None:
