@@ -11,32 +11,60 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offbeat.lab.reproduction.findings import Findings, compute_findings, format_interval, quantity
-from offbeat.lab.reproduction.runs import BatchTiming, open_results, read_study, read_timings
-from offbeat.lab.reproduction.study import Study, StudyRun, names
+from offbeat.lab.reproduction.findings import Finding, Findings, claim_unit, compute_findings, format_interval
+from offbeat.lab.reproduction.quantities import quantity
+from offbeat.lab.reproduction.runs import read_study
+from offbeat.lab.reproduction.study import Claim, Study, StudyRun, names
+from offbeat.lab.reproduction.study_archive import open_results
 from offbeat.lab.reproduction.study_figures import TIMING_CAPTION, TIMING_FILE, draw_all
+from offbeat.lab.reproduction.timings import BatchTiming, read_timings
 
 DOCS = Path(__file__).parent
 RECORDS = DOCS / "results"
 IMAGES = DOCS / "images" / "results"
 PAGE = DOCS / "results.md"
 
-HEAD = """# Results
-
+ABOUT = """
 Published results, run again by one command each on a machine with two cores, without a GPU. Every number and figure
 here is drawn from run records by `python docs/draw_results.py`, or `make results`; nothing is written by hand. The
-records are in [results](results), one archive a study. `offbeat reproduce --redraw docs/results/NAME.zip` draws one of
-them, `offbeat reproduce NAME` runs it anew, and `--scale full` with the original's sizes.
+records that this takes are in [results](results), one archive a study. `offbeat reproduce --redraw
+docs/results/NAME.zip` draws one of them, `offbeat reproduce NAME` runs it anew, and `--scale full` with the original's
+sizes. [Reproducing](reproducing.md) has every setting of the originals beside ours.
 
 Numbers are means over seeds; ± is half of a 95% interval (Student's t), and sentences have its ends in brackets.
-*Agrees* means that the interval meets what was published. Where models and data are smaller than the original's, which
-is said each time, agreement is of ratios, and an accuracy is not the original's.
+*Agrees*: half of the interval is at most a quarter of the mean, and the interval meets what was published. *Differs*:
+it does not meet it; the sentence names the cause, with the number where that is switched off, or what was tried.
+*Cannot tell*: it meets it and is wider than that; the number of seeds that would do is estimated from how much these
+vary. Where hyper-parameters were chosen here, a study says on which seeds, and reports others. Where models and data
+are smaller than the original's, which is said each time, agreement is of ratios, and an accuracy is not the original's.
 """
 
 
-def section(study: Study, runs: list[StudyRun], timed: list[BatchTiming]) -> str:
+def overview_row(study: Study, claim: Claim, finding: Finding) -> list[str]:
+    """One claim in the first table of the page."""
+    return [
+        claim.short or claim.sentence.format(ours="…"),
+        claim.published_short or claim.published,
+        format_interval(finding.ours, claim_unit(claim), finding.seeds),
+        "no number to compare" if finding.verdict is None else str(finding.verdict),
+        f"`offbeat reproduce {study.name}`",
+    ]
+
+
+def overview(studies: list[tuple[Study, Findings]]) -> str:
+    """The first table of the page: every claim of every study."""
+    lines = [["claim", "published", "ours", "verdict", "command"]]
+    for study, findings in studies:
+        claims = study.description.claims
+        lines += [
+            overview_row(study, claim, finding) for claim, finding in zip(claims, findings.sentences, strict=True)
+        ]
+    return as_markdown(lines)
+
+
+def section(study: Study, findings: Findings, runs: list[StudyRun], timed: list[BatchTiming]) -> str:
     """One study as text."""
-    text, findings = study.description, compute_findings(study, runs)
+    text = study.description
     parts = [
         f"## {study.name}: {text.title}",
         f"- The original: {text.original}.\n- Here: {text.scaled}.\n- To be expected: {text.expect}.",
@@ -50,9 +78,15 @@ def section(study: Study, runs: list[StudyRun], timed: list[BatchTiming]) -> str
         captions[TIMING_FILE] = TIMING_CAPTION
     for file, caption in captions.items():
         parts.append(f"![{caption}](images/results/{study.name}/{file}.svg)\n\n*{caption}*")
-    seeds = sorted({run.seed for run in runs})
-    parts.append(f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}. Again: `offbeat reproduce {study.name}`.")
+    seeds = listed({run.seed for run in runs})
+    if text.tuning_seeds:
+        parts.append(f"Chosen on seeds {listed(set(text.tuning_seeds))}: {text.tuning}; reported on seeds {seeds}.")
+    parts.append(f"{len(runs)} runs, seeds {seeds}. Again: `offbeat reproduce {study.name}`.")
     return "\n\n".join(parts)
+
+
+def listed(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
 
 
 def table(study: Study, findings: Findings) -> str:
@@ -73,13 +107,13 @@ def timing_table(timed: list[BatchTiming]) -> str:
 
 
 def as_markdown(lines: list[list[str]]) -> str:
-    head, *rows = ["| " + " | ".join(line) + " |" for line in lines]
+    head, *rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rows])
 
 
 def page(draw: bool) -> str:
     """The whole page; with `draw`, its figures as well."""
-    parts = [HEAD]
+    studies, sections = [], []
     for name in names():
         path = RECORDS / f"{name}.zip"
         if not path.is_file():
@@ -89,8 +123,10 @@ def page(draw: bool) -> str:
             timed = read_timings(directory)
             if draw:
                 draw_all(study, runs, timed, IMAGES / name, ("svg",))
-            parts.append(section(study, runs, timed))
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+            findings = compute_findings(study, runs)
+            studies.append((study, findings))
+            sections.append(section(study, findings, runs, timed))
+    return "\n\n".join(part.strip() for part in ["# Results", overview(studies), ABOUT, *sections]) + "\n"
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ KEYS = [
     "budget_used_mean",
     "undone",
     "accuracy_top5",
+    "updates_to_target",
 ]
 
 
@@ -69,6 +70,7 @@ def test_a_small_run_is_summarized_as_by_hand() -> None:
     assert (summary.loss, summary.accuracy) == (0.0, 1.0)
     assert summary.seconds_to_target == pytest.approx(5.0)
     assert summary.samples_to_target == pytest.approx(250.0)
+    assert summary.updates_to_target == 2
     assert (summary.staleness_mean, summary.staleness_max) == (1.5, 5)
     assert (summary.compute_seconds, summary.idle_seconds, summary.induced_seconds) == (6.0, 2.0, 0.5)
     assert summary.idle_share == 0.25

@@ -17,23 +17,15 @@ from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
 from offbeat.engine.experiment import build_workload
 from offbeat.errors import MissingDependency
-from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval, quantity
-from offbeat.lab.reproduction.runs import (
-    BatchTiming,
-    archive,
-    claim_directory,
-    cores,
-    measure,
-    open_results,
-    read_study,
-    read_timings,
-    run_tasks,
-    tasks_of,
-    write_timings,
-)
+from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval
+from offbeat.lab.reproduction.quantities import quantity
+from offbeat.lab.reproduction.runs import claim_directory, cores, read_study, run_tasks, tasks_of
 from offbeat.lab.reproduction.study import SCALES, Study, StudyRun, load_study, names
+from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.lab.reproduction.study_figures import draw_all
+from offbeat.lab.reproduction.timings import BatchTiming, measure, read_timings, write_timings
 from offbeat.records.comparison import Comparison
+from offbeat.records.metrics import target_of
 
 
 def reproduce(
@@ -57,26 +49,28 @@ def reproduce(
         name: a study; --list shows them
         list_: list the studies, and do nothing else
         scale: default or full: sizes for this machine, or the original's [default]
-        seeds: how many seeds to run, from 0 on [as the study sets]
+        seeds: how many seeds to run: those of the study, and then the next ones [as the study sets]
         processes: simulations at a time [one per core]
         out: directory for records and figures; an interrupted study continues [runs/NAME-NNN]
         redraw: draw and print again from a directory or an archive, without any training
-        save: write all records to one archive, for --redraw
+        save: write the records that table, sentences and figures need to one archive, for --redraw
         no_figures: draw no figures
         json: print one JSON object and nothing else
         quiet: show no progress while it runs
     """
     if list_:
         return _list(json)
+    require(save is None or Path(save).suffix == ".zip", f"--save writes an archive; type --save {save}.zip")
     if redraw is not None:
         require(name is None, "--redraw takes its study from the records; leave the name out")
-        return _redraw(Path(redraw), None if out is None else Path(out), json, not no_figures)
+        return _redraw(Path(redraw), out, save, json, not no_figures)
     require(name is not None, f"no study is named; type one of {', '.join(names())}, or --list")
     assert name is not None
     require(scale in SCALES, f"there is no scale {scale!r}; type --scale default or --scale full")
-    require(save is None or Path(save).suffix == ".zip", f"--save writes an archive; type --save {save}.zip")
-    chosen = None if seeds is None else tuple(range(seeds))
-    study = load_study(name, scale, chosen)  # type: ignore[arg-type]
+    study = load_study(name, scale)  # type: ignore[arg-type]
+    chosen = None if seeds is None else study.first_seeds(seeds)
+    if chosen is not None:
+        study = load_study(name, scale, chosen)  # type: ignore[arg-type]
     _check_data(study)
     directory = new_directory(study.name) if out is None else Path(out)
     claim_directory(study, directory, chosen)
@@ -114,10 +108,12 @@ def _run_study(study: Study, directory: Path, processes: int, quiet: bool) -> tu
         return run_tasks(tasks, processes, shown.share, lambda index, run: shown.ended(index, run.summary)), timed
 
 
-def _redraw(place: Path, out: Path | None, json: bool, draws: bool) -> int:
+def _redraw(place: Path, out: str | None, save: str | None, json: bool, draws: bool) -> int:
     with open_results(place) as directory:
         study, runs = read_study(directory)
-        where = out or (place.with_suffix("") if place.suffix == ".zip" else place)
+        where = Path(out) if out is not None else place.with_suffix("") if place.suffix == ".zip" else place
+        if save is not None:
+            archive(directory, Path(save))
         return _print_results(study, runs, read_timings(directory), place, where if draws else None, json)
 
 
@@ -132,7 +128,7 @@ def _print_results(
         print_status(f"no figure was drawn: {missing}")
     findings = compute_findings(study, runs)
     if json:
-        print_json(_plain(study, runs, timed, findings, figures))
+        print_json(_plain(study, timed, findings, figures) | _comparisons(study, runs))
     else:
         _print(study, timed, findings, figures, records)
     failed = [run for run in runs if run.summary.failure is not None]
@@ -142,21 +138,24 @@ def _print_results(
     return 1 if failed else 0
 
 
-def _plain(
-    study: Study, runs: list[StudyRun], timed: list[BatchTiming], findings: Findings, figures: list[Path]
-) -> dict[str, Any]:
-    comparisons = {
-        case.label: Comparison.of(records, case.plan.baseline).to_json()
-        for case in study.cases
-        if (records := [run.records for run in runs if run.case == case.label])
-    }
+def _comparisons(study: Study, runs: list[StudyRun]) -> dict[str, Any]:
+    """What `offbeat compare --json` prints, under `cases` where there are several."""
+    comparisons = {}
+    for case in study.cases:
+        if of_case := [run for run in runs if run.case == case.label]:
+            target = target_of(of_case[0].records.header)
+            summaries = [run.summary for run in of_case]
+            comparisons[case.label] = Comparison.of_summaries(summaries, target, case.plan.baseline).to_json()
+    return comparisons[""] if list(comparisons) == [""] else {"cases": comparisons}
+
+
+def _plain(study: Study, timed: list[BatchTiming], findings: Findings, figures: list[Path]) -> dict[str, Any]:
     return {
         "study": study.name,
         "scale": study.scale,
         **findings.to_json(),
         "figures": [str(path) for path in figures],
         **({"timings": msgspec.to_builtins(timed)} if timed else {}),
-        **(comparisons[""] if list(comparisons) == [""] else {"cases": comparisons}),
     }
 
 

@@ -55,12 +55,16 @@ def interval(values: Iterable[float | None]) -> Interval | None:
     mean = statistics.fmean(known)
     if len(known) == 1:
         return Interval(mean, None, None, 1)
+    half = half_width_factor(len(known)) * statistics.stdev(known)
+    return Interval(mean, mean - half, mean + half, len(known))
+
+
+def half_width_factor(count: int) -> float:
+    """Half of the 95% interval of a mean over `count` values, two or more, in standard deviations of the values."""
     # Imported here, since the import takes longer than most commands.
     from scipy import stats
 
-    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(known) - 1))
-    half = quantile * statistics.stdev(known) / math.sqrt(len(known))
-    return Interval(mean, mean - half, mean + half, len(known))
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) / math.sqrt(count)
 
 
 Cost = Literal["seconds_to_target", "bytes_to_target"]
@@ -126,12 +130,24 @@ class Comparison:
                 "name runs with one target"
             )
         target = targets[0] if targets else None
-        labels = list(dict.fromkeys(run.header.label for run in runs))
+        return cls.of_summaries([summarize(run, target) for run in runs], target, baseline)
+
+    @classmethod
+    def of_summaries(
+        cls, summaries: Sequence[Summary], target: Target | None, baseline: str | None = None
+    ) -> Comparison:
+        """Compare runs of one workload by their metrics.
+
+        summaries: the metrics of one run or more
+        target: the target that all of them are timed against
+        baseline: as for `of`
+        """
+        labels = list(dict.fromkeys(summary.strategy for summary in summaries))
         if baseline is None:
             baseline = DEFAULT_BASELINE if DEFAULT_BASELINE in labels else labels[0]
         elif baseline not in labels:
             raise unknown("baseline", baseline, labels)
-        return cls(tuple(summarize(run, target) for run in runs), target, baseline)
+        return cls(tuple(summaries), target, baseline)
 
     @property
     def strategies(self) -> list[str]:

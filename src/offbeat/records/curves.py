@@ -26,6 +26,8 @@ ROUNDING = 1e-8
 """A squared distance below this fraction of the largest is a rounding error of float32."""
 WINDOWS = 50
 """The training loss is averaged over this fraction of the samples of a run: 1/50."""
+ROUND_GROUPS_MAX = 10 * WINDOWS
+"""The number of groups that the rounds of a run are merged into before their losses are averaged, at most."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,27 @@ def bytes_curve(run: RunRecords) -> Curve:
     return _curve([(seconds, sent.by(seconds) or 0.0) for seconds in times])
 
 
-def training_loss_curve(run: RunRecords, over: Over = "seconds", window: int | None = None) -> Curve:
-    """The mean loss of the last `window` training samples, by default 1/50 of all, at the end of each round.
+def round_groups(run: RunRecords) -> Array:
+    """The time, the number of samples and the sum of their losses, for each round in the order of time.
 
-    Every sample of every rank counts once. Rounds without a finite loss do not count.
+    More than `ROUND_GROUPS_MAX` are merged into that many groups of as many rounds; the time is that of the last.
+    Rounds without a finite loss do not count.
     """
     rounds = sorted(of_kind(run, Round), key=lambda record: record.at)
     known = [(record.at, record.samples, record.loss) for record in rounds if record.samples and record.finite]
     table = np.array([row for row in known if row[2] is not None and np.isfinite(row[2])], dtype=np.float64)
+    if len(table) <= ROUND_GROUPS_MAX:
+        return table.reshape(-1, 3)
+    stops = np.linspace(0, len(table), ROUND_GROUPS_MAX + 1).round().astype(np.int64)
+    return np.column_stack([table[stops[1:] - 1, 0], np.add.reduceat(table[:, 1:], stops[:-1])])
+
+
+def training_loss_curve(run: RunRecords, over: Over = "seconds", window: int | None = None) -> Curve:
+    """The mean loss of the last `window` training samples, by default 1/50 of all, at the end of each round.
+
+    Every sample of every rank counts once. Of many rounds, it is at the end of each of `round_groups`.
+    """
+    table = round_groups(run)
     if not len(table):
         return _curve([])
     samples, loss = (np.concatenate([[0.0], np.cumsum(table[:, column])]) for column in (1, 2))

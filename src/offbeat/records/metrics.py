@@ -42,7 +42,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     `traffic` is what was sent by kind of message, and `bytes_received` what was received; for a killed process, up to
     its last record of traffic. `bytes_to_target` is the training traffic of all ranks when the target was reached; it
-    is None, and `traffic` empty, without records of traffic.
+    is None, and `traffic` empty, without records of traffic. `updates_to_target` is the number of updates made by then;
+    if several ranks update replicas of their own, the mean over ranks.
 
     `exchanges` is the number of averaged exchanges of two peers, and `exchanges_lost` of those without an answer. An
     exchange is an averaging for both peers, so `exchanges_per_gradient` is twice their number ÷ updates.
@@ -94,6 +95,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     budget_used_mean: float | None
     undone: int
     accuracy_top5: float | None
+    updates_to_target: float | None
 
     def __str__(self) -> str:
         """The summary in a few lines of text."""
@@ -258,7 +260,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         workers=header.workers,
         seed=header.seed,
         seconds=seconds,
-        updates=len(updates) - sum(record.version - 1 - record.to_version for record in undone),
+        updates=len(updates) - sum(map(_updates_undone, undone)),
         samples=samples,
         **_last_evaluation(curve),
         seconds_to_target=reached,
@@ -280,6 +282,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         induced_seconds=math.fsum(record.induced_seconds for record in rounds),
         dropped_by_reason=dict(sorted(dropped.items())),
         samples_to_target=samples_to_target(curve, target.metric, target.value) if target else None,
+        updates_to_target=None if reached is None else _updates_by(reached, updates, undone),
         bytes_to_target=bytes_to_target(run, reached),
         bytes_received=bytes_received(run),
         traffic=sent_by_kind(run),
@@ -292,6 +295,17 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         consensus_estimated=exchanged.estimated,
         **_bandwidth_used(run, seconds),
     )
+
+
+def _updates_undone(record: Undone) -> int:
+    return record.version - 1 - record.to_version
+
+
+def _updates_by(seconds: float, updates: Sequence[Update], undone: Sequence[Undone]) -> float:
+    """The updates made by then and not undone by then, ÷ the number of ranks that make updates."""
+    made = sum(update.at <= seconds for update in updates)
+    left = made - sum(_updates_undone(record) for record in undone if record.at <= seconds)
+    return left / max(1, len({update.rank for update in updates}))
 
 
 def _last_evaluation(curve: Sequence[Evaluation]) -> dict[str, float | None]:

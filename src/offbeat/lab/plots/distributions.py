@@ -16,6 +16,7 @@ from offbeat.lab.plots.line_plots import write_none_recorded
 from offbeat.lab.plots.style import WIDTH_INCHES, Groups, new_figure, styled
 from offbeat.records import curves
 from offbeat.records.schema import Round, RunRecords, Update
+from offbeat.records.thinning import STALENESS, Reads, fields_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +36,7 @@ class Histogram:
     label: the quantity and its unit.
     counted: what has one value: rounds, updates or messages.
     values: reads the values from the runs of one label.
+    reads: the records that they are read from.
     is_whole: whether values are whole numbers.
     ignores_zeros: whether values that are all zero mean that nothing was recorded.
     is_density: whether a plot shows a probability density instead of shares.
@@ -43,22 +45,29 @@ class Histogram:
     label: str
     counted: str
     values: Callable[[Sequence[RunRecords]], curves.Array]
+    reads: Reads
     is_whole: bool = False
     ignores_zeros: bool = False
     is_density: bool = False
 
 
-_rounds, _updates = partial(curves.field_values, Round), partial(curves.field_values, Update)
+def _of_field(
+    label: str, kind: type[Round | Update], field: str, *, is_whole: bool = False, is_delay: bool = False
+) -> Histogram:
+    """A field of rounds or updates as a quantity."""
+    counted = "rounds" if kind is Round else "updates"
+    values = partial(curves.field_values, kind, field)
+    return Histogram(label, counted, values, fields_of(kind, field), is_whole, is_delay)
+
+
 HISTOGRAMS = {
-    "compute time": Histogram("compute time (s)", "rounds", partial(_rounds, "seconds")),
-    "delay density": Histogram(
-        "induced delay (s)", "rounds", partial(_rounds, "induced_seconds"), ignores_zeros=True, is_density=True
-    ),
-    "waiting": Histogram("waiting time (s)", "rounds", partial(_rounds, "idle_seconds"), ignores_zeros=True),
-    "sending": Histogram("send time (s)", "rounds", partial(_rounds, "send_seconds"), ignores_zeros=True),
-    "batch size": Histogram("batch size (samples)", "updates", partial(_updates, "samples")),
-    "messages": Histogram("messages (per update)", "updates", partial(_updates, "messages"), is_whole=True),
-    "staleness": Histogram("staleness (versions)", "messages", curves.stalenesses, is_whole=True),
+    "compute time": _of_field("compute time (s)", Round, "seconds"),
+    "delay density": replace(_of_field("induced delay (s)", Round, "induced_seconds", is_delay=True), is_density=True),
+    "waiting": _of_field("waiting time (s)", Round, "idle_seconds", is_delay=True),
+    "sending": _of_field("send time (s)", Round, "send_seconds", is_delay=True),
+    "batch size": _of_field("batch size (samples)", Update, "samples"),
+    "messages": _of_field("messages (per update)", Update, "messages", is_whole=True),
+    "staleness": Histogram("staleness (versions)", "messages", curves.stalenesses, STALENESS, is_whole=True),
 }
 
 

@@ -27,6 +27,7 @@ from offbeat.lab.plots.style import FORMATS, WIDTH_INCHES, Groups, add_legend, n
 from offbeat.lab.plots.timeline import timeline
 from offbeat.records.exchanges import consensus_series, exchanges
 from offbeat.records.schema import Round, RunRecords, Update, of_kind
+from offbeat.records.thinning import Reads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +37,13 @@ CELLS: dict[str, Callable[..., None]] = {
     **{name: partial(draw_histogram_plot, name) for name in HISTOGRAMS},
 }
 """The plots that a panel can hold, by name."""
+
+
+def cell_reads(name: str) -> Reads:
+    """The records that a plot of `CELLS` is drawn from."""
+    return LINE_PLOTS[name].reads if name in LINE_PLOTS else HISTOGRAMS[name].reads
+
+
 CELL_INCHES = (3.6, 2.5)
 LEGEND_INCHES = 0.5
 

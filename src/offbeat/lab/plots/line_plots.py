@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from offbeat.lab.plots.style import INK, Groups
-from offbeat.records import curves
+from offbeat.records import curves, thinning
 from offbeat.records.exchanges import consensus_series
 from offbeat.records.metrics import Metric, target_of
-from offbeat.records.schema import RunRecords
+from offbeat.records.schema import RunRecords, Update
+from offbeat.records.thinning import Reads, fields_of, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,6 +52,7 @@ class LinePlot:
     """One line plot.
 
     measure: the curve of one run.
+    reads: the records that it is computed from.
     x, y: the axes.
     metric: the held-out metric on the y axis, whose target is drawn as a dashed line; None: no target is drawn.
     height_inches: the height of a figure that holds this plot alone.
@@ -58,6 +60,7 @@ class LinePlot:
     """
 
     measure: Measure
+    reads: Reads
     x: AxisStyle
     y: AxisStyle
     metric: curves.HeldOutMetric | None = None
@@ -80,7 +83,8 @@ HELD_OUT = {
 
 
 def _held_out(metric: curves.HeldOutMetric, over: curves.Over, x: AxisStyle) -> LinePlot:
-    return LinePlot(partial(curves.evaluation_curve, metric=metric, over=over), x, HELD_OUT[metric], metric)
+    reads = union([thinning.EVALUATIONS, thinning.STEPS if over == "steps" else {}])
+    return LinePlot(partial(curves.evaluation_curve, metric=metric, over=over), reads, x, HELD_OUT[metric], metric)
 
 
 def _consensus_name(label: str, runs: Sequence[RunRecords]) -> str:
@@ -90,6 +94,7 @@ def _consensus_name(label: str, runs: Sequence[RunRecords]) -> str:
 
 
 QUALITY_OVER_BYTES = "quality over bytes"
+_RATES = fields_of(Update, "at", "learning_rate")
 LINE_PLOTS: dict[str, LinePlot] = {
     "accuracy over time": _held_out("accuracy", "seconds", TIME),
     "accuracy over samples": _held_out("accuracy", "samples", SAMPLES),
@@ -97,18 +102,34 @@ LINE_PLOTS: dict[str, LinePlot] = {
     "top-5 over time": _held_out("accuracy_top5", "seconds", TIME),
     "loss over time": _held_out("loss", "seconds", TIME),
     "loss over samples": _held_out("loss", "samples", SAMPLES),
-    "training loss over time": LinePlot(curves.training_loss_curve, TIME, TRAINING_LOSS, height_inches=3.6),
-    "training loss over steps": LinePlot(partial(curves.training_loss_curve, over="steps"), STEPS, TRAINING_LOSS),
-    "learning rate over time": LinePlot(curves.learning_rate_curve, TIME, LEARNING_RATE),
-    "learning rate over steps": LinePlot(partial(curves.learning_rate_curve, over="steps"), STEPS, LEARNING_RATE),
-    "samples over time": LinePlot(curves.samples_curve, TIME, SAMPLES, height_inches=3.2),
-    "steps over time": LinePlot(curves.steps_curve, TIME, STEPS),
-    "consensus over time": LinePlot(
-        curves.consensus_curve, TIME, CONSENSUS, height_inches=3.6, legend_name=_consensus_name
+    "training loss over time": LinePlot(
+        curves.training_loss_curve, thinning.TRAINING_LOSS, TIME, TRAINING_LOSS, height_inches=3.6
     ),
-    "bytes": LinePlot(curves.bytes_curve, TIME, SENT),
+    "training loss over steps": LinePlot(
+        partial(curves.training_loss_curve, over="steps"),
+        union([thinning.TRAINING_LOSS, thinning.STEPS]),
+        STEPS,
+        TRAINING_LOSS,
+    ),
+    "learning rate over time": LinePlot(curves.learning_rate_curve, _RATES, TIME, LEARNING_RATE),
+    "learning rate over steps": LinePlot(
+        partial(curves.learning_rate_curve, over="steps"),
+        union([_RATES, thinning.STEPS]),
+        STEPS,
+        LEARNING_RATE,
+    ),
+    "samples over time": LinePlot(curves.samples_curve, thinning.SAMPLES, TIME, SAMPLES, height_inches=3.2),
+    "steps over time": LinePlot(curves.steps_curve, thinning.STEPS, TIME, STEPS),
+    "consensus over time": LinePlot(
+        curves.consensus_curve, thinning.CONSENSUS, TIME, CONSENSUS, height_inches=3.6, legend_name=_consensus_name
+    ),
+    "bytes": LinePlot(curves.bytes_curve, thinning.TRAFFIC, TIME, SENT),
     QUALITY_OVER_BYTES: LinePlot(
-        partial(curves.quality_over_bytes, metric="loss"), replace(SENT, scale="log if wide"), HELD_OUT["loss"], "loss"
+        partial(curves.quality_over_bytes, metric="loss"),
+        union([thinning.EVALUATIONS, thinning.TRAFFIC]),
+        replace(SENT, scale="log if wide"),
+        HELD_OUT["loss"],
+        "loss",
     ),
 }
 

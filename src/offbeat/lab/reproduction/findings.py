@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError
 from offbeat.lab.report.formatting import size
-from offbeat.lab.reproduction.study import Claim, RunSelection, Study, StudyRun
-from offbeat.records import curves
+from offbeat.lab.reproduction.quantities import Quantity, ValuesBySeed, quantity, values_of
+from offbeat.lab.reproduction.study import Claim, RunSelection, Study, StudyFigure, StudyRun
+from offbeat.lab.reproduction.verdicts import Verdict, verdict_of
 from offbeat.records.comparison import Interval, interval
-
-VERDICTS = {
-    "agrees": "ours agrees",
-    "better": "ours is better",
-    "worse": "ours is worse",
-    "uncertain": "ours is too uncertain to tell",
-}
 
 
 @dataclass(frozen=True)
@@ -37,17 +31,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The sentence of a claim, and the number in it."""
+    """The sentence of a claim, the number in it, of how many of `seeds` it is, and the verdict."""
 
     sentence: str
     ours: Interval | None
-    verdict: str
-    """A key of `VERDICTS`, or empty if there is no number to compare with."""
+    seeds: int
+    verdict: Verdict | None
+    """None if there is no number to compare with."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The rows of the table and the sentences of a study."""
+    """The rows of the table and the sentences of a study, one for each claim."""
 
     rows: tuple[Row, ...]
     sentences: tuple[Finding, ...]
@@ -64,16 +59,6 @@ def compute_findings(study: Study, runs: Sequence[StudyRun]) -> Findings:
     return Findings(rows, tuple(_finding(study, claim, runs) for claim in study.description.claims))
 
 
-def values_of(study: Study, name: str, runs: Sequence[StudyRun]) -> dict[tuple[str, str, int], float | None]:
-    """A quantity by case, strategy and seed."""
-    result = {}
-    for case in dict.fromkeys(run.case for run in runs):
-        of_case = [run for run in runs if run.case == case]
-        values = quantity(name).of(of_case, study.description.epoch)
-        result.update({(case, run.strategy, run.seed): value for run, value in zip(of_case, values, strict=True)})
-    return result
-
-
 def _rows(study: Study, runs: Sequence[StudyRun]) -> list[Row]:
     columns = {name: values_of(study, name, runs) for name in study.description.columns}
     rows = []
@@ -85,68 +70,105 @@ def _rows(study: Study, runs: Sequence[StudyRun]) -> list[Row]:
 
 
 def _finding(study: Study, claim: Claim, runs: Sequence[StudyRun]) -> Finding:
-    values = _claim_values(claim, values_of(study, claim.quantity, runs))
+    every = values_of(study, claim.quantity, runs, {side.case for side in claim.sides})
+    values = _side_values(claim.of, claim.over, every)
     ours = interval(values)
-    if ours is None:
-        return Finding(f"Not found here: {claim.sentence.format(ours='–')} Published: {claim.published}.", None, "")
-    unit = quantity(claim.quantity) if claim.over is None else None
-    sentence = claim.sentence.format(ours=spell_interval(ours, unit))
-    if ours.count < len(values):
-        sentence += f" That is of {ours.count} of {len(values)} seeds; the others have no such number."
     verdict = verdict_of(claim, ours)
-    verdict_text = f"; {VERDICTS[verdict]}" if verdict else ""
-    return Finding(f"{sentence} Published: {claim.published}{verdict_text}.", ours, verdict)
+    if ours is None:
+        sentence = f"Not found here: {claim.sentence.format(ours='–')}"
+    else:
+        sentence = claim.sentence.format(ours=spell_interval(ours, claim_unit(claim)))
+        if ours.count < len(values):
+            sentence += f" That is of {ours.count} of {len(values)} seeds; the others have no such number."
+    sentence += f" Published: {claim.published}{f'; {verdict.clause}' if verdict else ''}."
+    if verdict is not None and verdict.word == "differs":
+        sentence += f" {_explanation(claim, every)}"
+    return Finding(sentence, ours, len(values), verdict)
+
+
+def _explanation(claim: Claim, values: ValuesBySeed) -> str:
+    """Why ours differs, with the number of the runs where that cause is switched off; or what was tried."""
+    if claim.cause is None:
+        return f"Cause unknown; tried: {claim.tried}." if claim.tried else "Cause unknown; nothing was tried."
+    without = interval(_side_values(claim.cause.of, claim.cause.over, values))
+    number = "–" if without is None else spell_interval(without, claim_unit(claim))
+    verdict = verdict_of(claim, without)
+    return f"Cause: {claim.cause.text}; with that switched off {number}: {verdict}."
+
+
+def claim_unit(claim: Claim) -> Quantity | None:
+    """The quantity whose unit the number of a claim has; None for a ratio."""
+    return quantity(claim.quantity) if claim.over is None else None
+
+
+def _side_values(of: RunSelection, over: RunSelection | None, values: ValuesBySeed) -> list[float | None]:
+    """The value of each seed: of one side, or the ratio of both."""
+    numerators = _by_seed(of, values)
+    if over is None:
+        return list(numerators.values())
+    denominators = _by_seed(over, values)
+    pairs = [(numerators[seed], denominators[seed]) for seed in numerators if seed in denominators]
+    return [value / other if value is not None and other else None for value, other in pairs]
+
+
+def _by_seed(side: RunSelection, values: ValuesBySeed) -> dict[int, float | None]:
+    chosen = side.case, side.strategy
+    return {seed: value for (case, strategy, seed), value in values.items() if (case, strategy) == chosen}
+
+
+# Checks
 
 
 def check_study(study: Study) -> None:
-    """Refuse a study with an unknown quantity, or a claim about runs that it does not have, before it is run."""
+    """Refuse a study that cannot be evaluated, before it is run.
+
+    Raises ConfigurationError for an unknown quantity, a claim about runs that the study does not have, a figure that
+    would take runs of several cases for seeds of one, and reported seeds that something was chosen on.
+    """
     description = study.description
     sides = {(case.label, label) for case in study.cases for label in case.plan.labels}
     for name in (*description.columns, *(figure.y for figure in description.figures if figure.y)):
         quantity(name)
     for claim in description.claims:
-        quantity(claim.quantity)
-        for side in (claim.of, claim.over):
-            is_run = side is None or (side.case, side.strategy) in sides
-            require(is_run, f"{study.name} claims something of {side}, which is not run; {_listed(sides)}")
-        try:
-            claim.sentence.format(ours="")
-        except (KeyError, IndexError, ValueError):
-            raise ConfigurationError(
-                f"{study.name} has a sentence with something else in braces than {{ours}}: {claim.sentence!r}"
-            ) from None
+        _check_claim(study, claim, sides)
+    for figure in description.figures:
+        _check_lines(study, figure, sides)
+    tuned = sorted(set(study.seeds) & set(description.tuning_seeds))
+    require(
+        not tuned,
+        f"{study.name} reports seeds that its settings were chosen on ({', '.join(map(str, tuned))}); "
+        "report others than its tuning_seeds",
+    )
+
+
+def _check_claim(study: Study, claim: Claim, sides: set[tuple[str, str]]) -> None:
+    quantity(claim.quantity)
+    for side in claim.sides:
+        is_run = (side.case, side.strategy) in sides
+        require(is_run, f"{study.name} claims something of {side}, which is not run; {_listed(sides)}")
+    try:
+        claim.sentence.format(ours="")
+    except (KeyError, IndexError, ValueError):
+        raise ConfigurationError(
+            f"{study.name} has a sentence with something else in braces than {{ours}}: {claim.sentence!r}"
+        ) from None
+
+
+def _check_lines(study: Study, figure: StudyFigure, sides: set[tuple[str, str]]) -> None:
+    labels = Counter(figure.label(case, strategy) for case, strategy in sides if figure.has(case, strategy))
+    twice = sorted(label for label, count in labels.items() if count > 1)
+    require(
+        not figure.cells or not twice,
+        f"the figure {figure.file} of {study.name} would draw several cases or strategies as one line "
+        f'({", ".join(twice)}); select some with cases or strategies, or set by = "both"',
+    )
 
 
 def _listed(sides: set[tuple[str, str]]) -> str:
     return "there are " + ", ".join(f"{strategy} in {case}" if case else strategy for case, strategy in sorted(sides))
 
 
-def _claim_values(claim: Claim, values: dict[tuple[str, str, int], float | None]) -> list[float | None]:
-    """The value of each seed: of one side, or the ratio of both."""
-    of = _by_seed(claim.of, values)
-    if claim.over is None:
-        return list(of.values())
-    over = _by_seed(claim.over, values)
-    pairs = [(of[seed], over[seed]) for seed in of.keys() & over.keys()]
-    return [value / other if value is not None and other else None for value, other in pairs]
-
-
-def _by_seed(side: RunSelection, values: dict[tuple[str, str, int], float | None]) -> dict[int, float | None]:
-    chosen = side.case, side.strategy
-    return {seed: value for (case, strategy, seed), value in values.items() if (case, strategy) == chosen}
-
-
-def verdict_of(claim: Claim, ours: Interval) -> str:
-    """How our interval compares with the published range: a key of `VERDICTS`, or empty without a range."""
-    if claim.low is None and claim.high is None:
-        return ""
-    low = ours.mean if ours.low is None else ours.low
-    high = ours.mean if ours.high is None else ours.high
-    if claim.low is not None and high < claim.low:
-        return "worse" if claim.better == "higher" else "better"
-    if claim.high is not None and low > claim.high:
-        return "better" if claim.better == "higher" else "worse"
-    return "agrees" if high - low <= abs(ours.mean) else "uncertain"  # a wide interval would agree with anything
+# Numbers as text
 
 
 def format_interval(value: Interval | None, of: Quantity | None = None, runs: int | None = None) -> str:
@@ -173,119 +195,3 @@ def _number(value: float, of: Quantity | None, digits: int = 3) -> str:
     if of is not None and of.digits is not None:
         return f"{value:.{of.digits}f}"
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
-
-
-# Quantities: one number per run, from which intervals over seeds are computed. A quantity is computed from all runs of
-# a case, since some depend on all of them, such as the time to a training loss that every run reaches.
-
-
-Values = list[float | None]
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A quantity of runs."""
-
-    head: str
-    """Its name in a table and on an axis."""
-    of: Callable[[Sequence[StudyRun], int | None], Values]
-    """Computes one value per run, from the runs of one case and the number of samples of an epoch."""
-    digits: int | None = None
-    """Digits after the point; None: three significant digits."""
-    in_bytes: bool = False
-    """Whether values are sizes in bytes."""
-
-
-def _summary(head: str, field: str, digits: int | None = None, in_bytes: bool = False) -> Quantity:
-    """A field of `Summary` as a quantity."""
-    return Quantity(head, lambda runs, epoch: [getattr(run.summary, field) for run in runs], digits, in_bytes)
-
-
-def _per_epoch(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    return [
-        run.summary.seconds / run.summary.samples * epoch if epoch and run.summary.samples else None for run in runs
-    ]
-
-
-def _per_step(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    return [run.summary.seconds / run.summary.updates if run.summary.updates else None for run in runs]
-
-
-def _per_second(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    return [run.summary.samples / run.summary.seconds if run.summary.seconds else None for run in runs]
-
-
-def _last5(metric: Literal["accuracy", "loss"]) -> Callable[[Sequence[StudyRun], int | None], Values]:
-    """The mean of the last 5% of the evaluations, at least of one."""
-
-    def of(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-        ends = [curves.evaluation_curve(run.records, metric).values for run in runs]
-        return [float(np.mean(values[-max(1, len(values) // 20) :])) if len(values) else None for values in ends]
-
-    return of
-
-
-def _updates_to_target(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    """Samples to target ÷ samples per update."""
-    return [
-        run.summary.samples_to_target / run.summary.samples_per_update
-        if run.summary.samples_to_target and run.summary.samples_per_update
-        else None
-        for run in runs
-    ]
-
-
-def _training_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    ends = [curves.training_loss_curve(run.records).values for run in runs]
-    return [float(values[-1]) if len(values) else None for values in ends]
-
-
-def _seconds_to_common_loss(runs: Sequence[StudyRun], epoch: int | None) -> Values:
-    """The time at which each run reaches the common training loss."""
-    losses = [curves.training_loss_curve(run.records) for run in runs]
-    if not all(len(curve.values) for curve in losses):
-        return [None] * len(losses)
-    level = common_training_loss(runs) if losses else 0.0
-    return [float(curve.over[int(np.argmax(curve.values <= level))]) for curve in losses]
-
-
-MARGIN = 1.05
-"""The common loss is this factor above the lowest: at its end a curve is so flat that noise would decide."""
-
-
-def common_training_loss(runs: Sequence[StudyRun]) -> float:
-    """A training loss that all of these runs reach: 5% above the largest of their minima."""
-    return MARGIN * max(float(curves.training_loss_curve(run.records).values.min()) for run in runs)
-
-
-QUANTITIES: dict[str, Quantity] = {
-    "seconds_to_target": _summary("time to target (s)", "seconds_to_target"),
-    "samples_per_second": Quantity("samples per second", _per_second),
-    "accuracy_last5": Quantity("accuracy, mean of the last 5% of evaluations", _last5("accuracy"), 3),
-    "loss_last5": Quantity("loss, mean of the last 5% of evaluations", _last5("loss"), 3),
-    "updates_to_target": Quantity("updates to target", _updates_to_target),
-    "samples_to_target": _summary("samples to target", "samples_to_target"),
-    "bytes_to_target": _summary("bytes to target (B)", "bytes_to_target", in_bytes=True),
-    "seconds_to_common_loss": Quantity("time to a training loss that all reach (s)", _seconds_to_common_loss),
-    "seconds": _summary("time (s)", "seconds"),
-    "seconds_per_epoch": Quantity("time per epoch (s)", _per_epoch),
-    "seconds_per_step": Quantity("time per step (s)", _per_step),
-    "accuracy": _summary("accuracy at the end", "accuracy", 3),
-    "accuracy_top5": _summary("top-5 accuracy at the end", "accuracy_top5", 3),
-    "loss": _summary("loss at the end", "loss", 3),
-    "training_loss": Quantity("training loss at the end", _training_loss, 3),
-    "consensus_distance": _summary("consensus distance (squared)", "consensus_distance"),
-    "exchanges_per_gradient": _summary("averagings per gradient", "exchanges_per_gradient"),
-    "samples_per_update": _summary("samples per update", "samples_per_update"),
-    "updates": _summary("updates", "updates"),
-    "staleness_mean": _summary("staleness (versions)", "staleness_mean"),
-    "idle_share": _summary("share of time idle", "idle_share", 2),
-    "bytes_sent": _summary("bytes sent (B)", "bytes_sent", in_bytes=True),
-}
-
-
-def quantity(name: str) -> Quantity:
-    """The quantity of that name; raises if there is none."""
-    if name not in QUANTITIES:
-        raise unknown("quantity", name, QUANTITIES)
-    return QUANTITIES[name]

@@ -10,13 +10,10 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 import traceback
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,15 +26,17 @@ from offbeat.core.validation import require
 from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.lab.live_runs import train_experiment
-from offbeat.lab.microbatching import time_per_step
 from offbeat.lab.reproduction.study import Scale, Study, StudyCase, StudyRun, load_study
+from offbeat.lab.reproduction.study_reads import drawn_from_records
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
-from offbeat.records.files import HEADER, RECORDS, file_name, find_runs, rank_files, read_header, read_run
-from offbeat.records.metrics import end_of, summarize
+from offbeat.records.files import HEADER, RECORDS, file_name, rank_files, read_header, read_run
+from offbeat.records.metrics import Summary, end_of, summarize
 from offbeat.records.schema import Update
 
 MANIFEST = "study.json"
+METRICS = "metrics.json"
+"""In an archive: the summary of a run, computed from all of its records."""
 STUDY_COPY = "study.toml"
 """A copy of the file of a user's own study."""
 POLL_SECONDS = 0.25
@@ -50,6 +49,8 @@ class StudyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     study: str
     scale: Scale
     seeds: tuple[int, ...] | None
+    thinned: dict[str, list[str]] | None = None
+    """In an archive, whose records are thinned: the quantities and plots that they suffice for, by case."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,11 @@ def claim_directory(study: Study, directory: Path, seeds: tuple[int, ...] | None
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / MANIFEST
         if path.is_file():
-            other = _read_manifest(directory)
+            other = read_manifest(directory)
+            if other.thinned is not None:
+                raise ConfigurationError(
+                    f"{directory} holds the thinned records of an archive; name another place with --out"
+                )
             if other != manifest:
                 raise ConfigurationError(
                     f"{directory} holds the study {other.study} at scale {other.scale}"
@@ -156,9 +161,21 @@ def run_tasks(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress,
 
 
 def load_run(task: RunTask) -> StudyRun:
-    """The run of a task that has ended, with its summary."""
+    """The run of a task that has ended, with its summary, which is stored beside thinned records."""
     records = read_run(task.directory)
-    return StudyRun(task.case.label, records, summarize(records))
+    stored = task.directory / METRICS
+    summary = _read_metrics(stored) if stored.is_file() else summarize(records)
+    return StudyRun(task.case.label, records, summary)
+
+
+def _read_metrics(path: Path) -> Summary:
+    try:
+        summary = msgspec.json.decode(path.read_bytes(), type=Summary)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{path} was written by another version ({error}); run the study again, and save it again"
+        ) from None
+    return msgspec.structs.replace(summary, directory=str(path.parent))
 
 
 def _clear(directory: Path) -> None:
@@ -263,10 +280,12 @@ def cores() -> int:
 
 def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
     """The study that a directory holds, and those of its runs that have ended."""
-    manifest = _read_manifest(directory)
+    manifest = read_manifest(directory)
     own = directory / STUDY_COPY
     study = load_study(str(own) if own.is_file() else manifest.study, manifest.scale, manifest.seeds)
     study = dataclasses.replace(study, name=manifest.study)
+    if manifest.thinned is not None:
+        _check_computable(study, manifest.thinned)
     tasks = [task for task in tasks_of(study, directory) if _has_ended(task.directory)]
     if not tasks:
         raise ConfigurationError(
@@ -275,99 +294,26 @@ def read_study(directory: Path) -> tuple[Study, list[StudyRun]]:
     return study, [load_run(task) for task in tasks]
 
 
+def _check_computable(study: Study, computable: Mapping[str, Sequence[str]]) -> None:
+    """Refuse thinned records of a study that has changed since, and now reads some that were left out."""
+    for case in study.cases:
+        missing = set(drawn_from_records(study, case.label)) - set(computable.get(case.label, []))
+        if case.label in computable and missing:
+            raise ConfigurationError(
+                f"this archive of the study {study.name} has no records for {', '.join(sorted(missing))}, which the "
+                f"study did not have when it was saved; run it again: offbeat reproduce {study.name} --save FILE.zip"
+            )
+
+
 def _has_ended(directory: Path) -> bool:
     return (directory / HEADER).is_file() and end_of(read_run(directory)) is not None
 
 
-def _read_manifest(directory: Path) -> StudyManifest:
+def read_manifest(directory: Path) -> StudyManifest:
+    """The manifest of a directory; raises ConfigurationError if it holds no study."""
     try:
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=StudyManifest)
     except (OSError, msgspec.MsgspecError):
         raise ConfigurationError(
             f"{directory} holds no study; name a directory or an archive that 'offbeat reproduce' has written"
         ) from None
-
-
-# Archives
-
-
-def archive(directory: Path, path: Path) -> Path:
-    """Write the records of a study to a zip file; equal records give equal bytes."""
-    files = [directory / MANIFEST, directory / STUDY_COPY, directory / TIMINGS]
-    for run in find_runs([directory]):
-        files += [run / HEADER, run / RECORDS, *(path for _, path in rank_files(run))]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive_file:
-            for file in files:
-                if file.is_file():
-                    entry = zipfile.ZipInfo(file.relative_to(directory).as_posix())
-                    entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                    archive_file.writestr(entry, file.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot write {path} ({error.strerror}); the records are in {directory}, to be saved elsewhere"
-        ) from None
-    return path
-
-
-@contextlib.contextmanager
-def open_results(path: Path) -> Iterator[Path]:
-    """The directory of a study, from a directory or an archive."""
-    if path.suffix != ".zip":
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="offbeat-") as directory:
-        try:
-            with zipfile.ZipFile(path) as archive_file:
-                archive_file.extractall(directory)  # zipfile removes .. and absolute paths from names
-        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # RuntimeError: encrypted
-            raise ConfigurationError(f"{path} cannot be read ({error}); name another archive") from None
-        yield Path(directory)
-
-
-# Time per step against the number of parts of a batch, measured on this machine and stored beside the records
-
-TIMINGS = "timings.json"
-
-
-class BatchTiming(msgspec.Struct, frozen=True):
-    """How long the gradient of a batch takes."""
-
-    batch: int
-    """Samples of the batch."""
-    parts: int
-    """Micro-batches that it is cut into."""
-    seconds: tuple[float, ...]
-    """The time of each repeat."""
-
-
-def measure(study: Study, on_batch: Callable[[str], None]) -> list[BatchTiming]:
-    """Measure what the study describes; `on_batch` is called with a text before each batch size."""
-    timing = study.description.timing
-    if timing is None:
-        return []
-    workload = study.cases[0].plan.workload
-    rows = []
-    for batch in timing.batches:
-        on_batch(f"timing batches of {batch}")
-        parts = [count for count in timing.splits if count <= batch // 2]
-        steps = time_per_step(workload, batch, parts, timing.repeats)
-        rows += [BatchTiming(batch, step.splits, step.repeats) for step in steps]
-    return rows
-
-
-def write_timings(directory: Path, rows: list[BatchTiming]) -> None:
-    """Write timings to the directory of a study."""
-    (directory / TIMINGS).write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
-
-
-def read_timings(directory: Path) -> list[BatchTiming]:
-    """The timings in the directory of a study; empty if there are none."""
-    path = directory / TIMINGS
-    if not path.is_file():
-        return []
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[BatchTiming])
-    except msgspec.MsgspecError as error:
-        raise ConfigurationError(f"{path} cannot be read ({error}); delete it, and time again") from None

@@ -1,14 +1,17 @@
 """Studies: the runs of a published experiment, their figures, and claims that compare them with published numbers.
 
 A study is read from a TOML file of `lab/experiments`. Its table `base` is that of an experiment file. Each `[[case]]`
-changes some of it; it has a label and may have a number `x`, which figures draw cases against. The table `each`, of the
-study or of a case, is merged into every strategy. At scale `full`, the table `[full]` is merged into the study.
+changes some of it; it has a label, and may have a number `x`, which figures draw cases against, and an `epoch` of its
+own. The table `each`, of the study or of a case, is merged into every strategy. At scale `full`, the table `[full]` is
+merged into the study.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -19,6 +22,7 @@ import msgspec
 
 from offbeat.core.configuration import read_toml
 from offbeat.core.validation import require
+from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.experiment_plan import Plan
@@ -52,6 +56,14 @@ class StudyFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     published: dict[str, list[tuple[float, float]]] = {}
     """Published values, by label."""
 
+    def has(self, case: str, strategy: str) -> bool:
+        """Whether the runs of this strategy in this case are drawn."""
+        return (not self.cases or case in self.cases) and (not self.strategies or strategy in self.strategies)
+
+    def label(self, case: str, strategy: str) -> str:
+        """The label of the line of these runs."""
+        return {"strategy": strategy, "case": case, "both": f"{strategy}, {case}"}[self.by]
+
 
 class RunSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The runs of one strategy in one case."""
@@ -61,10 +73,10 @@ class RunSelection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The cause of a result, and the same quantity in runs where that cause is switched off."""
+    """Why ours differs: the quantity of a claim in runs where that is switched off."""
 
     text: str
-    of: RunSelection | None = None
+    of: RunSelection
     over: RunSelection | None = None
 
 
@@ -83,12 +95,19 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The published value as a range, if the numbers are comparable."""
     better: Literal["higher", "lower"] = "higher"
     short: str = ""
-    """The claim in a few words, for the first table of the results page."""
+    """The claim in a few words, for a table."""
     published_short: str = ""
-    """The published number, or "no number"."""
+    """The published number, for a table."""
     cause: Cause | None = None
+    """Why ours differs, if that is known."""
     tried: str = ""
-    """What was tried where the cause of a difference is unknown."""
+    """What was tried to find the cause, if it is not known."""
+
+    @property
+    def sides(self) -> list[RunSelection]:
+        """The runs that it is about, those without the cause included."""
+        sides = [self.of, self.over, *((self.cause.of, self.cause.over) if self.cause else ())]
+        return [side for side in sides if side is not None]
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,14 +131,14 @@ class StudyDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     columns: list[str]
     """Names of the quantities in the table."""
     epoch: int | None = None
-    """The number of samples of an epoch."""
+    """The number of samples of an epoch, of all cases that set none; None: that of the training data of each case."""
+    tuning_seeds: list[int] = []
+    """The seeds that hyper-parameters were chosen on; none of them is reported."""
+    tuning: str = ""
+    """What was chosen on these seeds, and among which values."""
     figures: list[StudyFigure]
     claims: list[Claim]
     timing: Timing | None = None
-    tuning_seeds: list[int] = []
-    """Seeds that settings were chosen on; they are not reported."""
-    tuning: str = ""
-    """What was chosen on them."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +149,8 @@ class StudyCase:
     x: float | None
     engine: Engine
     plan: Plan
+    epoch: int | None = None
+    """The number of samples of an epoch; None: that of the study."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +166,41 @@ class Study:
 
     def experiments(self) -> Iterator[tuple[StudyCase, Experiment]]:
         """The experiments, seed by seed, so that an interrupted study has finished the same seeds of all cases."""
-        for seed in dict.fromkeys(seed for case in self.cases for seed in case.plan.seeds):
+        for seed in self.seeds:
             for case in self.cases:
                 for experiment in case.plan.experiments():
                     if experiment.seed == seed:
                         yield case, experiment
 
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of any case, in their order."""
+        return list(dict.fromkeys(seed for case in self.cases for seed in case.plan.seeds))
+
+    def first_seeds(self, count: int) -> tuple[int, ...]:
+        """So many seeds: those of the study, and then the next numbers that nothing was tuned on."""
+        own, tuned = self.seeds, set(self.description.tuning_seeds)
+        more = (seed for seed in itertools.count(max(own) + 1) if seed not in tuned)
+        return tuple(itertools.islice(itertools.chain(own, more), count))
+
+    def names_read(self, case: str) -> set[str]:
+        """The quantities and cells of figures that are computed from the runs of a case."""
+        description = self.description
+        drawn = [figure for figure in description.figures if not figure.cases or case in figure.cases]
+        return {
+            *description.columns,
+            *(claim.quantity for claim in description.claims if any(side.case == case for side in claim.sides)),
+            *(figure.y for figure in drawn if figure.y),
+            *(cell for figure in drawn for row in figure.cells for cell in row if cell),
+        }
+
+    def epoch_samples(self, label: str) -> int:
+        """The number of samples of an epoch of a case: as it says, or the study, or else of its training data."""
+        case = self.case(label)
+        return case.epoch or self.description.epoch or _training_examples(case.plan.workload)
+
     def case(self, label: str) -> StudyCase:
+        """The case of that label; raises ConfigurationError if there is none."""
         for case in self.cases:
             if case.label == label:
                 return case
@@ -173,6 +222,11 @@ class StudyRun:
     @property
     def seed(self) -> int:
         return self.records.header.seed
+
+
+@functools.cache
+def _training_examples(workload: NamedWorkload) -> int:
+    return workload.size().train
 
 
 def names() -> list[str]:
@@ -206,10 +260,7 @@ def study_of(
     seeds: the seeds to run; None: those of the file
     where: the name of the file in error messages
     """
-    table: dict[str, Any] = copy.deepcopy(dict(contents))
-    full = table.pop("full", {})
-    if scale == "full":
-        table = _merged(table, full)
+    table = table_at(contents, scale)
     base = table.pop("base", None)
     require(isinstance(base, dict), f"{where} has no table [base]; it says what is run, as an experiment file does")
     each = table.pop("each", {})
@@ -224,11 +275,20 @@ def study_of(
     return Study(name, scale, None, description, cases)
 
 
+def table_at(contents: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+    """The table of a study file at a scale: a copy, into which the table `full` is merged at that scale."""
+    table: dict[str, Any] = copy.deepcopy(dict(contents))
+    full = table.pop("full", {})
+    return _merged(table, full) if scale == "full" else table
+
+
 def _case(
     base: dict[str, Any], each: dict[str, Any], changes: dict[str, Any], seeds: tuple[int, ...] | None, where: str
 ) -> StudyCase:
     changes = dict(changes)
     label, x, engine = changes.pop("label", ""), changes.pop("x", None), changes.pop("engine", "simulated")
+    epoch = changes.pop("epoch", None)
+    require(epoch is None or isinstance(epoch, int), f"{where}: epoch is a number of samples, not {epoch!r}")
     require(engine in ("simulated", "live"), f"{where}: engine is 'simulated' or 'live', not {engine!r}")
     common = _merged(copy.deepcopy(each), changes.pop("each", {}))
     table = _merged(copy.deepcopy(base), changes)
@@ -237,7 +297,7 @@ def _case(
     if seeds is not None:
         table["seeds"] = list(seeds)
     plan = Plan.from_plain(table, f"{where}, case {label!r}" if label else where)
-    return StudyCase(label, x, engine, plan)
+    return StudyCase(label, x, engine, plan, epoch)
 
 
 def _merged(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import msgspec
 from offbeat.lab.plots.figures import panel
 from offbeat.lab.plots.style import FORMATS, save_as
 from offbeat.lab.plots.sweeps import Point, sweep
-from offbeat.lab.reproduction.findings import quantity, values_of
-from offbeat.lab.reproduction.runs import BatchTiming
+from offbeat.lab.reproduction.quantities import quantity, values_of
 from offbeat.lab.reproduction.study import Study, StudyFigure, StudyRun, Timing
+from offbeat.lab.reproduction.timings import BatchTiming
 from offbeat.records.comparison import interval
 from offbeat.records.schema import RunRecords
 
@@ -44,11 +44,7 @@ def draw_all(
 
 
 def _select(spec: StudyFigure, runs: Sequence[StudyRun]) -> list[StudyRun]:
-    return [
-        run
-        for run in runs
-        if (not spec.cases or run.case in spec.cases) and (not spec.strategies or run.strategy in spec.strategies)
-    ]
+    return [run for run in runs if spec.has(run.case, run.strategy)]
 
 
 def _draw_panel(spec: StudyFigure, runs: Sequence[StudyRun]) -> Figure:
@@ -56,8 +52,7 @@ def _draw_panel(spec: StudyFigure, runs: Sequence[StudyRun]) -> Figure:
 
 
 def _labelled(run: StudyRun, spec: StudyFigure) -> RunRecords:
-    names = {"strategy": run.strategy, "case": run.case, "both": f"{run.strategy}, {run.case}"}
-    header = msgspec.structs.replace(run.records.header, label=names[spec.by])
+    header = msgspec.structs.replace(run.records.header, label=spec.label(run.case, run.strategy))
     if spec.by == "case":  # without the strategy, so that the cases get different colours
         header = msgspec.structs.replace(header, experiment=None)
     return dataclasses.replace(run.records, header=header)
@@ -65,7 +60,7 @@ def _labelled(run: StudyRun, spec: StudyFigure) -> RunRecords:
 
 def _draw_sweep(study: Study, spec: StudyFigure, runs: Sequence[StudyRun]) -> Figure:
     chosen = _select(spec, runs)
-    values = values_of(study, spec.y, chosen)
+    values = values_of(study, spec.y, runs, {run.case for run in chosen})
     series: dict[str, list[Point]] = {}
     for case in sorted(study.cases, key=lambda case: case.x or 0.0):
         for strategy in dict.fromkeys(run.strategy for run in chosen if run.case == case.label):
