@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,10 +24,12 @@ from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.records.schema import Evaluation, Notice, Update
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters
 from offbeat.strategies.population.population_member import (
+    GradientReport,
     PopulationMember,
     Replace,
     Snapshot,
     SnapshotRequest,
+    SourceGradients,
     flatten_state,
     unflatten_state,
 )
@@ -200,8 +202,8 @@ def sends(actions: list[Action], kind: type[Message]) -> list[Send]:
     return [action for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
 
 
-def server(evaluate: ob.EveryUpdates | None = None) -> Node:
-    node = ob.Population(optimizer=ob.SGD(lr=0.1)).node(context_of(0, evaluate))
+def server(evaluate: ob.EveryUpdates | None = None, **settings: Any) -> Node:
+    node = ob.Population(optimizer=ob.SGD(lr=0.1), **settings).node(context_of(0, evaluate))
     for event in (Started(0.0), PeerJoined(0.0, 1, 0), PeerJoined(0.0, 2, 0)):
         list(node.handle(event))
     return node
@@ -228,8 +230,64 @@ def test_a_snapshot_that_is_not_finite_replaces_no_member() -> None:
     assert sends(deliver(node, 2, report(1, 9.0, first=5, score=5.0)), SnapshotRequest), "another snapshot is requested"
 
 
-def member() -> PopulationMember:
-    node = ob.Population(every=1, optimizer=ob.SGD(lr=0.1)).node(context_of(1))
+def gradient_report(exchange: int, gradient: float, score: float, replacements: int = 0) -> GradientReport:
+    reported = report(exchange, 1.0, replacements, first=5 * exchange, score=score)
+    fields = {item.name: getattr(reported, item.name) for item in dataclasses.fields(reported)}
+    return GradientReport(**fields, gradient=torch.full((2,), gradient))
+
+
+def test_a_member_is_sent_the_mean_gradient_of_its_sources_each_once() -> None:
+    node = server(send=ob.parts.Gradients(), preempt_above=None)
+    list(node.handle(PeerJoined(0.0, 3, 0)))
+    assert not sends(deliver(node, 1, gradient_report(0, 2.0, score=0.1)), SourceGradients), "none is better"
+    (one,) = sends(deliver(node, 2, gradient_report(0, 4.0, score=0.2)), SourceGradients)
+    (both,) = sends(deliver(node, 3, gradient_report(0, 8.0, score=0.3)), SourceGradients)
+    assert one.message.tensors()[0].tolist() == [2.0, 2.0]
+    assert both.message.tensors()[0].tolist() == [3.0, 3.0]
+    again = deliver(node, 3, gradient_report(1, 8.0, score=0.3))
+    assert not sends(again, SourceGradients), "both have been sent already"
+    assert [send.message.included for send in sends(again, GlobalUpdate)] == [1]  # type: ignore[attr-defined]
+    deliver(node, 1, gradient_report(1, 6.0, score=0.1))
+    (newer,) = sends(deliver(node, 3, gradient_report(2, 8.0, score=0.3)), SourceGradients)
+    assert newer.message.tensors()[0].tolist() == [6.0, 6.0]
+
+
+def test_a_gradient_that_is_not_finite_is_sent_to_no_member() -> None:
+    node = server(send=ob.parts.Gradients())
+    deliver(node, 1, gradient_report(0, math.inf, score=0.1))
+    assert not sends(deliver(node, 2, gradient_report(0, 4.0, score=0.11)), SourceGradients)
+
+
+def test_a_member_reports_the_sum_of_its_mean_gradients_and_steps_with_those_of_its_sources() -> None:
+    node = member(every=2, send=ob.parts.Gradients())
+    for step, size in enumerate((5.0, 10.0)):
+        gradient, draws = torch.full((2,), size), (5 * step, 5 * step + 5)
+        actions = list(node.handle(GradientReady(1.0, gradient, 5, 1.0, (), 0, draws, 0.1, 0.0, True)))
+    (sent,) = sends(actions, GradientReport)
+    assert sent.message.gradient.tolist() == [3.0, 3.0]  # type: ignore[attr-defined]
+    before = node._parameters.clone()
+    deliver(node, 0, SourceGradients(torch.full((2,), 4.0), 1, 0, 20, 2))
+    torch.testing.assert_close(node._parameters, before - 0.1 * 4.0)
+    assert not node._fragments[0].unmerged, "the exchange is answered"
+    deliver(node, 0, Replace(torch.full((2,), 7.0), (), (), "", 2, 1, 9))
+    deliver(node, 0, SourceGradients(torch.full((2,), 4.0), 2, 0, 20, 2))
+    assert torch.equal(node._parameters, torch.full((2,), 7.0)), "gradients for the member before its replacement"
+    assert not cast(torch.Tensor, node._gradients).any()
+
+
+@pytest.mark.parametrize("sources", [ob.parts.AllMembers(), ob.parts.Best(), ob.parts.Better()])
+def test_a_population_that_exchanges_gradients_learns(sources: ob.parts.Sources) -> None:
+    strategy = ob.Population(every=4, batch=16, sources=sources, send=ob.parts.Gradients(), optimizer=ob.SGD(lr=0.05))
+    workload = ob.workloads.DigitsLogistic(split=ob.workloads.Sharded()).build()
+    scene = play(strategy, workload, until=ob.Samples(12_000), evaluate=ob.EveryUpdates(50))
+    alone = play(
+        dataclasses.replace(strategy, every=10**6), workload, until=ob.Samples(12_000), evaluate=ob.EveryUpdates(50)
+    )
+    assert scene.of(Evaluation)[-1].loss < alone.of(Evaluation)[-1].loss
+
+
+def member(**settings: Any) -> PopulationMember:
+    node = ob.Population(**{"every": 1, "optimizer": ob.SGD(lr=0.1), **settings}).node(context_of(1))
     assert isinstance(node, PopulationMember)
     list(node.handle(Started(0.0)))
     deliver(node, 0, Begin(torch.empty(0), (), 0, 0, 0, 2, 0, ()))
@@ -260,5 +318,7 @@ def test_the_snapshot_of_a_member_that_has_diverged_is_its_last_report() -> None
 def test_bad_settings_are_refused_in_a_sentence() -> None:
     with pytest.raises(ob.ConfigurationError, match="in multiples of the best score, so 1 or more"):
         ob.Population(preempt_above=0.5)
+    with pytest.raises(ob.ConfigurationError, match="send values or gradients; for differences use"):
+        ob.Population(send=ob.parts.Differences())
     with pytest.raises(ob.ConfigurationError, match="2 rates for 1 workers"):
         ob.Population(rates=(1.0, 2.0)).processes(1)

@@ -4,6 +4,11 @@ hub → member   SnapshotRequest   send a snapshot: another member has a far wor
 member → hub   Snapshot          parameters, optimizer state, and the rank whose settings they were trained with
 hub → member   Replace           continue with this snapshot of another member
 
+and where gradients are exchanged
+
+member → hub   GradientReport    parameters, for the score and the result, and the gradients since the last report
+hub → member   SourceGradients   the mean of the gradients that its sources have last reported
+
 A member is a worker that sends its parameters, and can be replaced by a copy of another member.
 """
 
@@ -13,8 +18,9 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from offbeat.core.actions import Action, Cancel, Send
@@ -24,9 +30,10 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.optimizers import Stepper
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext, State
+from offbeat.errors import ConfigurationError
 from offbeat.strategies.local_steps_worker import LocalStepsWorker
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalDelta, LocalParameters, LocalTraining
-from offbeat.strategies.message_kinds import kept
+from offbeat.strategies.message_kinds import kept, matched
 from offbeat.strategies.population.population_parts import Rates, rate_factor
 from offbeat.strategies.server_node import HUB
 
@@ -53,6 +60,28 @@ class Replace(Snapshot):
 
     replacements: int
     version: int
+
+
+@dataclass(frozen=True)
+class GradientReport(LocalParameters):
+    """As `LocalParameters`, with the sum of the mean gradients of the steps since the last report; empty if none."""
+
+    increments: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class SourceGradients(Message):
+    """The answer to the exchange `included`: the receiver makes one step of its optimizer with this gradient."""
+
+    increments: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    gradient: Tensor
+    version: int
+    included: int
+    samples_total: int
+    workers: int
 
 
 _INDEX = "tensor index"
@@ -89,9 +118,12 @@ class PopulationMember(LocalStepsWorker):
     """Draws that were computed before a replacement, and of which the hub does not know."""
     _round_is_abandoned: bool = False
     """Whether the round under way was started before a replacement."""
+    _gradients: Tensor | None
+    """The sum of mean gradients since the last report, where gradients are sent."""
 
-    def __init__(self, context: NodeContext, training: LocalTraining, rates: Rates) -> None:
+    def __init__(self, context: NodeContext, training: LocalTraining, rates: Rates, sends_gradients: bool) -> None:
         self._rates = rates
+        self._gradients = torch.zeros_like(context.parameters) if sends_gradients else None
         self._settings = context.rank
         self._abandoned = []
         super().__init__(context, training)
@@ -107,6 +139,8 @@ class PopulationMember(LocalStepsWorker):
                 return [self._snapshot()] if self._begun else ()
             case Replace():
                 return self._replace(kept(event, Replace))
+            case SourceGradients():
+                return self._gradients_arrived(matched(event, SourceGradients))
             case _:
                 return super()._message_arrived(event)
 
@@ -119,7 +153,26 @@ class PopulationMember(LocalStepsWorker):
         state, structure = flatten_state(self._optimizer.state())
         return Send(HUB, Snapshot(self._parameters.clone(), self._buffers.current, state, structure, self._settings))
 
+    def _gradients_arrived(self, answer: SourceGradients) -> Iterator[Action]:
+        """Make a step with the gradients of the sources. Steps of its own since the report stay as they are."""
+        if not self._begun or answer.included < self._replaced_at_exchange:
+            return
+        self._optimizer.step(answer.gradient, answer.samples_total)
+        progress = answer.version, 0, answer.included, answer.samples_total, answer.workers
+        yield from self._update_arrived(GlobalUpdate(answer.gradient.new_empty(0), (), *progress))
+
+    def _learn(self, event: GradientReady | StepReady) -> None:
+        super()._learn(event)
+        if self._gradients is None or event.samples == 0:
+            return
+        if isinstance(event, StepReady):
+            raise ConfigurationError(
+                "a population that sends gradients cannot use steps of your own optimizer; choose send=Values()"
+            )
+        self._gradients.add_(self._mean)
+
     def _begin(self, begin: Begin) -> Iterator[Action]:
+        self._take_gradients()
         self._replacements = self._replaced_at_exchange = 0
         self._round_is_abandoned, self._abandoned = False, []
         yield from super()._begin(begin)
@@ -130,6 +183,7 @@ class PopulationMember(LocalStepsWorker):
             return
         self._replacements, self._replaced_at_exchange = given.replacements, self._exchange
         self._settings = given.settings
+        self._take_gradients()
         self._parameters.copy_(given.parameters)
         self._buffers.reset(given.buffers)
         self._optimizer = self._new_optimizer()
@@ -162,4 +216,16 @@ class PopulationMember(LocalStepsWorker):
         delta = super()._delta()
         fields = {item.name: getattr(delta, item.name) for item in dataclasses.fields(delta)}
         abandoned, self._abandoned = tuple(self._abandoned), []
-        return LocalParameters(**fields, replacements=self._replacements, abandoned=abandoned)
+        common = {**fields, "replacements": self._replacements, "abandoned": abandoned}
+        if self._gradients is None:
+            return LocalParameters(**common)
+        gradient = self._take_gradients()
+        return GradientReport(**common, gradient=gradient if delta.samples else gradient.new_empty(0))
+
+    def _take_gradients(self) -> Tensor:
+        """What has been added up since the last report, in a new tensor; the sum begins anew."""
+        if self._gradients is None:
+            return self._parameters.new_empty(0)
+        taken = self._gradients.clone()
+        self._gradients.zero_()
+        return taken

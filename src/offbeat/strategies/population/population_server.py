@@ -3,7 +3,8 @@
     LocalParameters arrive → counted as an update → scored: by validation loss if there are evaluations, else by the
     member's own training loss → compared with the scores of all members:
         far worse than the best, or not finite   → SnapshotRequest to the best; Replace with its snapshot
-        otherwise                                → GlobalUpdate: the mean of its parameters and those of its sources
+        otherwise                                → GlobalUpdate: the mean of its parameters and those of its sources,
+                                                   or SourceGradients: the mean of the gradients of its sources
 
 Members do not wait: each adds to the answer what it has learned meanwhile. The result is the member with the best
 score. Reports from before a replacement are counted, and not scored.
@@ -12,7 +13,7 @@ score. Reports from before a replacement are counted, and not scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -28,7 +29,13 @@ from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Notice
 from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters, LocalTraining
 from offbeat.strategies.message_kinds import kept, unexpected
-from offbeat.strategies.population.population_member import Replace, Snapshot, SnapshotRequest
+from offbeat.strategies.population.population_member import (
+    GradientReport,
+    Replace,
+    Snapshot,
+    SnapshotRequest,
+    SourceGradients,
+)
 from offbeat.strategies.population.population_parts import Rates, Sources, rate_factor
 from offbeat.strategies.server_node import HUB, ServerNode
 
@@ -43,6 +50,8 @@ class MemberReport:
     score: float
     incarnation: int
     replacements: int
+    gradient: Tensor | None = None
+    """The gradients since the report before, where those are sent."""
 
 
 class PopulationServer(ServerNode):
@@ -62,6 +71,8 @@ class PopulationServer(ServerNode):
     """rank → reports in a row without finite parameters"""
     _replacing: dict[int, int]
     """rank to be replaced → rank that was asked for a snapshot"""
+    _answered: dict[int, dict[int, tuple[int, int]]]
+    """rank → source → incarnation and exchange of the last of its gradients that this rank has been sent"""
 
     def __init__(
         self,
@@ -70,15 +81,17 @@ class PopulationServer(ServerNode):
         sources: Sources,
         preempt_above: float | None,
         rates: Rates,
+        sends_gradients: bool,
     ) -> None:
         super().__init__(context, training.patience_seconds)
         self._training = training
         self._sources = sources
         self._preempt_above = preempt_above
         self._rates = rates
+        self._sends_gradients = sends_gradients
         self._initial = context.parameters.clone()
         self._scored, self._being_scored, self._queued, self._scoring = {}, {}, {}, {}
-        self._replacements, self._diverged, self._replacing = {}, {}, {}
+        self._replacements, self._diverged, self._replacing, self._answered = {}, {}, {}, {}
 
     @property
     def _uses_validation(self) -> bool:
@@ -107,7 +120,7 @@ class PopulationServer(ServerNode):
 
     def _set_timers(self, at: float) -> Iterable[Action]:
         """Discard evaluations under way: a process that continues from a checkpoint does not receive their results."""
-        self._being_scored, self._queued, self._scoring = {}, {}, {}
+        self._being_scored, self._queued, self._scoring, self._answered = {}, {}, {}, {}
         return ()
 
     def _worker_joined(self, rank: int) -> None:
@@ -165,6 +178,7 @@ class PopulationServer(ServerNode):
             message.score,
             self._live[rank],
             message.replacements,
+            _finite_gradient(message),
         )
         if not self._uses_validation:
             yield from self._score(rank, report)
@@ -235,15 +249,30 @@ class PopulationServer(ServerNode):
 
     def _answer(self, rank: int, report: MemberReport) -> Send:
         scores = {other: self._scored[other].score for other in self._live if other in self._scored}
-        sources = [self._scored[other] for other in self._sources.of(rank, scores)]
-        if not sources:
+        sources = {other: self._scored[other] for other in self._sources.of(rank, scores)}
+        gradients = self._new_gradients(rank, sources)
+        if gradients:
+            progress = self._version, report.exchange, self._samples, len(self._live)
+            return Send(rank, SourceGradients(torch.stack(gradients).mean(0), *progress))
+        if not sources or self._sends_gradients:
             return self._acknowledge(rank, report.exchange)
-        averaged = [report, *sources]
+        averaged = [report, *sources.values()]
         mean = torch.zeros_like(report.parameters)
         for each in averaged:
             mean.add_(each.parameters, alpha=1.0 / len(averaged))
         buffers = mean_buffers([(each.buffers, 1) for each in averaged])
         return Send(rank, self._update_for(mean, buffers, report.exchange), supersedes="parameters")
+
+    def _new_gradients(self, rank: int, sources: Mapping[int, MemberReport]) -> list[Tensor]:
+        """The gradients that sources have last reported, without those that this member has been sent already."""
+        answered = self._answered.setdefault(rank, {})
+        gradients = []
+        for source, report in sources.items():
+            identity = report.incarnation, report.exchange
+            if report.gradient is not None and answered.get(source) != identity:
+                answered[source] = identity
+                gradients.append(report.gradient)
+        return gradients
 
     def _update_for(self, parameters: Tensor, buffers: Buffers, exchange: int) -> GlobalUpdate:
         return GlobalUpdate(parameters, buffers, self._version, 0, exchange, self._samples, len(self._live))
@@ -259,6 +288,7 @@ class PopulationServer(ServerNode):
             self._scored[rank] = replace(
                 self._scored[source],
                 exchange=-1,
+                gradient=None,
                 incarnation=self._live[rank],
                 replacements=self._replacements[rank],
             )
@@ -280,3 +310,9 @@ class PopulationServer(ServerNode):
             )
             yield Report(Notice(at=at, rank=HUB, text=text))
         yield from super()._stop(at)
+
+
+def _finite_gradient(message: LocalParameters) -> Tensor | None:
+    """The gradient of a report; None if it has none, or one that is not finite."""
+    is_usable = isinstance(message, GradientReport) and message.gradient.numel() and is_finite(message.gradient)
+    return message.gradient if isinstance(message, GradientReport) and is_usable else None

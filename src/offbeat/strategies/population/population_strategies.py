@@ -12,7 +12,7 @@ from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.strategies.initial_parameters import Initial, Shuffled
-from offbeat.strategies.local_training import LocalTraining, Values
+from offbeat.strategies.local_training import Content, Differences, Gradients, LocalTraining, Values
 from offbeat.strategies.population.population_member import PopulationMember
 from offbeat.strategies.population.population_parts import AllMembers, Best, Better, Sources
 from offbeat.strategies.population.population_server import PopulationServer
@@ -31,6 +31,8 @@ class Population(ServerStrategy, name="population"):
     """steps between two reports of a worker"""
     sources: Sources = Better()
     """which workers a worker is averaged with: all, best, or better (strictly better scores)"""
+    send: Content = Values()
+    """what workers get from their sources: values (a mean of parameters), or gradients (a step of their optimizer)"""
     preempt_above: float | None = 1.25
     """score, in multiples of the best, above which a worker is replaced by a copy of the best; none: never"""
     initial: Initial = Shuffled()
@@ -55,6 +57,10 @@ class Population(ServerStrategy, name="population"):
         require_positive(self, "every", "batch", "microbatch", "in_flight_max", "nonfinite_max")
         require_positive(self, "patience_seconds")
         require(
+            not isinstance(self.send, Differences),
+            "workers of a population send values or gradients; for differences use offbeat.DelayedExchange()",
+        )
+        require(
             self.preempt_above is None or self.preempt_above >= 1,
             f"Population.preempt_above is in multiples of the best score, so 1 or more, but is {self.preempt_above!r}",
         )
@@ -73,7 +79,7 @@ class Population(ServerStrategy, name="population"):
         }
         rates = [float(10 ** random.uniform(-1, 3)) for _ in range(int(random.integers(0, workers + 1)))]
         rates[:1] = [0.02 for _ in rates[:1]]  # the first member never crashes for good: it must not diverge
-        return settings | {"rates": tuple(rates)}
+        return settings | {"rates": tuple(rates), "send": [Values(), Gradients()][int(random.integers(2))]}
 
     @property
     def scores_models(self) -> bool:
@@ -88,7 +94,9 @@ class Population(ServerStrategy, name="population"):
 
     def node(self, context: NodeContext) -> Node:
         training = LocalTraining.of(self, context, delay=None, content=Values())
+        sends_gradients = isinstance(self.send, Gradients)
         if context.rank == HUB:
-            return PopulationServer(context, training, self.sources, self.preempt_above, self.rates)
+            return PopulationServer(context, training, self.sources, self.preempt_above, self.rates, sends_gradients)
         initial = self.initial.parameters(context.parameters, context.layout, context.random)
-        return PopulationMember(dataclasses.replace(context, parameters=initial), training, self.rates)
+        own = dataclasses.replace(context, parameters=initial)
+        return PopulationMember(own, training, self.rates, sends_gradients)
