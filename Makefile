@@ -52,6 +52,7 @@ bench: $(INSTALLED)
 
 results: $(INSTALLED)
 	$(BIN)/python docs/draw_results.py
+	$(BIN)/python docs/draw_settings.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

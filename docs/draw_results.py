@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from offbeat.lab.report.formatting import markdown_table
 from offbeat.lab.reproduction.findings import Finding, Findings, claim_unit, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
 from offbeat.lab.reproduction.runs import read_study
@@ -59,7 +60,7 @@ def overview(studies: list[tuple[Study, Findings]]) -> str:
         lines += [
             overview_row(study, claim, finding) for claim, finding in zip(claims, findings.sentences, strict=True)
         ]
-    return as_markdown(lines)
+    return markdown_table(lines)
 
 
 def section(study: Study, findings: Findings, runs: list[StudyRun], timed: list[BatchTiming]) -> str:
@@ -96,19 +97,14 @@ def table(study: Study, findings: Findings) -> str:
     for row in findings.rows:
         cells = [format_interval(row.cells[name], quantity(name), row.runs) for name in columns]
         lines.append([*([row.case] if cases else []), row.strategy, *cells])
-    return as_markdown(lines)
+    return markdown_table(lines)
 
 
 def timing_table(timed: list[BatchTiming]) -> str:
     lines = [["batch", "parts", "time per step, median (s)"]]
     for row in timed:
         lines.append([str(row.batch), str(row.parts), f"{sorted(row.seconds)[len(row.seconds) // 2]:.4g}"])
-    return as_markdown(lines)
-
-
-def as_markdown(lines: list[list[str]]) -> str:
-    head, *rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *rows])
+    return markdown_table(lines)
 
 
 def page(draw: bool) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NONE = "–"
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -44,3 +46,9 @@ def size(nbytes: float | None) -> str:
 def plural(count: int, noun: str) -> str:
     """A count and its noun: 1 seed, 2 seeds."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first line is its head."""
+    head, *rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *rows])

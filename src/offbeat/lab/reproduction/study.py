@@ -32,6 +32,12 @@ from offbeat.records.schema import RunRecords
 Scale = Literal["default", "full"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 Engine = Literal["simulated", "live"]
+SETTINGS_FILE = "published_settings.toml"
+"""The settings of the originals, among the study files."""
+
+
+CASE_KEYS: dict[str, Any] = {"label": "", "x": None, "engine": "simulated", "epoch": None}
+"""The keys of a case that do not change the table `base`, with their defaults."""
 
 
 class StudyFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -231,7 +237,8 @@ def _training_examples(workload: NamedWorkload) -> int:
 
 def names() -> list[str]:
     """The names of the studies in the package, sorted."""
-    return sorted(path.stem for path in directory().glob("*.toml") if "[base" in path.read_text(encoding="utf-8"))
+    files = (path for path in directory().glob("*.toml") if path.name != SETTINGS_FILE)
+    return sorted(path.stem for path in files if "[base" in path.read_text(encoding="utf-8"))
 
 
 def directory() -> Path:
@@ -282,18 +289,27 @@ def table_at(contents: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     return _merged(table, full) if scale == "full" else table
 
 
+def case_table(base: Mapping[str, Any], each: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of an experiment file for one case: a copy.
+
+    base, each: the tables of these names of the study
+    changes: the table of the case; empty: that of the study without any case
+    """
+    changes = {key: value for key, value in changes.items() if key not in CASE_KEYS}
+    common = _merged(copy.deepcopy(dict(each)), changes.pop("each", {}))
+    table = _merged(copy.deepcopy(dict(base)), changes)
+    if common and isinstance(table.get("strategy"), list):
+        table["strategy"] = [_merged(dict(entry), common) for entry in table["strategy"]]
+    return table
+
+
 def _case(
     base: dict[str, Any], each: dict[str, Any], changes: dict[str, Any], seeds: tuple[int, ...] | None, where: str
 ) -> StudyCase:
-    changes = dict(changes)
-    label, x, engine = changes.pop("label", ""), changes.pop("x", None), changes.pop("engine", "simulated")
-    epoch = changes.pop("epoch", None)
+    label, x, engine, epoch = (changes.get(key, default) for key, default in CASE_KEYS.items())
     require(epoch is None or isinstance(epoch, int), f"{where}: epoch is a number of samples, not {epoch!r}")
     require(engine in ("simulated", "live"), f"{where}: engine is 'simulated' or 'live', not {engine!r}")
-    common = _merged(copy.deepcopy(each), changes.pop("each", {}))
-    table = _merged(copy.deepcopy(base), changes)
-    if common and isinstance(table.get("strategy"), list):
-        table["strategy"] = [_merged(dict(entry), common) for entry in table["strategy"]]
+    table = case_table(base, each, changes)
     if seeds is not None:
         table["seeds"] = list(seeds)
     plan = Plan.from_plain(table, f"{where}, case {label!r}" if label else where)
