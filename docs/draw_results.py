@@ -15,7 +15,7 @@ from offbeat.lab.report.formatting import markdown_table
 from offbeat.lab.reproduction.findings import Finding, Findings, claim_unit, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
 from offbeat.lab.reproduction.runs import read_study
-from offbeat.lab.reproduction.study import Claim, Study, StudyRun, names
+from offbeat.lab.reproduction.study import Claim, Study, StudyRun, load_study, names
 from offbeat.lab.reproduction.study_archive import open_results
 from offbeat.lab.reproduction.study_figures import TIMING_CAPTION, TIMING_FILE, draw_all
 from offbeat.lab.reproduction.timings import BatchTiming, read_timings
@@ -47,9 +47,15 @@ def overview_row(study: Study, claim: Claim, finding: Finding) -> list[str]:
         claim.short or claim.sentence.format(ours="…"),
         claim.published_short or claim.published,
         format_interval(finding.ours, claim_unit(claim), finding.seeds),
-        "no number to compare" if finding.verdict is None else str(finding.verdict),
+        verdict_text(finding),
         f"`offbeat reproduce {study.name}`",
     ]
+
+
+def verdict_text(finding: Finding) -> str:
+    if not finding.seeds:
+        return "not run yet"
+    return "no number to compare" if finding.verdict is None else str(finding.verdict)
 
 
 def overview(studies: list[tuple[Study, Findings]]) -> str:
@@ -66,9 +72,15 @@ def overview(studies: list[tuple[Study, Findings]]) -> str:
 def section(study: Study, findings: Findings, runs: list[StudyRun], timed: list[BatchTiming]) -> str:
     """One study as text."""
     text = study.description
-    parts = [
+    begin = [
         f"## {study.name}: {text.title}",
         f"- The original: {text.original}.\n- Here: {text.scaled}.\n- To be expected: {text.expect}.",
+    ]
+    if not runs:
+        minutes = f"about {text.minutes:g} minutes on two cores"
+        return "\n\n".join([*begin, f"Not run at these settings yet: `offbeat reproduce {study.name}`, {minutes}."])
+    parts = [
+        *begin,
         *(finding.sentence for finding in findings.sentences),
         table(study, findings),
     ]
@@ -107,21 +119,27 @@ def timing_table(timed: list[BatchTiming]) -> str:
     return markdown_table(lines)
 
 
+def read_records(name: str, draw: bool) -> tuple[Study, list[StudyRun], list[BatchTiming]]:
+    """The study of this name and its records, none if it was not run; with `draw`, draws its figures."""
+    path = RECORDS / f"{name}.zip"
+    if not path.is_file():
+        return load_study(name), [], []
+    with open_results(path) as directory:
+        study, runs = read_study(directory)
+        timed = read_timings(directory)
+        if draw:
+            draw_all(study, runs, timed, IMAGES / name, ("svg",))
+    return study, runs, timed
+
+
 def page(draw: bool) -> str:
     """The whole page; with `draw`, its figures as well."""
     studies, sections = [], []
     for name in names():
-        path = RECORDS / f"{name}.zip"
-        if not path.is_file():
-            continue
-        with open_results(path) as directory:
-            study, runs = read_study(directory)
-            timed = read_timings(directory)
-            if draw:
-                draw_all(study, runs, timed, IMAGES / name, ("svg",))
-            findings = compute_findings(study, runs)
-            studies.append((study, findings))
-            sections.append(section(study, findings, runs, timed))
+        study, runs, timed = read_records(name, draw)
+        findings = compute_findings(study, runs)
+        studies.append((study, findings))
+        sections.append(section(study, findings, runs, timed))
     return "\n\n".join(part.strip() for part in ["# Results", overview(studies), ABOUT, *sections]) + "\n"
 
 

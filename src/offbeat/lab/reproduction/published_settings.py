@@ -45,15 +45,12 @@ class ComparedSetting:
 
 
 def read_settings(path: Path | None = None) -> list[PublishedSetting]:
-    """The settings in the file of the package, or in `path`; empty if the package has no such file."""
-    path = path or directory() / SETTINGS_FILE
-    if not path.is_file() and path.parent == directory():
-        return []
-    rows = read_toml(path, "settings").get("setting", [])
+    """The settings in the file of the package, or in `path`."""
+    rows = read_toml(path or directory() / SETTINGS_FILE, "settings").get("setting", [])
     try:
         return msgspec.convert(rows, list[PublishedSetting])
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from None
+        raise ConfigurationError(f"{path or SETTINGS_FILE} cannot be read: {error}") from None
 
 
 def compare_settings(rows: Sequence[PublishedSetting]) -> list[ComparedSetting]:
