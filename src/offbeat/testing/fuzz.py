@@ -27,12 +27,17 @@ from offbeat.lab.workloads.synthetic import Quadratic
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One random case. `may_fail`: whether its faults are so severe that the run is allowed to fail."""
+    """One random case.
+
+    may_fail: whether its faults are so severe that the run is allowed to fail.
+    may_not_begin: whether all ranks but one crash for good, so that the run is allowed to fail before its first update.
+    """
 
     experiment: Experiment
     notice_seconds: float
     """The largest difference between the times at which two peers notice the same crash."""
     may_fail: bool
+    may_not_begin: bool
 
 
 def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None, faults: bool = True) -> Case:
@@ -59,17 +64,31 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
         evaluate=[None, EveryUpdates(3), EverySeconds(0.5)][int(random.integers(3))],
     )
     notice_seconds = float(stream(seed, "fuzz notice").choice([0.0, 0.1, 1.0]))
-    return Case(experiment, notice_seconds, may_fail=_may_fail(experiment))
+    return Case(experiment, notice_seconds, _may_fail(experiment), _may_not_begin(experiment))
 
 
 def _may_fail(experiment: Experiment) -> bool:
     """Whether gradients are corrupt, or all ranks crash, one of them permanently, so that the parameters are lost."""
-    faults = experiment.cluster.faults
-    crashes = [fault for fault in faults if isinstance(fault, Crash)]
-    crashed = {fault.rank for fault in crashes}
-    ranks = range(experiment.strategy.processes(experiment.worker_count))
-    all_gone = crashed.issuperset(ranks) and any(fault.back_after_seconds is None for fault in crashes)
-    return all_gone or any(isinstance(fault, Corrupt) for fault in faults)
+    crashed = {fault.rank for fault in _crashes(experiment)}
+    all_gone = crashed.issuperset(_ranks(experiment)) and bool(_gone_for_good(experiment))
+    return all_gone or any(isinstance(fault, Corrupt) for fault in experiment.cluster.faults)
+
+
+def _may_not_begin(experiment: Experiment) -> bool:
+    left = set(_ranks(experiment)) - _gone_for_good(experiment)
+    return len(left) == 1 < len(_ranks(experiment))
+
+
+def _ranks(experiment: Experiment) -> range:
+    return range(experiment.strategy.processes(experiment.worker_count))
+
+
+def _crashes(experiment: Experiment) -> list[Crash]:
+    return [fault for fault in experiment.cluster.faults if isinstance(fault, Crash)]
+
+
+def _gone_for_good(experiment: Experiment) -> set[int]:
+    return {crash.rank for crash in _crashes(experiment) if crash.back_after_seconds is None}
 
 
 def _vary(strategy: Strategy, seed: int, random: Generator, workers: int) -> Strategy:
