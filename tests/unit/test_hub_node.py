@@ -74,37 +74,55 @@ def sent(actions: Iterable[Action], kind: type[Message]) -> list[int]:
 ASYNCHRONOUS = ob.Hub(compute=ob.Samples(4), collect=Messages(1), waits=False, optimizer=ob.SGD(lr=1.0), damping=1.0)
 
 
+def damped_hub(optimizer: ob.nodes.Optimizer, fresh_updates: int, **settings: object) -> ob.nodes.Node:
+    """A hub with one worker that has sent gradients of zero, each at the newest version."""
+    config = dataclasses.replace(ASYNCHRONOUS, optimizer=optimizer, **{"staleness_free": 0, **settings})  # type: ignore[arg-type]
+    hub = hub_of(config, workers=1)
+    hub._parameters.copy_(torch.tensor([1.0, -2.0]))  # type: ignore[attr-defined]
+    for number in range(fresh_updates):
+        draws = 4 * number, 4 * number + 4
+        list(hub.handle(arrives(1, gradient([0.0, 0.0], hub.state()["version"], draws))))
+    return hub
+
+
+def applied(hub: ob.nodes.Node, version: int, values: list[float]) -> tuple[torch.Tensor, float]:
+    """How far a gradient of this version moves the parameters, and at which rate."""
+    before, first = hub.state()["parameters"].clone(), 100 * (1 + hub.state()["version"])
+    (update,) = updates(hub.handle(arrives(1, gradient(values, version, (first, first + 4)))))
+    return hub.state()["parameters"] - before, update.learning_rate
+
+
 def test_a_stale_gradient_is_applied_at_a_damped_rate() -> None:
-    hub = hub_of(ASYNCHRONOUS)
-    list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
-    assert hub.state()["parameters"].tolist() == [-1.0, 0.0]
-    (update,) = updates(hub.handle(arrives(2, gradient([0.0, 4.0], 0, (0, 4)))))  # one update old: half its weight
-    assert hub.state()["parameters"].tolist() == [-1.0, -0.5]
-    assert update.learning_rate == 0.5
+    hub = damped_hub(ob.SGD(lr=1.0), fresh_updates=2)
+    moved, rate = applied(hub, version=1, values=[0.0, 4.0])  # one update old: half the rate
+    assert (moved.tolist(), rate) == ([0.0, -0.5], 0.5)
+
+
+def test_stale_gradients_of_the_initial_parameters_have_a_squared_weight() -> None:
+    hub = damped_hub(ob.SGD(lr=1.0), fresh_updates=1)
+    assert applied(hub, version=0, values=[0.0, 4.0])[1] == 0.25
+
+
+def test_with_many_workers_the_rate_is_reduced_before_any_staleness_is_seen() -> None:
+    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, staleness_free=1), workers=4)
+    assert applied(hub, version=0, values=[0.0, 4.0])[1] == 2 / 4
 
 
 def test_fresh_and_stale_gradients_of_one_update_share_a_weighted_mean_and_a_rate() -> None:
-    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, collect=Messages(2)))
-    list(hub.handle(arrives(1, gradient([4.0, 0.0], 0, (0, 4)))))
-    list(hub.handle(arrives(2, gradient([4.0, 0.0], 0, (0, 4)))))
-    list(hub.handle(arrives(1, gradient([0.0, 6.0], 1, (4, 10)))))  # fresh: weight 1, 6 samples
-    (update,) = updates(list(hub.handle(arrives(2, gradient([2.0, 2.0], 0, (4, 6))))))  # one update old: ½, 2 samples
+    hub = damped_hub(ob.SGD(lr=1.0), fresh_updates=4, collect=Messages(2))
+    before = hub.state()["parameters"].clone()
+    list(hub.handle(arrives(1, gradient([0.0, 6.0], 2, (100, 106)))))  # fresh: weight 1, 6 samples
+    (update,) = updates(list(hub.handle(arrives(1, gradient([2.0, 2.0], 1, (106, 108))))))  # one update old: ½
     mean = torch.tensor([0.5 * 2.0, 6.0 + 0.5 * 2.0]) / (6 + 0.5 * 2)
     rate = (6 + 0.5 * 2) / 8
     assert update.learning_rate == pytest.approx(rate)
-    torch.testing.assert_close(hub.state()["parameters"], torch.tensor([-1.0, 0.0]) - rate * mean)
+    torch.testing.assert_close(hub.state()["parameters"], before - rate * mean)
 
 
 def stale_step(optimizer: ob.nodes.Optimizer, staleness: int, damping: float = 1.0) -> torch.Tensor:
-    """How far one gradient of this staleness moves the parameters, after updates with a gradient of zero."""
-    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, optimizer=optimizer, damping=damping))
-    hub._parameters.copy_(torch.tensor([1.0, -2.0]))  # type: ignore[attr-defined]
-    for version in range(staleness):
-        list(hub.handle(arrives(1, gradient([0.0, 0.0], version, (4 * version, 4 * version + 4)))))
-    before = hub.state()["parameters"].clone()
-    list(hub.handle(arrives(2, gradient([4.0, -8.0], 0, (0, 4)))))
-    moved: torch.Tensor = hub.state()["parameters"] - before
-    return moved
+    """How far one gradient of this staleness moves the parameters."""
+    hub = damped_hub(optimizer, fresh_updates=staleness + 1, damping=damping)
+    return applied(hub, version=1, values=[4.0, -8.0])[0]
 
 
 @pytest.mark.parametrize(
@@ -128,22 +146,16 @@ def test_every_optimizer_makes_a_damped_step_for_a_stale_gradient(optimizer: ob.
 
 def test_momentum_keeps_a_stale_gradient_undamped_and_applies_it_at_later_rates() -> None:
     momentum = 0.5
-    hub = hub_of(dataclasses.replace(ASYNCHRONOUS, optimizer=ob.SGD(lr=1.0, momentum=momentum)))
-    list(hub.handle(arrives(1, gradient([0.0, 0.0], 0, (0, 4)))))
-    list(hub.handle(arrives(2, gradient([4.0, 0.0], 0, (0, 4)))))  # one update old: half the rate
-    assert hub.state()["parameters"].tolist() == [-0.5, 0.0]
-    list(hub.handle(arrives(1, gradient([0.0, 0.0], 2, (4, 8)))))  # fresh: the whole rate, also for what momentum kept
-    assert hub.state()["parameters"].tolist() == [-0.5 - momentum, 0.0]
+    hub = damped_hub(ob.SGD(lr=1.0, momentum=momentum), fresh_updates=2)
+    assert applied(hub, version=1, values=[4.0, 0.0])[0].tolist() == [-0.5, 0.0]  # one update old: half the rate
+    # A fresh gradient of zero: the whole rate, also for what momentum kept.
+    assert applied(hub, version=3, values=[0.0, 0.0])[0].tolist() == [-momentum, 0.0]
 
 
 def test_damping_begins_above_the_staleness_that_is_free() -> None:
-    free = dataclasses.replace(ASYNCHRONOUS, optimizer=ob.SGD(lr=1.0), staleness_free=1)
     for staleness, rate in ((0, 1.0), (1, 1.0), (2, 2 / 3), (3, 0.5)):
-        hub = hub_of(free)
-        for version in range(staleness):
-            list(hub.handle(arrives(1, gradient([0.0, 0.0], version, (4 * version, 4 * version + 4)))))
-        (update,) = updates(hub.handle(arrives(2, gradient([4.0, 0.0], 0, (0, 4)))))
-        assert update.learning_rate == pytest.approx(rate)
+        hub = damped_hub(ob.SGD(lr=1.0), fresh_updates=staleness + 1, staleness_free=1)
+        assert applied(hub, version=1, values=[4.0, 0.0])[1] == pytest.approx(rate)
 
 
 def test_the_sum_is_divided_once_by_all_samples() -> None:
