@@ -1,0 +1,108 @@
+"""The gradients that a hub has collected for its next update: their weighted mean, and the rate that it is applied at.
+
+direction   Σ v_i G_i / Σ v_i b_i      G_i: sum over b_i samples, v_i: weight by staleness, see `damping.py`
+rate        lr · Σ v_i b_i / Σ b_i
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offbeat.core.events import MessageArrived
+from offbeat.core.messages import Buffers
+from offbeat.records.schema import Contribution
+from offbeat.strategies.hub.hub_worker import Gradient
+from offbeat.strategies.hub.work_sizing import Effort
+from offbeat.strategies.message_kinds import kept
+from offbeat.strategies.node_state import Stateful
+
+
+class PendingGradients(Stateful):
+    """The gradients of the next update.
+
+    With `in_rank_order` they are held and summed in the order of ranks, so that the sum does not depend on the order of
+    arrival. Otherwise each is added to the sum when it arrives.
+    """
+
+    caches = ("_memory",)
+
+    _held: list[tuple[int, float, Tensor]]
+    """rank, weight, gradient"""
+    _sum: Tensor | None = None
+    _weighted_samples: float = 0.0
+    _loss: float = 0.0
+    _buffers: list[tuple[int, Buffers, int]]
+    """rank, what it has added to the buffers, samples"""
+    contributions: list[Contribution]
+    efforts: dict[int, Effort]
+    """rank → samples and seconds since the last update"""
+    messages: int = 0
+
+    def __init__(self, in_rank_order: bool, memory: Tensor) -> None:
+        """The sum is written to `memory`, which must not be used otherwise until the update is made."""
+        self._in_rank_order = in_rank_order
+        self._memory = memory
+        self._held, self._buffers, self.contributions, self.efforts = [], [], [], {}
+
+    def add(self, rank: int, event: MessageArrived, message: Gradient, staleness: int, weight: float) -> None:
+        """Collect a gradient: `g = Σ weight · G / Σ weight · samples`."""
+        self._weighted_samples += weight * message.samples
+        self._loss += message.loss
+        if self._in_rank_order:
+            self._held.append((rank, weight, kept(event, Gradient).gradient))
+        else:
+            self._add(message.gradient, weight)
+        if message.buffers:
+            self._buffers.append((rank, tuple(buffer.clone() for buffer in message.buffers), message.samples))
+        self.contributions.append(Contribution(rank, *message.draws, staleness))
+        self.count(rank, Effort(message.samples, message.seconds))
+
+    def _add(self, gradient: Tensor, weight: float) -> None:
+        if self._sum is None:
+            self._sum = torch.mul(gradient, weight, out=self._memory)
+        else:
+            self._sum.add_(gradient, alpha=weight)
+
+    def count(self, rank: int, effort: Effort) -> None:
+        """Count a message, also one without a gradient to add."""
+        before = self.efforts.get(rank, Effort(0, 0.0))
+        self.efforts[rank] = Effort(before.samples + effort.samples, before.seconds + effort.seconds)
+        self.messages += 1
+
+    @property
+    def samples(self) -> int:
+        return sum(contribution.stop - contribution.first for contribution in self.contributions)
+
+    def mean(self) -> Tensor:
+        """The weighted mean gradient. Nothing may be added afterwards."""
+        for _, weight, gradient in sorted(self._held, key=lambda held: held[0]):
+            self._add(gradient, weight)
+        if self._in_rank_order:
+            self.contributions.sort(key=lambda contribution: contribution.rank)
+            self._buffers.sort(key=lambda entry: entry[0])
+        assert self._sum is not None
+        return self._sum.div_(self._weighted_samples)
+
+    @property
+    def damping(self) -> float:
+        """The factor on the learning rate: the mean weight of the samples.
+
+        It is on the rate and not on the gradient, since adaptive optimizers divide a scaled gradient by its scale.
+        """
+        return self._weighted_samples / self.samples
+
+    @property
+    def loss(self) -> float:
+        """The mean training loss of the samples."""
+        return self._loss / self.samples
+
+    @property
+    def staleness(self) -> float:
+        """The mean staleness of the samples."""
+        return sum(part.staleness * (part.stop - part.first) for part in self.contributions) / self.samples
+
+    @property
+    def buffers(self) -> list[tuple[Buffers, int]]:
+        """What each message adds to the buffers, and its samples."""
+        return [(buffers, samples) for _, buffers, samples in self._buffers]
