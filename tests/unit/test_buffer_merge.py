@@ -215,6 +215,10 @@ def test_recalibration_without_batches_or_without_tensors_is_refused() -> None:
         ob.recalibrate(nn.BatchNorm1d(2), [])
     with pytest.raises(ob.ConfigurationError, match="batches that are tensors"):
         ob.recalibrate(nn.BatchNorm1d(2), [("text", 1)])
+    with pytest.raises(ob.ConfigurationError, match="batches to iterate over, but got NoneType"):
+        ob.recalibrate(nn.BatchNorm1d(2), None)  # type: ignore[arg-type]
+    with pytest.raises(ob.ConfigurationError, match="a batch of a single sample"):
+        ob.recalibrate(nn.BatchNorm1d(2), [torch.zeros(1, 2)])
     assert ob.recalibrate(nn.Linear(2, 2), []) == 0
 
 

@@ -41,7 +41,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             layer.momentum = None  # the mean over all batches
             layer.train()
         with torch.no_grad():
-            for batch in batches:
+            for batch in _iterate(batches):
                 model(_inputs(batch).to(device))
                 count += 1
     finally:
@@ -57,6 +57,15 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     return count
 
 
+def _iterate(batches: Any) -> Iterable[Any]:
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise ConfigurationError(
+            f"recalibrate needs batches to iterate over, but got {type(batches).__name__}; give it a DataLoader, or a "
+            "list of batches"
+        )
+    return batches
+
+
 def _inputs(batch: Any) -> Tensor:
     if isinstance(batch, dict):
         batch = tuple(batch.values())
@@ -64,5 +73,10 @@ def _inputs(batch: Any) -> Tensor:
     if not isinstance(first, Tensor):
         raise ConfigurationError(
             f"recalibrate needs batches that are tensors, or tuples that begin with one, but got {type(first).__name__}"
+        )
+    if len(first) < 2:
+        raise ConfigurationError(
+            "recalibrate got a batch of a single sample, but batch norm needs 2 or more; give larger batches, for "
+            "example DataLoader(..., batch_size=128, drop_last=True)"
         )
     return first
