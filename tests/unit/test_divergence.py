@@ -40,7 +40,7 @@ def test_a_loss_that_rises_and_stays_high_is_reported_once(losses: list[float]) 
     assert number > 15
 
 
-def notices(strategy: ob.Strategy, lr: float) -> list[str]:
+def notices(strategy: ob.Strategy, lr: float, about: str = "diverges") -> list[str]:
     cluster = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.5))
     run = ob.simulate(
         ob.workloads.Quadratic(dimension=10, examples=256),
@@ -49,7 +49,7 @@ def notices(strategy: ob.Strategy, lr: float) -> list[str]:
         workers=2,
         until=ob.Samples(20_000),
     )
-    return [notice.text for notice in of_kind(run.records, Notice) if "diverges" in notice.text]
+    return [notice.text for notice in of_kind(run.records, Notice) if about in notice.text]
 
 
 def test_a_run_that_diverges_says_so_with_the_flag_to_try() -> None:
@@ -58,3 +58,9 @@ def test_a_run_that_diverges_says_so_with_the_flag_to_try() -> None:
     (sentence,) = notices(ob.FixedMinibatch(batch=16), lr=2.5)
     assert sentence.endswith("lower the learning rate (--lr)")
     assert notices(ob.AsyncFixed(damping=1.0), lr=0.5) == []
+
+
+def test_a_run_whose_rate_staleness_has_reduced_to_a_fraction_says_so_once() -> None:
+    (sentence,) = notices(ob.AsyncFixed(), lr=0.1, about="of its value")
+    assert "try the whole rate (--damping 0)" in sentence
+    assert notices(ob.AsyncFixed(damping=0.0), lr=0.01, about="of its value") == []

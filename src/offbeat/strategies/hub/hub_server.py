@@ -32,6 +32,10 @@ from offbeat.strategies.message_kinds import unexpected
 from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 from offbeat.strategies.training_node import dropped
 
+UPDATES_BEFORE_NOTICE = 20
+DAMPING_NOTICED = 0.25
+"""A smaller factor on the learning rate is reported, after so many updates."""
+
 
 class HubServer(ServerNode):
     timers: ClassVar[tuple[str, ...]] = ("update",)
@@ -49,6 +53,7 @@ class HubServer(ServerNode):
     _sizing: WorkSizing
     _update_due: float = 0.0
     _divergence: DivergenceWatch
+    _damping_noticed: bool = False
 
     def __init__(self, config: HubSettings, context: NodeContext) -> None:
         super().__init__(context, config.patience_seconds)
@@ -183,13 +188,25 @@ class HubServer(ServerNode):
             self._buffers = self._buffer_merge.merge(self._buffers, collected.buffers)
             self._snapshot = None
             yield from self._updated(at, len(collected.contributions), rate, collected.contributions)
-            if self._divergence.observe(collected.loss, collected.staleness):
-                text = self._divergence.sentence(_advice(self._config))
-                yield Report(Notice(at=at, rank=HUB, text=text))
+            yield from self._notices(at, collected)
         if self._has_enough():
             yield from self._stop(at)
         else:
             yield from self._answers()
+
+    def _notices(self, at: float, collected: PendingGradients) -> Iterator[Action]:
+        """Report, each once, that training diverges, and that staleness has reduced the learning rate to a fraction."""
+        if self._divergence.observe(collected.loss, collected.staleness):
+            text = self._divergence.sentence(_advice(self._config))
+            yield Report(Notice(at=at, rank=HUB, text=text))
+        if self._version >= UPDATES_BEFORE_NOTICE and collected.damping < DAMPING_NOTICED and not self._damping_noticed:
+            self._damping_noticed = True
+            text = (
+                f"gradients are {self._divergence.staleness:.3g} updates stale on average, so the learning rate is "
+                f"reduced to {collected.damping:.2g} of its value; larger batches, or local steps (local-sgd, diloco), "
+                "reduce staleness; if the loss falls smoothly, try the whole rate (--damping 0)"
+            )
+            yield Report(Notice(at=at, rank=HUB, text=text))
 
     def _answers(self) -> Iterator[Action]:
         for rank in sorted(self._idle if self._config.waits else self._live):
