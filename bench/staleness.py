@@ -199,20 +199,24 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/staleness.md."""
-    lines = [
-        "| workload | strategy | optimizer | workers | latency (s) | staleness | published | default | not stale |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        metric = "loss" if row["default"]["accuracy"] is None else "accuracy"
-        values = [
-            f"{row[kind][metric]:.3f}" if metric == "accuracy" else f"{row[kind][metric]:.3g}"
-            for kind in ("published", "default", "serial")
-        ]
-        names = [row["workload"], row["strategy"], row["optimizer"], row["workers"], f"{row['latency']:g}"]
-        lines.append("| " + " | ".join(map(str, [*names, f"{row['default']['staleness']:.1f}", *values])) + " |")
+    """The table of docs/staleness.md: a row for each number of workers, a column for each latency."""
+    latencies = sorted({row["latency"] for row in rows})
+    heads = ["workload", "strategy", "optimizer", "workers", *(f"{latency:g} s" for latency in latencies)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    keys = ("workload", "strategy", "optimizer", "workers")
+    for names in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        of_line = {row["latency"]: row for row in rows if tuple(row[key] for key in keys) == names}
+        cells = [in_words(of_line[latency]) if latency in of_line else "" for latency in latencies]
+        lines.append("| " + " | ".join(map(str, [*names, *cells])) + " |")
     return "\n".join(lines)
+
+
+def in_words(row: dict[str, Any]) -> str:
+    """Published, default and without staleness; and how stale."""
+    metric = "loss" if row["default"]["accuracy"] is None else "accuracy"
+    values = [row[kind][metric] for kind in ("published", "default", "serial")]
+    texts = [f"{value:.2f}".removeprefix("0") if metric == "accuracy" else f"{value:.2g}" for value in values]
+    return f"{texts[0]} **{texts[1]}** {texts[2]} (τ {row['default']['staleness']:.0f})"
 
 
 def main() -> int:
