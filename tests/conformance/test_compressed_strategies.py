@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CASES, ids=lambda strategy: f"{strategy.name} {strategy.compression}")
 def test_every_invariant_holds_for_compressed_messages(strategy: ob.Strategy) -> None:
     assert check_strategy(strategy, seeds=range(12), workload=WIDE.build()) == 12

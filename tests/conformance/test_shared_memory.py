@@ -16,6 +16,7 @@ def test_without_shared_memory(check: str) -> None:
     assert check_transport(GlooCase(shared_memory=False), only=check) == [check]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", transport_checks(GlooCase()))
 def test_with_shared_memory_for_the_smallest_payload(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "SHARED_BYTES_MIN", 1)

@@ -147,7 +147,7 @@ def test_both_engines_give_the_same_run(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_both_engines_give_the_same_run_with_random_settings(name: str, seed: int) -> None:
     case = draw_case(Strategy.members[name](), seed, faults=False).experiment
     settings = dataclasses.replace(case, cluster=cluster(case.worker_count), bytes_per_second=None)

@@ -153,6 +153,7 @@ def speeds(run: RunRecords) -> ob.Cluster:
     return ob.Cluster(workers=overrides)
 
 
+@pytest.mark.slow
 def test_async_timed_has_the_staleness_and_the_batches_of_a_simulation_with_its_speeds() -> None:
     strategy = ob.AsyncTimed(worker_seconds=0.1, hub_seconds=0.15, microbatch=4, samples_max=None)
     # Every micro-batch is held up by as much, so that the speed is ours to choose and not the machine's to vary.

@@ -109,6 +109,7 @@ def distances(strategy: ob.Gossip, peers: int, gradients: int, seed: int, latenc
     return measured[:gradients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "peers", "gradients", "seeds", "published"),
     [

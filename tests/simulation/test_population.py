@@ -275,6 +275,7 @@ def test_a_member_reports_the_sum_of_its_mean_gradients_and_steps_with_those_of_
     assert not cast(torch.Tensor, node._gradients).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", [ob.parts.AllMembers(), ob.parts.Best(), ob.parts.Better()])
 def test_a_population_that_exchanges_gradients_learns(sources: ob.parts.Sources) -> None:
     strategy = ob.Population(every=4, batch=16, sources=sources, send=ob.parts.Gradients(), optimizer=ob.SGD(lr=0.05))

@@ -113,6 +113,7 @@ def test_without_delay_it_equals_serial_with_the_same_optimizer() -> None:
     assert torch.equal(one.finishes[0].parameters, other.finishes[0].parameters)
 
 
+@pytest.mark.slow
 def test_delays_are_uniform_and_independent_of_the_data_order() -> None:
     scene = play(ArtificialDelay(delay=5, batch=1, microbatch=1), until=ob.Samples(4000), checked=False)
     drawn = [update.contributions[0].staleness for update in scene.of(Update)]

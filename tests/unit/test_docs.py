@@ -55,17 +55,18 @@ NETWORK = "docs/network.md"
 WITH_COMMANDS = [
     pytest.param("docs/calibration.md", marks=pytest.mark.slow),  # tests/live/test_calibration_live.py is quicker
     "docs/cluster.md",
-    "docs/command_line.md",
+    pytest.param("docs/command_line.md", marks=pytest.mark.slow),  # tests/unit/test_cli.py is quicker
     FROM_DDP,
     pytest.param(LIVE, marks=pytest.mark.slow),  # a dozen live runs; tests/live has each of them
     pytest.param(NETWORK, marks=pytest.mark.slow),  # tests/live/test_network_live.py is quicker
     "docs/bandwidth.md",
     "docs/compression.md",
-    "docs/figures.md",
+    pytest.param("docs/figures.md", marks=pytest.mark.slow),  # tests/unit/test_figures.py is quicker
     "docs/gossip.md",
     "docs/microbatch.md",
     pytest.param("docs/reproducing.md", marks=pytest.mark.slow),  # tests/unit/test_reproduce.py is quicker
     "docs/serial.md",
+    "docs/staleness.md",
     "docs/topology.md",
     "docs/workloads.md",
     "docs/data.md",

@@ -278,6 +278,7 @@ save_as(panel(runs, [["accuracy over time", "batch size"]]), Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     for name, seed in (("one", "1"), ("other", "2")):

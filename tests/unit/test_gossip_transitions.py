@@ -176,6 +176,7 @@ def ends_without_finite_parameters() -> None:
     assert "no peer has finite parameters" in finish.failure
 
 
+@pytest.mark.slow
 def test_every_change_of_phase_in_the_table_happens(seen: set[Change]) -> None:
     """By hand what no simulation contains, such as a rank that leaves; all others in random cases."""
     leaves_while_gathering()
