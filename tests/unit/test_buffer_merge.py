@@ -213,8 +213,9 @@ def test_recalibration_replaces_the_statistics_by_those_of_the_data() -> None:
 def test_recalibration_without_batches_or_without_tensors_is_refused() -> None:
     with pytest.raises(ob.ConfigurationError, match="no batches"):
         ob.recalibrate(nn.BatchNorm1d(2), [])
-    with pytest.raises(ob.ConfigurationError, match="batches that are tensors"):
-        ob.recalibrate(nn.BatchNorm1d(2), [("text", 1)])
+    for wrong in (("text", 1), (), {}, torch.zeros(())):
+        with pytest.raises(ob.ConfigurationError, match="batches that are tensors"):
+            ob.recalibrate(nn.BatchNorm1d(2), [wrong])
     with pytest.raises(ob.ConfigurationError, match="batches to iterate over, but got NoneType"):
         ob.recalibrate(nn.BatchNorm1d(2), None)  # type: ignore[arg-type]
     with pytest.raises(ob.ConfigurationError, match="a batch of a single sample"):

@@ -69,10 +69,11 @@ def _iterate(batches: Any) -> Iterable[Any]:
 def _inputs(batch: Any) -> Tensor:
     if isinstance(batch, dict):
         batch = tuple(batch.values())
-    first = batch[0] if isinstance(batch, Sequence) else batch
-    if not isinstance(first, Tensor):
+    first = next(iter(batch), None) if isinstance(batch, Sequence) else batch
+    if not isinstance(first, Tensor) or first.dim() == 0:
         raise ConfigurationError(
-            f"recalibrate needs batches that are tensors, or tuples that begin with one, but got {type(first).__name__}"
+            "recalibrate needs batches that are tensors of several samples, or tuples that begin with one, but got "
+            f"{'a number' if isinstance(first, Tensor) else type(first).__name__}"
         )
     if len(first) < 2:
         raise ConfigurationError(
