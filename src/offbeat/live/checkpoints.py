@@ -16,6 +16,7 @@ from offbeat.errors import ConfigurationError, OffbeatError
 from offbeat.live.node_runner import NodeRunner
 from offbeat.live.state_file import load, save
 from offbeat.records.files import RankWriter
+from offbeat.transports.tensor_threads import TensorThread
 
 CHECKPOINT_FILE = re.compile(r"checkpoint-\d+\.offbeat(\.partial)?")
 
@@ -108,7 +109,7 @@ class CheckpointWriter:
         self._seconds = seconds
         self._identity: dict[str, Any] = {"model": identity.model, "strategy": identity.strategy, "resumes": resumes}
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="offbeat checkpoints", daemon=True)
+        self._thread = TensorThread(self._run, "offbeat checkpoints", finish=self._end.set)
 
     def start(self) -> None:
         self._thread.start()

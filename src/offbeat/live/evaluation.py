@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from offbeat.core.events import Evaluated
 from offbeat.core.flat import FlatModule
 from offbeat.core.workload import Measured
 from offbeat.errors import ContractViolation, RunFailed
+from offbeat.transports.tensor_threads import TensorThread
 
 Evaluation = Callable[[nn.Module], Any]
 """Takes a model in evaluation mode; returns loss, (loss, accuracy), or {"loss": …, "accuracy": …}.
@@ -96,12 +98,14 @@ class Evaluator:
     def put(self, request: Evaluate) -> None:
         """Queue an evaluation."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="offbeat evaluation", daemon=True)
+            self._thread = TensorThread(
+                self._run, "offbeat evaluation", finish=functools.partial(self._queue.put, None), limit_seconds=None
+            )
             self._thread.start()
         self._queue.put(request)
 
     def close(self) -> None:
-        """Stop after the evaluation that is running now."""
+        """Stop after the running evaluation, which is waited for: here a few seconds, at exit until it ends."""
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)

@@ -44,6 +44,7 @@ from offbeat.live.record_sink import FLUSH_SECONDS, RecordSink
 from offbeat.live.runner_options import RunnerOptions
 from offbeat.records.schema import Ended, Notice, Round
 from offbeat.records.traffic import TrafficCounter
+from offbeat.transports.tensor_threads import TensorThread
 from offbeat.transports.transport import Transport
 
 WAIT_SECONDS_MAX = 3600.0
@@ -83,7 +84,7 @@ class NodeRunner:
         self._transport = transport
         transport.clock = options.clock.now
         self._monitor = threading.Condition()
-        self._thread = threading.Thread(target=self._receive_loop, name=f"offbeat rank {self.rank}", daemon=True)
+        self._thread = TensorThread(self._receive_loop, f"offbeat rank {self.rank}")
         self._due = DueQueue(self._wake)
         self._outbox = LiveOutbox(transport, self._due, options.bytes_per_second)
         self._traffic = TrafficCounter(self.rank)

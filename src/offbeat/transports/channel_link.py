@@ -24,6 +24,7 @@ from offbeat.core.messages import Message
 from offbeat.transports import wire
 from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, Outgoing, loss_of
 from offbeat.transports.shared_memory import SharedSlots
+from offbeat.transports.tensor_threads import TensorThread
 from offbeat.transports.transport import InboxItem
 
 COPY_NOW_BYTES_MAX = 1 << 20
@@ -97,8 +98,8 @@ class ChannelLink(LinkBase):
         self._rest: tuple[list[memoryview], wire.Encoded, str | None, float] | None = None
         """What is left of a message that `post` could send only in part; it precedes the outbox."""
         name = f"offbeat link to {peer}.{incarnation}"
-        self._receiver = threading.Thread(target=self._run_receiver, name=f"{name} receives", daemon=True)
-        self._sender = threading.Thread(target=self._run_sender, name=f"{name} sends", daemon=True)
+        self._receiver = TensorThread(self._run_receiver, f"{name} receives")
+        self._sender = TensorThread(self._run_sender, f"{name} sends")
 
     def start(self) -> None:
         try:

@@ -6,7 +6,8 @@ The connection on which both authenticated stays open for headers and small tens
 whose sockets are not authenticated. Nothing is encrypted: trusted networks only. Where both ends have the same
 address, they are on one machine, and tensors go through memory that they share; see `shared_memory.py`.
 
-Gloo's threads must not be waiting when Python exits. So a transport that was not closed is closed at exit.
+Gloo's threads must not be waiting when Python exits. So a transport that was not closed is closed at exit; see also
+`tensor_threads.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from offbeat.transports.rendezvous import (
     connect,
 )
 from offbeat.transports.shared_memory import SharedSlots
+from offbeat.transports.tensor_threads import TensorThread
 from offbeat.transports.transport import QueuedTransport, TransportEvent
 from offbeat.transports.wire import WIRE_VERSION
 
@@ -114,7 +116,7 @@ class GlooTransport(QueuedTransport):
         self._connected = threading.Condition(self._lock)
         self._registered: dict[int, tuple[Endpoint, ControlConnection]] = {}
         self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[TensorThread] = []
         self._listener = rendezvous if isinstance(rendezvous, Listener) else None
         self._rendezvous = rendezvous.address if isinstance(rendezvous, Listener) else rendezvous
         self._process = os.getpid()
@@ -131,8 +133,7 @@ class GlooTransport(QueuedTransport):
                 self._start_thread(self._keep_connected, f"connects to {peer}", peer)
 
     def _start_thread(self, target: Callable[..., None], name: str, *arguments: object) -> None:
-        name = f"offbeat rank {self.rank} {name}"
-        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread = TensorThread(functools.partial(target, *arguments), f"offbeat rank {self.rank} {name}")
         self._threads.append(thread)
         thread.start()
 
