@@ -33,7 +33,7 @@ def test_five_hundred_cases_are_checked() -> None:
     assert set(ob.Strategy.members) > VARIED
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, CHUNKS))])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_invariant_holds_on_random_clusters(name: str, chunk: int) -> None:
     strategy = ob.Strategy.members[name]()

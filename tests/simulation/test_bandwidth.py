@@ -333,7 +333,7 @@ def test_every_strategy_keeps_to_a_bandwidth_limit_and_finishes(name: str) -> No
 
 def test_a_bandwidth_limit_far_below_the_demand_is_used_and_reported() -> None:
     strategy = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
-    until = ob.Seconds(5.0)
+    until = ob.Seconds(3.0)
     free, thrifty = on_budget(strategy, None, until=until), on_budget(strategy, 2e4, until=until)
     assert free.summary.bytes_per_second is not None
     assert free.summary.bytes_per_second / 6 > 5 * 2e4, "six directions in all"

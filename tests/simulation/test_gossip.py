@@ -75,7 +75,7 @@ def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("seeds", [range(80), pytest.param(range(80, 250), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 250), marks=pytest.mark.slow)], ids=str)
 def test_averaging_conserves_the_mean_whatever_the_interleaving(
     dtype: torch.dtype, tolerance: float, seeds: range
 ) -> None:
@@ -164,7 +164,7 @@ class DistanceToInput(nn.Module):
 UNGUARDED = ob.Gossip(momentum=ob.parts.Acid(guard=False))
 SLOW = pytest.mark.slow
 LATENCIES = [
-    (16, 90, 0.25),
+    pytest.param(16, 90, 0.25, marks=SLOW),
     pytest.param(16, 90, 1.0, marks=SLOW),
     (16, 90, 4.0),
     pytest.param(64, 40, 0.25, marks=SLOW),
@@ -191,7 +191,7 @@ def test_guarded_peers_converge_where_unguarded_ones_diverge(peers: int, latency
 
 @pytest.mark.parametrize(("latency", "tolerance"), [(0.05, 0.02), (0.5, 0.05)])
 @pytest.mark.parametrize("clock", [ob.parts.Poisson(), ob.parts.Regular()])
-@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("rate", [pytest.param(0.5, marks=SLOW), pytest.param(1.0, marks=SLOW), 2.0])
 def test_every_due_exchange_is_made(rate: float, clock: object, latency: float, tolerance: float) -> None:
     """The rate itself is tested for the regular clock; a Poisson clock has its rate only in the long run: see below."""
     experiment = ob.Experiment(

@@ -229,7 +229,7 @@ def _trained_alone(steps: int) -> Tensor:
     return final(play(strategy, digits(), workers=1, until=ob.Samples(16 * steps)))
 
 
-@pytest.mark.parametrize("fragments", [1, 4])
+@pytest.mark.parametrize("fragments", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_worker_without_answers_skips_exchanges(fragments: int) -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(100.0,))
     strategy = decoupled(quorum=2, fragments=fragments)

@@ -115,8 +115,8 @@ def test_every_sample_weighs_the_same_however_the_work_was_split() -> None:
 @pytest.mark.parametrize(
     "cluster",
     [
-        ob.Cluster(),
-        ob.Cluster(straggle=ob.stragglers.NIAGARA),
+        pytest.param(ob.Cluster(), marks=pytest.mark.slow),
+        pytest.param(ob.Cluster(straggle=ob.stragglers.NIAGARA), marks=pytest.mark.slow),
         ob.Cluster(straggle=ob.stragglers.Lognormal(0.5), factors=(4.0, 2.0, 2.0)),
     ],
     ids=["uniform", "niagara", "uneven and noisy"],

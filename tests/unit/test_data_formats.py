@@ -95,7 +95,7 @@ def test_a_changed_byte_is_detected_at_any_position(form: str, tmp_path: Path, m
     path = write(one, tmp_path)
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     draw = np.random.default_rng(0)
-    for file in [files[int(index)] for index in draw.integers(0, len(files), 40)]:
+    for file in [files[int(index)] for index in draw.integers(0, len(files), 25)]:
         whole = file.read_bytes()
         place = int(draw.integers(0, len(whole)))
         file.write_bytes(whole[:place] + bytes([whole[place] ^ int(draw.integers(1, 256))]) + whole[place + 1 :])
