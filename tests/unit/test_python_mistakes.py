@@ -37,6 +37,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: simulate("digits"),
         r"workload must be an object such as offbeat.workloads.Digits\(\)",
     ),
+    "a text for the model of a workload": (
+        lambda: ob.workloads.Mnist(model="lenet5"),  # type: ignore[arg-type]
+        r"Mnist.model must be a Model.*but is 'lenet5'",
+    ),
+    "a text for a width": (lambda: ob.models.LeNet5(width="1"), r"LeNet5.width must be a number"),  # type: ignore[arg-type]
     "a class for a workload": (lambda: simulate(ob.workloads.Digits), r"the class Digits; type Digits\(\)"),
     "a class for a strategy": (lambda: simulate(strategy=ob.AsyncTimed), r"type AsyncTimed\(\)"),
     "a text for a strategy": (lambda: simulate(strategy="fmb"), "strategy must be an object"),

@@ -16,7 +16,7 @@ from torch import nn
 from offbeat.core.actions import Samples
 from offbeat.core.examples import Examples
 from offbeat.core.randomness import stream
-from offbeat.core.validation import require_positive
+from offbeat.core.validation import check_types, require_positive
 from offbeat.core.workload import NamedWorkload, Size, Target, Workload
 from offbeat.errors import MissingDependency
 from offbeat.lab.workloads.models import linear_layers, small_cnn
@@ -65,6 +65,7 @@ class Digits(_DigitsWorkload, name="digits"):
     """width of the hidden layer"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "hidden")
 
     def _model(self) -> nn.Module:
@@ -82,6 +83,7 @@ class DigitsCNN(_DigitsWorkload, name="digits-cnn"):
     """channels of the first convolution; the second has twice as many"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "width")
 
     def _model(self) -> nn.Module:

@@ -22,7 +22,7 @@ from offbeat.core.actions import Samples
 from offbeat.core.examples import Batch, Data, Indices, Order
 from offbeat.core.optimizers import Adam, Optimizer
 from offbeat.core.randomness import stream
-from offbeat.core.validation import require, require_positive
+from offbeat.core.validation import check_types, require, require_positive
 from offbeat.core.workload import NamedWorkload, Size, Target, Workload
 from offbeat.lab.data.arrays import LabeledImages, load
 from offbeat.lab.data.catalogue import CATALOGUE
@@ -166,6 +166,7 @@ class ImageWorkload(NamedWorkload):
     """training examples that the statistics of batch norm are computed from, anew before each evaluation; 0: none"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "examples", "test_examples")
 
     @property

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offbeat.core.configuration import Family
-from offbeat.core.validation import require, require_field, require_positive
+from offbeat.core.validation import check_types, require, require_field, require_positive
 
 
 def linear_layers(*widths: int) -> list[nn.Module]:
@@ -69,6 +69,7 @@ class Model(Family, ABC):
     """scale on channels and hidden units; 1 is the model as published"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "width")
         self.units(self.narrowest)
 

@@ -19,7 +19,7 @@ from offbeat.core.actions import Samples
 from offbeat.core.examples import Examples
 from offbeat.core.optimizers import SGD, Adam
 from offbeat.core.randomness import stream
-from offbeat.core.validation import require_field, require_not_negative, require_positive
+from offbeat.core.validation import check_types, require_field, require_not_negative, require_positive
 from offbeat.core.workload import NamedWorkload, Target, Workload
 from offbeat.lab.workloads.models import linear_layers, pooled_convolution
 
@@ -61,6 +61,7 @@ class Quadratic(NamedWorkload, name="quadratic"):
     """how many training examples"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "dimension", "examples")
         require_not_negative(self, "noise")
         require_field(self, "condition", self.condition >= 1, f"must be 1 or more, but is {self.condition}")
@@ -118,6 +119,7 @@ class LinearRegression(NamedWorkload, name="linear"):
     """how many training examples"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "dimension", "examples")
         require_not_negative(self, "noise")
 
@@ -182,6 +184,7 @@ class TwoGaussians(NamedWorkload, name="toy"):
     """how many training examples"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "noise", "examples")
 
     def build(self) -> Workload:
@@ -214,6 +217,7 @@ class _TenGaussians(NamedWorkload):
     """how many training examples"""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require_positive(self, "noise", "examples")
 
     @abstractmethod
