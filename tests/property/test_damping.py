@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat as ob
+from offbeat.core.flat import FlatModule
 from offbeat.strategies.hub.damping import free_staleness, gradient_weight
 from offbeat.strategies.hub.hub_parts import AllWorkers, Messages
 
@@ -49,4 +54,32 @@ def test_what_is_known_before_a_delay_was_measured() -> None:
     assert Messages(None).expected_staleness(64) < 1
     assert AllWorkers().expected_staleness(64) == 0
     assert gradient_weight(1.0, 1, 0, 63, is_initial=False) == 2 / 64
-    assert (free_staleness(ob.Adam()), free_staleness(ob.SGD()), free_staleness(ob.SGD(momentum=0.9))) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "free"),
+    [
+        (ob.SGD(), 0),
+        (ob.SGD(momentum=0.9), 0),
+        (ob.Adam(), 1),
+        (ob.AMSGrad(), 1),
+        (ob.RMSprop(), 1),
+        (ob.RMSprop(momentum=0.9), 0),
+        (ob.TorchOptimizer(lambda groups: torch.optim.NAdam(groups)), 1),
+        (ob.TorchOptimizer(lambda groups: torch.optim.SGD(groups, lr=0.1)), 0),
+    ],
+)
+def test_staleness_that_is_free_by_default(optimizer: ob.nodes.Optimizer, free: int) -> None:
+    flat = FlatModule(torch.nn.Linear(2, 1))
+    assert free_staleness(optimizer.build(flat.parameters, flat.layout)) == free
+
+
+@given(staleness=st.integers(0, 200), share=st.floats(0.01, 0.75))
+def test_a_rate_that_is_stable_without_delay_is_stable_with_one(staleness: int, share: float) -> None:
+    """A quadratic in one dimension, at a share of the largest stable rate, which is 2."""
+    rate = 2 * share * gradient_weight(1.0, 0, staleness, 0.0, is_initial=False)
+    assert rate < 2 * math.sin(math.pi / (4 * staleness + 2))
+    values = [1.0] * (staleness + 1)
+    for _ in range(60 * (staleness + 1)):
+        values.append(values[-1] - rate * values[-1 - staleness])
+    assert max(map(abs, values[-staleness - 1 :])) < 1.0

@@ -19,7 +19,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.figures import CELLS, cell_reads, panel
 from offbeat.lab.plots.style import svg_text
 from offbeat.lab.reproduction.findings import compute_findings
-from offbeat.lab.reproduction.quantities import QUANTITIES
+from offbeat.lab.reproduction.quantities import FIRST_PARAMETERS, QUANTITIES
 from offbeat.lab.reproduction.runs import MANIFEST, read_study
 from offbeat.lab.reproduction.study import StudyRun
 from offbeat.lab.reproduction.study_archive import archive, open_results
@@ -42,6 +42,8 @@ from offbeat.records.schema import (
     of_kind,
 )
 from offbeat.records.thinning import CONSENSUS, STALENESS, TRAINING_LOSS, Reads, thin, union
+from offbeat.strategies.hub.hub_worker import Welcome
+from offbeat.strategies.local_training import Begin
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -283,3 +285,7 @@ def test_redraw_writes_an_archive_again(small: Path, tmp_path: Path, capsys: pyt
     assert kept.read_bytes() == archive(small, tmp_path / "other.zip").read_bytes()
     assert main(["reproduce", "--redraw", str(small), "--no-figures", "--save", str(tmp_path / "kept")]) == 2
     assert "--save writes an archive" in capsys.readouterr().err
+
+
+def test_messages_with_first_parameters_have_the_names_that_are_subtracted() -> None:
+    assert {Begin.__name__, Welcome.__name__} == set(FIRST_PARAMETERS)

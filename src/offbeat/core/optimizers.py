@@ -267,6 +267,15 @@ class Stepper:
         fused = True if parameters.device.type in ("cpu", "cuda") and parameters.is_floating_point() else None
         self._torch = config.torch_optimizer(self._groups(), fused)
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether steps are divided by the size of past gradients, as by Adam; in torch these have an `eps`."""
+        return "eps" in self._torch.defaults
+
+    @property
+    def has_momentum(self) -> bool:
+        return any(group.get("momentum", 0.0) > 0 for group in self._torch.param_groups)
+
     def step(self, gradient: Tensor, samples: int, damping: float = 1.0) -> float:
         """Make one update with a flat mean gradient, which is not changed, and return the learning rate.
 

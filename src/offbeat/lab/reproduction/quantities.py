@@ -16,10 +16,13 @@ from offbeat.lab.reproduction.study import Study, StudyRun
 from offbeat.records import curves, thinning
 from offbeat.records.metrics import evaluations, finite
 from offbeat.records.thinning import Reads
+from offbeat.records.traffic import sent_by_kind
 
 Values = list[float | None]
 LAST_SHARE = 0.05
 """The share of the evaluations of a run that quantities named `_last5` are means over."""
+FIRST_PARAMETERS = ("Begin", "Welcome")
+"""The kinds of messages by which a worker gets the parameters that it begins with."""
 MARGIN = 1.05
 """The common loss is this factor above the lowest: at its end a curve is so flat that noise would decide."""
 
@@ -96,6 +99,17 @@ def _last(head: str, metric: curves.HeldOutMetric) -> Quantity:
     return Quantity(head, lambda runs, epoch: [of_run(run) for run in runs], thinning.EVALUATIONS, 3)
 
 
+def _bytes_after_joining(runs: Sequence[StudyRun], epoch: int) -> Values:
+    """What was sent, without the parameters that the workers began with."""
+
+    def of_run(run: StudyRun) -> float | None:
+        sent = sent_by_kind(run.records)
+        first = sum(flow.bytes for kind, flow in sent.items() if kind in FIRST_PARAMETERS)
+        return run.summary.bytes_sent - first if sent and run.summary.bytes_sent is not None else None
+
+    return [of_run(run) for run in runs]
+
+
 def _training_loss(runs: Sequence[StudyRun], epoch: int) -> Values:
     ends = [curves.training_loss_curve(run.records).values for run in runs]
     return [float(values[-1]) if len(values) else None for values in ends]
@@ -140,4 +154,7 @@ QUANTITIES: dict[str, Quantity] = {
     "staleness_mean": _summary("staleness (versions)", "staleness_mean"),
     "idle_share": _summary("share of time idle", "idle_share", 2),
     "bytes_sent": _summary("bytes sent (B)", "bytes_sent", in_bytes=True),
+    "bytes_after_joining": Quantity(
+        "bytes sent without the first parameters (B)", _bytes_after_joining, thinning.TRAFFIC, in_bytes=True
+    ),
 }

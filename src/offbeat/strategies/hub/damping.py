@@ -1,12 +1,13 @@
 """How much a stale gradient counts: the delay-adaptive learning rate of asynchronous hub strategies.
 
-With delays of τ updates, gradient descent is stable only at rates of about 1/τ of those without delay. So a gradient of
-staleness τ has the weight
+With a delay of τ updates, gradient descent is stable only at rates of about 1/(1 + τ) of those without: on a quadratic
+exactly at sin(π/(4τ + 2)) of them. So a gradient of staleness τ has the weight
 
     v = min(1, (1 + free) / (1 + τ))^damping
 
-and the update is made at the rate lr · Σ v·samples / Σ samples. `free` is the staleness that does no harm: 1, but 0 for
-momentum, which keeps a gradient for many updates. Two things are known before any delay has been measured:
+and the update is made at the rate lr · Σ v·samples / Σ samples. `free` is the staleness that is not damped: 0, so that
+every rate that trains without delay trains with one. Adaptive optimizers without momentum, whose steps do not grow with
+the gradient, get by with 1. Two things are known before any delay has been measured:
 
 - With w workers and K messages per update, the staleness will be about (w − 1)/K even without latency.
 - Gradients at the initial parameters all point the same way, however many arrive before the first answer of the hub has
@@ -17,12 +18,12 @@ Delay-adaptive rates: K. Mishchenko et al., 2022, arXiv:2206.07638; A. Koloskova
 
 from __future__ import annotations
 
-from offbeat.core.optimizers import Optimizer
+from offbeat.core.optimizers import Stepper
 
 
-def free_staleness(optimizer: Optimizer | None) -> int:
+def free_staleness(optimizer: Stepper) -> int:
     """The staleness, in updates, that does not reduce the rate of this optimizer."""
-    return 0 if getattr(optimizer, "momentum", 0.0) else 1
+    return 1 if optimizer.is_adaptive and not optimizer.has_momentum else 0
 
 
 def gradient_weight(damping: float, free: int, staleness: int, expected: float, is_initial: bool) -> float:

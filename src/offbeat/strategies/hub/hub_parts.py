@@ -155,7 +155,7 @@ class HubSettings(ServerStrategy):
     damping: float = 1.0
     """exponent p of the factor ((1+free)/(1+staleness))^p on the rate of stale gradients; 0: no factor, as published"""
     staleness_free: int | None = None
-    """updates of staleness that are not damped; none: 1, or 0 with momentum"""
+    """updates of staleness that are not damped; none: 1 for Adam and the like, 0 for SGD and for momentum"""
     in_flight_max: int = 2
     """messages a worker may have on the way before it waits for its link"""
     nonfinite_max: int = 5

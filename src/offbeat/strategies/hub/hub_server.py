@@ -159,7 +159,7 @@ class HubServer(ServerNode):
 
     def _weight(self, message: Gradient, staleness: int) -> float:
         config = self._config
-        free = free_staleness(config.optimizer) if config.staleness_free is None else config.staleness_free
+        free = free_staleness(self._optimizer) if config.staleness_free is None else config.staleness_free
         expected = config.collect.expected_staleness(len(self._live))
         return gradient_weight(config.damping, free, staleness, expected, is_initial=message.version == 0)
 
