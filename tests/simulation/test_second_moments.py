@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,25 +10,15 @@ from numpy.typing import NDArray
 
 from offbeat.topology.graphs import Cycle
 from offbeat.topology.topology import Topology
+from scripts import load_script
 
-BENCH = Path(__file__).parents[2] / "bench" / "second_moments.py"
 RATE = 0.1
 """Learning rate."""
 
 Array = NDArray[np.float64]
 
 
-def load_bench() -> Any:
-    spec = importlib.util.spec_from_file_location("second_moments", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_bench()
+bench = load_script("bench/second_moments.py")
 PLAIN, DOUBLE, ACID = bench.Averaging(8), bench.Averaging(8, rate=2.0), bench.Averaging(8, accelerated=True)
 NOISE, DISAGREEMENT = bench.Gradients(noise=1.0), bench.Gradients(spread=1.0)
 CURVED = bench.Gradients(noise=1.0, spread=1.0, curvature=2.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from offbeat.lab.reproduction.published_settings import (
     format_setting,
     read_settings,
 )
+from scripts import load_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 STUDY = """
@@ -58,12 +58,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("draw_settings", DOCS / "draw_settings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/draw_settings.py")
 
 
 def setting(published: Any, path: str = "", differs: str = "") -> PublishedSetting:

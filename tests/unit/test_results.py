@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from offbeat.lab.reproduction.runs import read_manifest
 from offbeat.lab.reproduction.study import load_study, names
 from offbeat.lab.reproduction.study_archive import open_results
+from scripts import load_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDS_BYTES_MAX = 5_000_000
@@ -19,12 +19,7 @@ RECORDS_BYTES_MAX = 5_000_000
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("draw_results", DOCS / "draw_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/draw_results.py")
 
 
 def test_the_page_is_what_its_script_makes_of_the_records(script: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import random
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from offbeat.records.schema import (
 from offbeat.records.thinning import CONSENSUS, STALENESS, TRAINING_LOSS, Reads, thin, union
 from offbeat.strategies.hub.hub_worker import Welcome
 from offbeat.strategies.local_training import Begin
+from scripts import load_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -211,12 +211,7 @@ high = 100
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("draw_results", DOCS / "draw_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/draw_results.py")
 
 
 @pytest.fixture(scope="module")
