@@ -11,6 +11,7 @@ from offbeat.testing.transport_conformance import NumberedMessage, TransportMoni
 from offbeat.transports import shared_memory, wire
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", transport_checks(GlooCase()))
 def test_without_shared_memory(check: str) -> None:
     assert check_transport(GlooCase(shared_memory=False), only=check) == [check]

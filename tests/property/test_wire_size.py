@@ -66,7 +66,7 @@ def values(hint: Any, repeats: int) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("key", sorted(KINDS))
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_size_of_a_message_is_that_of_its_encoding(key: str, data: st.DataObject) -> None:
     kind, repeats = KINDS[key], data.draw(st.sampled_from([1, 7, 90]))
     hints = typing.get_type_hints(kind)

@@ -320,7 +320,7 @@ def on_budget(strategy: ob.Strategy, budget: float | None, **settings: Any) -> o
 @pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_keeps_to_a_bandwidth_limit_and_finishes(name: str) -> None:
     budget = 2e4
-    run = on_budget(ob.Strategy.members[name](), budget)
+    run = on_budget(ob.Strategy.members[name](), budget, until=ob.Seconds(12.0))
     assert run.summary.failure is None
     uses = [record for record in run.records.records if isinstance(record, LinkUse)]
     assert uses
