@@ -5,9 +5,9 @@ exactly at sin(π/(4τ + 2)) of them. So a gradient of staleness τ has the weig
 
     v = min(1, (1 + free) / (1 + τ))^damping
 
-and the update is made at the rate lr · Σ v·samples / Σ samples. `free` is the staleness that is not damped: 0, so that on
-a quadratic every rate up to 3/4 of the limit without delay is stable with any. Adaptive optimizers without momentum, whose steps do not grow with
-the gradient, get by with 1. Two things are known before any delay has been measured:
+and the update is made at the rate lr · Σ v·samples / Σ samples. `free` is the staleness that is not damped: 0, so that
+on a quadratic every rate up to 3/4 of the limit without delay is stable with any. Adaptive optimizers without momentum,
+whose steps do not grow with the gradient, get by with 1. Two things are known before any delay has been measured:
 
 - With w workers and K messages per update, the staleness will be about (w − 1)/K even without latency.
 - Gradients at the initial parameters all point the same way, however many arrive before the first answer of the hub has
