@@ -83,3 +83,34 @@ def test_a_rate_that_is_stable_without_delay_is_stable_with_one(staleness: int, 
     for _ in range(60 * (staleness + 1)):
         values.append(values[-1] - rate * values[-1 - staleness])
     assert max(map(abs, values[-staleness - 1 :])) < 1.0
+
+
+def largest_value_at_the_end(staleness: int, momentum: float, length: float, damping: float) -> float:
+    """Delayed descent on the quadratic x²/2 with heavy-ball momentum, started at 1.
+
+    length: the length of a step for a constant gradient of 1, after damping
+    """
+    flat = FlatModule(torch.nn.Linear(1, 1, bias=False).double())
+    parameters = torch.ones(1, dtype=torch.float64)
+    optimizer = ob.SGD(lr=length * (1 - momentum) / damping, momentum=momentum)
+    stepper = optimizer.build(parameters, flat.layout)
+    values = [1.0] * (staleness + 1)
+    for _ in range(150 * (staleness + 1)):
+        stepper.step(torch.tensor([values[-1 - staleness]], dtype=torch.float64), 0, damping)
+        values.append(parameters.item())
+    return max(map(abs, values[-10 * (staleness + 1) :]))
+
+
+@pytest.mark.parametrize("staleness", [2, 7])
+def test_momentum_adds_to_the_delay_unless_it_is_damped_with_the_rate(staleness: int) -> None:
+    """Steps of a length that plain descent bears with this delay: with 0.9 of momentum it diverges."""
+    length = 0.9 * 2 * math.sin(math.pi / (4 * staleness + 2))
+    assert largest_value_at_the_end(staleness, 0.9, length, damping=1 / (1 + staleness)) < 0.1
+    assert largest_value_at_the_end(staleness, 0.9, length, damping=1.0) > 2.0
+
+
+def test_momentum_bears_long_steps_without_delay_and_with_one_update_of_it_no_longer_than_plain_descent() -> None:
+    """The largest stable length is 2·(1 + μ)/(1 − μ), which is 38 at 0.9, and with a delay of one update it is 1."""
+    assert largest_value_at_the_end(0, 0.9, 37.0, damping=1.0) < 0.1
+    assert largest_value_at_the_end(1, 0.9, 0.9, damping=1.0) < 1.0
+    assert largest_value_at_the_end(1, 0.9, 1.1, damping=1.0) > 1.0

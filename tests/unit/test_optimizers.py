@@ -285,3 +285,78 @@ def test_a_torch_optimizer_cannot_be_written_to_a_file() -> None:
 def test_a_value_that_cannot_work_is_refused_where_it_is_written(make: Callable[[], Optimizer], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         make()
+
+
+# Damping
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SGD(0.1),
+        SGD(0.1, momentum=0.9),
+        SGD(0.1, momentum=0.9, nesterov=True),
+        RMSprop(0.01, momentum=0.9),
+        Adam(0.01),
+        AMSGrad(0.01),
+        TorchOptimizer(lambda groups: torch.optim.RAdam(groups, lr=0.01)),
+    ],
+    ids=["sgd", "momentum", "nesterov", "rmsprop", "adam", "amsgrad", "radam"],
+)
+def test_with_constant_gradients_a_damped_step_is_shorter_by_the_factor_whatever_the_momentum(
+    config: Optimizer,
+) -> None:
+    gradient = random_vector(flat_start()[1].numel, 1, torch.float64)
+
+    def last_step(damping: float) -> Tensor:
+        flat, layout = flat_start(torch.float64)
+        stepper = config.build(flat, layout)
+        for _ in range(300):
+            before = flat.clone()
+            stepper.step(gradient, 0, damping)
+        return flat - before
+
+    torch.testing.assert_close(last_step(0.2), 0.2 * last_step(1.0))
+
+
+def test_damped_adam_has_a_damped_first_moment() -> None:
+    rate, (first, second), damping = 0.01, (0.9, 0.999), 0.25
+    flat, layout = flat_start(torch.float64)
+    expected, mean, square = flat.clone(), torch.zeros_like(flat), torch.zeros_like(flat)
+    stepper = Adam(rate).build(flat, layout)
+    for k in range(1, 9):
+        gradient = random_vector(layout.numel, k, torch.float64)
+        stepper.step(gradient, 0, damping)
+        mean = damping * first * mean + (1 - damping * first) * gradient
+        square = second * square + (1 - second) * gradient**2
+        corrected = mean / (1 - (damping * first) ** k), square / (1 - second**k)
+        expected -= damping * rate * corrected[0] / (corrected[1].sqrt() + 1e-8)
+    torch.testing.assert_close(flat, expected)
+
+
+@pytest.mark.parametrize("config", ALL, ids=describe)
+def test_damping_holds_for_one_update(config: Optimizer) -> None:
+    flat, layout = flat_start()
+    stepper = config.build(flat, layout)
+    rate = stepper.step(random_vector(layout.numel, 0), 0)
+    before = stepper.state()["groups"]
+    assert stepper.step(random_vector(layout.numel, 1), 0, 0.5) == 0.5 * rate
+    after = stepper.state()["groups"]
+    for group in (*before, *after):
+        group.pop("eps", None)  # AMSGrad's follows the number of the update
+    assert after == before
+
+
+def test_momentum_that_torch_does_not_sum_is_left_alone() -> None:
+    """In Muon, momentum is a running mean, and the length of a step does not depend on it."""
+    matrix = nn.Linear(4, 3, bias=False)
+    flat, layout = torch.zeros(12), layout_of(matrix)
+    seen: list[float] = []
+
+    class Recording(torch.optim.Muon):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend([self.param_groups[0]["momentum"], self.param_groups[0]["lr"]])
+            return super().step(closure)
+
+    TorchOptimizer(lambda groups: Recording(groups, lr=0.1)).build(flat, layout).step(random_vector(12, 0), 0, 0.5)
+    assert seen == [0.95, 0.05]

@@ -26,6 +26,10 @@ from offbeat.errors import ConfigurationError
 
 Groups = list[dict[str, Any]]
 """Parameter groups of `torch.optim`."""
+DAMPED_KEYS = ("lr", "betas", "momentum")
+"""The keys of a parameter group that the damping of one update changes."""
+HEAVY_BALL = (torch.optim.SGD, torch.optim.RMSprop)
+"""Classes whose `momentum` sums gradients; in others it may mean something else, and is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,18 +285,18 @@ class Stepper:
 
         gradient: the flat mean gradient
         samples: samples applied in the run before this update: the argument of the schedule
-        damping: factor on the learning rate of this update alone. Decoupled weight decay is damped with it. Momentum
-            takes in the whole gradient: what it keeps of it is applied at the rates of later updates.
+        damping: factor on the learning rate of this update alone. Decoupled weight decay and momentum are damped with
+            it, see `_damp`.
         """
         groups: Groups = self._torch.param_groups
         if self._config.lr is not None:
             rate = rate_at(self._config.lr, samples) * self.rate_factor
             for group in groups:
                 group["lr"] = rate
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * damping
-        applied = float(groups[0]["lr"])
+        undamped = [{key: group[key] for key in DAMPED_KEYS if key in group} for group in groups]
+        applied = float(groups[0]["lr"]) * damping
+        if damping != 1.0:
+            self._damp(groups, damping)
         self._config.before_step(groups, self._updates + 1)
         # New views are cheaper than a copy of the gradient: 0.6 against 3.5 ms for 12 M parameters.
         for parameter, view in zip(self._views, self._layout.shaped(self._clip(gradient)), strict=True):
@@ -301,9 +305,25 @@ class Stepper:
         for parameter in self._views:
             parameter.grad = None  # the gradient may be a lease, whose memory is reused
         self._updates += 1
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate  # a scheduler of the torch optimizer continues from it
+        for group, values in zip(groups, undamped, strict=True):
+            group.update(values)  # a scheduler of the torch optimizer continues from the rate
         return applied
+
+    def _damp(self, groups: Groups, damping: float) -> None:
+        """Damp the learning rate, and the share of earlier gradients in a step.
+
+        Momentum adds to the delay of a gradient: with μ = 0.9, as much as nine updates. Constant gradients make steps of
+        `damping` times the undamped length, whatever the momentum: running means (`betas`) have weights that add up to 1;
+        those of heavy-ball momentum add up to 1/(1 − μ), so that its rate is multiplied by (1 − damping·μ)/(1 − μ).
+        """
+        for group in groups:
+            group["lr"] = group["lr"] * damping
+            if "betas" in group:
+                first, *others = group["betas"]
+                group["betas"] = (first * damping, *others)
+            elif isinstance(self._torch, HEAVY_BALL) and 0 < (momentum := group["momentum"]) < 1:
+                group["momentum"] = momentum * damping
+                group["lr"] = group["lr"] * (1.0 - momentum * damping) / (1.0 - momentum)
 
     def state(self) -> dict[str, Any]:
         """A copy of everything that the next update depends on, except the parameters."""
