@@ -6,7 +6,9 @@
 Each asynchronous strategy runs with its defaults, and as published (damping 0). Beside them stands what the same number
 of samples gives without any staleness at an equally reduced learning rate: serial training in batches of the same size,
 whose updates have the rates that the updates of the run with defaults had. A strategy degrades and does not collapse if
-it is not far below that anywhere. Rounds take 16 ms without latency: 64 samples per message at 0.25 ms each.
+it is not far below that anywhere. A run with staleness τ has only 1/(1 + τ) as many round trips as updates, so the last
+column is one update per round trip: serial training at the whole rate in batches that are 1 + τ times as large. Rounds
+take 16 ms without latency: 64 samples per message at 0.25 ms each.
 """
 
 from __future__ import annotations
@@ -38,12 +40,11 @@ WORKERS = (2, 8, 64)
 MARGIN = 0.03
 """Accuracy that a strategy may be below training without staleness at the same rate."""
 
-WORKLOADS: dict[str, tuple[Any, int]] = {
-    "digits": (ob.workloads.Digits(), 60_000),
-    "mnist": (ob.workloads.Mnist(model=ob.models.LeNet5(), test_examples=2000), 60_000),
-    "quadratic": (ob.workloads.Quadratic(), 60_000),
+WORKLOADS: dict[str, Any] = {
+    "digits": ob.workloads.Digits(),
+    "mnist": ob.workloads.Mnist(model=ob.models.LeNet5(), test_examples=2000),
+    "quadratic": ob.workloads.Quadratic(),
 }
-"""Workload, and the samples of a run."""
 
 OPTIMIZERS: dict[str, ob.nodes.Optimizer] = {
     "adam": ob.Adam(lr=3e-3),
@@ -52,6 +53,9 @@ OPTIMIZERS: dict[str, ob.nodes.Optimizer] = {
 }
 RATES: dict[tuple[str, str], float] = {("mnist", "sgd"): 0.1}
 """Rates of workloads that need other ones; at 0.5, LeNet5 does not train without staleness either."""
+
+KINDS = ("published", "default", "serial", "round_trips")
+"""The runs of a cell, see `measure`, in the order of the tables."""
 
 STRATEGIES: dict[str, ob.Strategy] = {
     "async-fmb": ob.AsyncFixed(),
@@ -70,6 +74,7 @@ class Cell:
     workers: int
     latency: float
     seed: int
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -98,14 +103,13 @@ class Recorded(Schedule, name="recorded"):
 
 
 def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
-    workload, samples = WORKLOADS[cell.workload]
     cluster = ob.Cluster(seconds_per_sample=SECONDS_PER_SAMPLE, link=ob.Link(latency_seconds=cell.latency))
     run = ob.simulate(
-        workload,
+        WORKLOADS[cell.workload],
         strategy,
         cluster=cluster,
         workers=cell.workers,
-        until=ob.Samples(samples),
+        until=ob.Samples(cell.samples),
         seed=cell.seed,
         evaluate=ob.EveryUpdates(1000),  # and at the end, which alone is used
     )
@@ -123,7 +127,11 @@ def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """The strategy with its defaults, as published, and training without staleness at the same rate."""
+    """The strategy with its defaults, as published, and two kinds of training without staleness.
+
+    serial: updates of the same size at the same rates
+    round_trips: one update per round trip, at the whole rate
+    """
     torch.set_num_threads(1)
     optimizer = OPTIMIZERS[cell.optimizer]
     optimizer = dataclasses.replace(optimizer, lr=RATES.get((cell.workload, cell.optimizer), optimizer.lr))
@@ -135,11 +143,14 @@ def measure(cell: Cell) -> dict[str, Any]:
     slow = dataclasses.replace(optimizer, lr=Recorded(with_defaults.rates))
     batch = max(1, round(with_defaults.samples_per_update))
     serial = simulated(cell, ob.Serial(batch=batch, optimizer=slow))
+    per_round_trip = max(1, round(with_defaults.samples_per_update * (1 + with_defaults.staleness)))
+    round_trips = simulated(cell, ob.Serial(batch=per_round_trip, optimizer=optimizer))
     return {
         **dataclasses.asdict(cell),
         "default": plain(with_defaults),
         "published": plain(published),
         "serial": plain(serial),
+        "round_trips": plain(round_trips),
     }
 
 
@@ -162,13 +173,14 @@ def show(rows: list[dict[str, Any]], console: Console) -> int:
         "published",
         "default",
         "no staleness, same rate",
+        "one update per round trip",
     ):
         table.add_column(head, justify="left" if head in ("workload", "strategy", "optimizer") else "right")
     below = 0
     for row in rows:
-        default, published, serial = row["default"], row["published"], row["serial"]
+        default = row["default"]
         metric = "loss" if default["accuracy"] is None else "accuracy"
-        values = [part[metric] for part in (published, default, serial)]
+        values = [row[kind][metric] for kind in KINDS]
         is_below = metric == "accuracy" and values[1] < values[2] - MARGIN
         below += is_below
         cells = [f"{value:.3f}" if metric == "accuracy" else f"{value:.3g}" for value in values]
@@ -221,11 +233,11 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """Published, default and without staleness; and how stale."""
+    """The accuracies or losses of `KINDS`; and how stale."""
     metric = "loss" if row["default"]["accuracy"] is None else "accuracy"
-    values = [row[kind][metric] for kind in ("published", "default", "serial")]
+    values = [row[kind][metric] for kind in KINDS]
     texts = [f"{value:.2f}".removeprefix("0") if metric == "accuracy" else f"{value:.2g}" for value in values]
-    return f"{texts[0]} **{texts[1]}** {texts[2]} (τ {row['default']['staleness']:.0f})"
+    return f"{texts[0]} **{texts[1]}** {texts[2]} {texts[3]} (τ {row['default']['staleness']:.0f})"
 
 
 def main() -> int:
@@ -235,6 +247,7 @@ def main() -> int:
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="names, with commas between")
     parser.add_argument("--workers", default=",".join(map(str, WORKERS)), help="numbers, with commas between")
     parser.add_argument("--latencies", default=",".join(map(str, LATENCIES)), help="seconds, with commas between")
+    parser.add_argument("--samples", type=int, default=60_000, help="how many samples a run has")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many runs at a time")
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
@@ -247,7 +260,7 @@ def main() -> int:
         print(as_markdown(rows))
         return 0
     cells = [
-        Cell(arguments.workload, strategy, optimizer, int(workers), float(latency), arguments.seed)
+        Cell(arguments.workload, strategy, optimizer, int(workers), float(latency), arguments.seed, arguments.samples)
         for strategy in arguments.strategies.split(",")
         for optimizer in arguments.optimizers.split(",")
         if strategy != "apam" or optimizer == "adam"
