@@ -7,8 +7,9 @@ Each asynchronous strategy runs with its defaults, and as published (damping 0).
 of samples gives without any staleness at an equally reduced learning rate: serial training in batches of the same size,
 whose updates have the rates that the updates of the run with defaults had. A strategy degrades and does not collapse if
 it is not far below that anywhere. A run with staleness τ has only 1/(1 + τ) as many round trips as updates, so the last
-column is one update per round trip: serial training at the whole rate in batches that are 1 + τ times as large. Rounds
-take 16 ms without latency: 64 samples per message at 0.25 ms each.
+two columns are one update per round trip, which is serial training at the whole rate in batches that are 1 + τ times as
+large, and what fmb learns in the same time, while its workers wait. Rounds take 16 ms without latency: 64 samples per
+message at 0.25 ms each.
 """
 
 from __future__ import annotations
@@ -54,8 +55,15 @@ OPTIMIZERS: dict[str, ob.nodes.Optimizer] = {
 RATES: dict[tuple[str, str], float] = {("mnist", "sgd"): 0.1}
 """Rates of workloads that need other ones; at 0.5, LeNet5 does not train without staleness either."""
 
-KINDS = ("published", "default", "serial", "round_trips")
-"""The runs of a cell, see `measure`, in the order of the tables."""
+COLUMNS = {
+    "published": "published",
+    "default": "default",
+    "serial": "no staleness, same rates",
+    "round_trips": "one update per round trip",
+    "fmb": "fmb, same time",
+}
+"""The runs of a cell, see `measure`, and their heads in tables."""
+KINDS = tuple(COLUMNS)
 
 STRATEGIES: dict[str, ob.Strategy] = {
     "async-fmb": ob.AsyncFixed(),
@@ -102,14 +110,14 @@ class Recorded(Schedule, name="recorded"):
         return self.rates[max(0, bisect_right(self.rates, (samples, float("inf"))) - 1)][1]
 
 
-def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
+def simulated(cell: Cell, strategy: ob.Strategy, until: ob.Samples | ob.Seconds | None = None) -> Outcome:
     cluster = ob.Cluster(seconds_per_sample=SECONDS_PER_SAMPLE, link=ob.Link(latency_seconds=cell.latency))
     run = ob.simulate(
         WORKLOADS[cell.workload],
         strategy,
         cluster=cluster,
         workers=cell.workers,
-        until=ob.Samples(cell.samples),
+        until=until or ob.Samples(cell.samples),
         seed=cell.seed,
         evaluate=ob.EveryUpdates(1000),  # and at the end, which alone is used
     )
@@ -127,10 +135,11 @@ def simulated(cell: Cell, strategy: ob.Strategy) -> Outcome:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """The strategy with its defaults, as published, and two kinds of training without staleness.
+    """The strategy with its defaults, as published, and three kinds of training without staleness.
 
     serial: updates of the same size at the same rates
     round_trips: one update per round trip, at the whole rate
+    fmb: synchronous workers, for the same time
     """
     torch.set_num_threads(1)
     optimizer = OPTIMIZERS[cell.optimizer]
@@ -151,6 +160,9 @@ def measure(cell: Cell) -> dict[str, Any]:
         "published": plain(published),
         "serial": plain(serial),
         "round_trips": plain(round_trips),
+        "fmb": plain(
+            simulated(cell, ob.FixedMinibatch(batch=64, optimizer=optimizer), ob.Seconds(with_defaults.seconds))
+        ),
     }
 
 
@@ -163,18 +175,7 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]], console: Console) -> int:
     """Print the table; returns in how many rows the defaults are below the margin."""
     table = Table(title="Accuracy (or loss) after the same samples")
-    for head in (
-        "workload",
-        "strategy",
-        "optimizer",
-        "workers",
-        "latency (s)",
-        "staleness",
-        "published",
-        "default",
-        "no staleness, same rate",
-        "one update per round trip",
-    ):
+    for head in ("workload", "strategy", "optimizer", "workers", "latency (s)", "staleness", *COLUMNS.values()):
         table.add_column(head, justify="left" if head in ("workload", "strategy", "optimizer") else "right")
     below = 0
     for row in rows:
@@ -220,7 +221,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/staleness.md: a row for each number of workers, a column for each latency."""
+    """A table of docs/staleness.md: a row for each number of workers, a column for each latency."""
     latencies = sorted({row["latency"] for row in rows})
     heads = ["workload", "strategy", "optimizer", "workers", *(f"{latency:g} s" for latency in latencies)]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -233,11 +234,29 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """The accuracies or losses of `KINDS`; and how stale."""
+    """Published, default and without staleness at the same rates; and how stale."""
+    texts = [in_digits(row, kind) for kind in ("published", "default", "serial")]
+    return f"{texts[0]} **{texts[1]}** {texts[2]} (τ {row['default']['staleness']:.0f})"
+
+
+def as_long_markdown(rows: list[dict[str, Any]]) -> str:
+    """A table of docs/staleness.md: a row for each cell, with all kinds of runs, and the number of round trips."""
+    heads = ["strategy", "optimizer", "workers", "latency (s)", "staleness", "round trips", *COLUMNS.values()]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        default = row["default"]
+        round_trips = row["samples"] / default["samples_per_update"] / (1 + default["staleness"])
+        names = (row["strategy"], row["optimizer"], str(row["workers"]), f"{row['latency']:g}")
+        values = (in_digits(row, kind) for kind in KINDS)
+        lines.append("| " + " | ".join([*names, f"{default['staleness']:.0f}", f"{round_trips:.0f}", *values]) + " |")
+    return "\n".join(lines)
+
+
+def in_digits(row: dict[str, Any], kind: str) -> str:
+    """The accuracy of one kind of run of a cell, or its loss if the workload has no accuracy."""
     metric = "loss" if row["default"]["accuracy"] is None else "accuracy"
-    values = [row[kind][metric] for kind in KINDS]
-    texts = [f"{value:.2f}".removeprefix("0") if metric == "accuracy" else f"{value:.2g}" for value in values]
-    return f"{texts[0]} **{texts[1]}** {texts[2]} {texts[3]} (τ {row['default']['staleness']:.0f})"
+    value = row[kind][metric]
+    return f"{value:.2f}".removeprefix("0") if metric == "accuracy" else f"{value:.2g}"
 
 
 def main() -> int:
@@ -253,11 +272,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
     parser.add_argument("--draw", type=Path, nargs="+", help="files of earlier sweeps to draw, instead of a new sweep")
     parser.add_argument("--figure", type=Path, default=Path("staleness.svg"), help="where --draw writes its figure")
+    parser.add_argument("--long", action="store_true", help="with --draw: a table with all kinds of runs")
     arguments = parser.parse_args()
     if arguments.draw:
         rows = [row for path in arguments.draw for row in json.loads(path.read_text(encoding="utf-8"))]
         draw(rows, arguments.figure)
-        print(as_markdown(rows))
+        print(as_long_markdown(rows) if arguments.long else as_markdown(rows))
         return 0
     cells = [
         Cell(arguments.workload, strategy, optimizer, int(workers), float(latency), arguments.seed, arguments.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -40,14 +41,17 @@ def test_a_loss_that_rises_and_stays_high_is_reported_once(losses: list[float]) 
     assert number > 15
 
 
-def notices(strategy: ob.Strategy, lr: float, about: str = "diverges") -> list[str]:
+def notices(
+    strategy: ob.Strategy, lr: float, about: str = "diverges", until: ob.Samples | ob.Seconds | None = None
+) -> list[str]:
+    """What a run with rounds of 64 ms and links of 500 ms says about something."""
     cluster = ob.Cluster(seconds_per_sample=0.001, link=ob.Link(latency_seconds=0.5))
     run = ob.simulate(
         ob.workloads.Quadratic(dimension=10, examples=256),
         strategy.with_default_optimizer(ob.SGD(lr=lr)),
         cluster=cluster,
         workers=2,
-        until=ob.Samples(20_000),
+        until=until or ob.Samples(20_000),
     )
     return [notice.text for notice in of_kind(run.records, Notice) if about in notice.text]
 
@@ -64,3 +68,13 @@ def test_a_run_whose_rate_staleness_has_reduced_to_a_fraction_says_so_once() -> 
     (sentence,) = notices(ob.AsyncFixed(), lr=0.1, about="of its value")
     assert "try the whole rate (--damping 0)" in sentence
     assert notices(ob.AsyncFixed(damping=0.0), lr=0.01, about="of its value") == []
+
+
+def test_it_says_too_if_the_whole_run_has_few_round_trips() -> None:
+    (sentence,) = notices(ob.AsyncFixed(), lr=0.1, about="of its value")
+    (round_trips,) = re.findall(r"only about (\S+) times in the whole run", sentence)
+    seconds = 20_000 / 2 * 0.001
+    assert float(round_trips) == pytest.approx(seconds / (2 * 0.5 + 0.064), rel=0.3)
+    assert "fmb or amb" in sentence
+    (sentence,) = notices(ob.AsyncFixed(), lr=0.1, about="of its value", until=ob.Seconds(10.0))
+    assert "round trips" not in sentence

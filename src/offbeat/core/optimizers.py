@@ -312,9 +312,9 @@ class Stepper:
     def _damp(self, groups: Groups, damping: float) -> None:
         """Damp the learning rate, and the share of earlier gradients in a step.
 
-        Momentum adds to the delay of a gradient: with μ = 0.9, as much as nine updates. Constant gradients make steps of
-        `damping` times the undamped length, whatever the momentum: running means (`betas`) have weights that add up to 1;
-        those of heavy-ball momentum add up to 1/(1 − μ), so that its rate is multiplied by (1 − damping·μ)/(1 − μ).
+        Momentum adds to the delay of a gradient: with μ = 0.9, as much as nine updates. With constant gradients, the
+        length of a step is multiplied by `damping`, whatever the momentum: the weights of a running mean (`betas`) add
+        up to 1; those of heavy-ball momentum to 1/(1 − μ), so its rate is multiplied by (1 − damping·μ)/(1 − μ).
         """
         for group in groups:
             group["lr"] = group["lr"] * damping

@@ -7,9 +7,12 @@ exactly at sin(π/(4τ + 2)) of them. So a gradient of staleness τ has the weig
 
 and the update is made at the rate lr · Σ v·samples / Σ samples. `free` is the staleness that is not damped: 0, so that
 on a quadratic every rate up to 3/4 of the limit without delay is stable with any. Adaptive optimizers without momentum,
-whose steps do not grow with the gradient, get by with 1. Momentum is damped with the rate (`Stepper.step`): without delay
-it bears steps that are (1 + μ)/(1 − μ) times as long as those of plain descent, 19 times at 0.9, but with a delay of one
-update no longer ones, and with more it only adds to the delay. Two things are known before any delay has been measured:
+whose steps do not grow with the gradient, get by with 1.
+
+Momentum is damped with the rate (`Stepper.step`). Without delay it bears steps that are (1 + μ)/(1 − μ) times as long
+as those of plain descent, 19 times at 0.9; with a delay of one update no longer ones, and it only adds to the delay.
+
+Two things are known before any delay has been measured:
 
 - With w workers and K messages per update, the staleness will be about (w − 1)/K even without latency.
 - Gradients at the initial parameters all point the same way, however many arrive before the first answer of the hub has

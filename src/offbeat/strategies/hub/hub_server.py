@@ -30,11 +30,13 @@ from offbeat.strategies.hub.pending_gradients import PendingGradients
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
 from offbeat.strategies.message_kinds import unexpected
 from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
-from offbeat.strategies.training_node import dropped
+from offbeat.strategies.training_node import dropped, samples_limit
 
 UPDATES_BEFORE_NOTICE = 20
 DAMPING_NOTICED = 0.25
 """A smaller factor on the learning rate is reported, after so many updates."""
+ROUND_TRIPS_FEW = 100
+"""In runs with fewer round trips, synchronous strategies were ahead on MNIST (docs/staleness.md)."""
 
 
 class HubServer(ServerNode):
@@ -66,6 +68,8 @@ class HubServer(ServerNode):
         """The copy of the newest parameters that all messages of this version share, once there is one."""
         assert config.optimizer is not None, "Strategy.with_default_optimizer sets it"
         self._optimizer = config.optimizer.build(self._parameters, context.layout)
+        free = config.staleness_free
+        self._staleness_free = free_staleness(self._optimizer) if free is None else free
         self._reported, self._idle, self._nonfinite_in_a_row = set(), set(), {}
         self._sum_memory = torch.empty_like(self._parameters)
         self._collected = self._nothing_collected()
@@ -158,10 +162,9 @@ class HubServer(ServerNode):
             self._collected.count(rank, Effort(message.samples, message.seconds))
 
     def _weight(self, message: Gradient, staleness: int) -> float:
-        config = self._config
-        free = free_staleness(self._optimizer) if config.staleness_free is None else config.staleness_free
-        expected = config.collect.expected_staleness(len(self._live))
-        return gradient_weight(config.damping, free, staleness, expected, is_initial=message.version == 0)
+        expected = self._config.collect.expected_staleness(len(self._live))
+        is_initial = message.version == 0
+        return gradient_weight(self._config.damping, self._staleness_free, staleness, expected, is_initial)
 
     def _update_if_ready(self, at: float) -> Iterator[Action]:
         status = CollectStatus(len(self._live), len(self._reported), self._collected.messages)
@@ -201,12 +204,23 @@ class HubServer(ServerNode):
             yield Report(Notice(at=at, rank=HUB, text=text))
         if self._version >= UPDATES_BEFORE_NOTICE and collected.damping < DAMPING_NOTICED and not self._damping_noticed:
             self._damping_noticed = True
-            text = (
-                f"gradients are {self._divergence.staleness:.3g} updates stale on average, so the learning rate is "
-                f"reduced to {collected.damping:.2g} of its value; larger batches, or local steps (local-sgd, diloco), "
-                "reduce staleness; if the loss falls smoothly, try the whole rate (--damping 0)"
-            )
-            yield Report(Notice(at=at, rank=HUB, text=text))
+            yield Report(Notice(at=at, rank=HUB, text=self._damping_sentence(collected)))
+
+    def _damping_sentence(self, newest: PendingGradients) -> str:
+        text = (
+            f"gradients are {self._divergence.staleness:.3g} updates stale on average, so the learning rate is reduced "
+            f"to {newest.damping:.2g} of its value; larger batches, or local steps (local-sgd, diloco), reduce "
+            "staleness; if the loss falls smoothly, try the whole rate (--damping 0)"
+        )
+        limit = samples_limit(self._context.until)
+        # By the newest staleness: the average still has the first gradients in it, which are fresher.
+        round_trips = None if limit is None else limit * self._version / self._samples / (1.0 + newest.staleness)
+        if round_trips is None or round_trips >= ROUND_TRIPS_FEW:
+            return text
+        return (
+            f"{text}; parameters and gradients will be exchanged only about {round_trips:.2g} times in the whole run, "
+            "and with so few round trips fmb or amb may learn more in the same time"
+        )
 
     def _answers(self) -> Iterator[Action]:
         for rank in sorted(self._idle if self._config.waits else self._live):
