@@ -153,7 +153,7 @@ class HubSettings(ServerStrategy):
     staleness_max: int | None = None
     """updates; gradients staler than this are dropped and counted"""
     damping: float = 1.0
-    """exponent p of the factor ((1+free)/(1+staleness))^p on the rate of stale gradients; 0: no factor, as published"""
+    """exponent p of the factor ((1+free)/(1+staleness))^p on rate and momentum of stale gradients; 0: as published"""
     staleness_free: int | None = None
     """updates of staleness that are not damped; none: 1 for Adam and the like, 0 for SGD and for momentum"""
     in_flight_max: int = 2
