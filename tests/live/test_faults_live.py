@@ -94,11 +94,19 @@ class UpdateTrigger:
 
 
 def experiment(
-    strategy: ob.Strategy, workers: int, samples: int, faults: tuple[ob.faults.Crash, ...] = ()
+    strategy: ob.Strategy,
+    workers: int,
+    samples: int,
+    faults: tuple[ob.faults.Crash, ...] = (),
+    silence_seconds: float = 10.0,
 ) -> Experiment:
-    """A run slow enough to be disturbed in its middle on any machine."""
+    """A run slow enough to be disturbed in its middle on any machine.
+
+    The silence after which a peer counts as lost is the default of the library: under load, all workers of a run have been
+    seen to stand still for a second after their first round, and with a limit of one second they were lost for it.
+    """
     slow = ob.stragglers.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
-    cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=1.0)
+    cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=silence_seconds)
     until, evaluate = ob.Samples(samples), ob.EverySeconds(0.3)
     return Experiment(ob.workloads.Digits(), strategy, cluster=cluster, workers=workers, until=until, evaluate=evaluate)
 
@@ -152,7 +160,9 @@ def test_a_stopped_worker_is_lost_and_rejoins_when_it_resumes(
             trigger.signal(1, signal.SIGCONT)
 
     trigger.records = records  # type: ignore[method-assign]
-    run = train_experiment(experiment(strategy(batch=32, back=1), 2, 10_000), tmp_path / "run", observer=trigger)
+    run = train_experiment(
+        experiment(strategy(batch=32, back=1), 2, 10_000, silence_seconds=3.0), tmp_path / "run", observer=trigger
+    )
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     check_accounts(run.records)
