@@ -102,8 +102,8 @@ def experiment(
 ) -> Experiment:
     """A run slow enough to be disturbed in its middle on any machine.
 
-    The silence after which a peer counts as lost is the default of the library: under load, all workers of a run have been
-    seen to stand still for a second after their first round, and with a limit of one second they were lost for it.
+    The silence after which a peer counts as lost is the default of the library: under load, all workers of a run have
+    been seen to stand still for a second after their first round, and with a limit of one second they were lost for it.
     """
     slow = ob.stragglers.WorkerOverride(tuple(range(workers)), seconds_per_call=0.004)
     cluster = ob.Cluster(workers=(slow,), faults=faults, silence_seconds=silence_seconds)
