@@ -49,7 +49,7 @@ def read_settings(path: Path | None = None) -> list[PublishedSetting]:
     rows = read_toml(path or directory() / SETTINGS_FILE, "settings").get("setting", [])
     try:
         return msgspec.convert(rows, list[PublishedSetting])
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:  # ValueError: an integer of thousands of digits
         raise ConfigurationError(f"{path or SETTINGS_FILE} cannot be read: {error}") from None
 
 

@@ -24,8 +24,8 @@ from offbeat.core.configuration import read_toml
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment
-from offbeat.errors import ConfigurationError, unknown
-from offbeat.lab.experiment_plan import Plan
+from offbeat.errors import ConfigurationError, quoted, unknown
+from offbeat.lab.experiment_plan import Plan, strategy_entries
 from offbeat.records.metrics import Summary
 from offbeat.records.schema import RunRecords
 
@@ -270,14 +270,15 @@ def study_of(
     table = table_at(contents, scale)
     base = table.pop("base", None)
     require(isinstance(base, dict), f"{where} has no table [base]; it says what is run, as an experiment file does")
-    each = table.pop("each", {})
-    cases = tuple(_case(base, each, case, seeds, where) for case in table.pop("case", [{}]))
+    each, changes = table.pop("each", {}), table.pop("case", [{}])
+    require(isinstance(changes, list), f"{where}: a case is a table [[case]], but case is {quoted(changes)}")
+    cases = tuple(_case(base, each, case, seeds, where) for case in changes)
     labels = [case.label for case in cases]
     require(len(set(labels)) == len(labels), f"{where} has two cases of one label; give each a label of its own")
     table["figures"], table["claims"] = table.pop("figure", []), table.pop("claim", [])
     try:
         description = msgspec.convert(table, StudyDescription)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:  # ValueError: an integer of thousands of digits
         raise ConfigurationError(f"{where} cannot be read: {error}") from None
     return Study(name, scale, None, description, cases)
 
@@ -285,7 +286,7 @@ def study_of(
 def table_at(contents: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     """The table of a study file at a scale: a copy, into which the table `full` is merged at that scale."""
     table: dict[str, Any] = copy.deepcopy(dict(contents))
-    full = table.pop("full", {})
+    full = _checked_table(table.pop("full", {}), "full")
     return _merged(table, full) if scale == "full" else table
 
 
@@ -295,20 +296,30 @@ def case_table(base: Mapping[str, Any], each: Mapping[str, Any], changes: Mappin
     base, each: the tables of these names of the study
     changes: the table of the case; empty: that of the study without any case
     """
-    changes = {key: value for key, value in changes.items() if key not in CASE_KEYS}
-    common = _merged(copy.deepcopy(dict(each)), changes.pop("each", {}))
+    changes = {key: value for key, value in _checked_table(changes, "case").items() if key not in CASE_KEYS}
+    common = _merged(copy.deepcopy(_checked_table(each, "each")), _checked_table(changes.pop("each", {}), "each"))
     table = _merged(copy.deepcopy(dict(base)), changes)
     if common and isinstance(table.get("strategy"), list):
-        table["strategy"] = [_merged(dict(entry), common) for entry in table["strategy"]]
+        table["strategy"] = [_merged(entry, common) for entry in strategy_entries(table["strategy"], "a study")]
     return table
+
+
+def _checked_table(value: Any, name: str) -> dict[str, Any]:
+    """A part of a study file that must be a table; raises ConfigurationError if it is none."""
+    require(isinstance(value, Mapping), f"in a study {name} is a table of keys and values, but it is {quoted(value)}")
+    return dict(value)
 
 
 def _case(
     base: dict[str, Any], each: dict[str, Any], changes: dict[str, Any], seeds: tuple[int, ...] | None, where: str
 ) -> StudyCase:
+    changes = _checked_table(changes, "case")
     label, x, engine, epoch = (changes.get(key, default) for key, default in CASE_KEYS.items())
-    require(epoch is None or isinstance(epoch, int), f"{where}: epoch is a number of samples, not {epoch!r}")
-    require(engine in ("simulated", "live"), f"{where}: engine is 'simulated' or 'live', not {engine!r}")
+    require(epoch is None or isinstance(epoch, int), f"{where}: epoch is a number of samples, not {quoted(epoch)}")
+    require(engine in ("simulated", "live"), f"{where}: engine is 'simulated' or 'live', not {quoted(engine)}")
+    require(isinstance(label, str), f"{where}: the label of a case is a word, not {quoted(label)}")
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    require(x is None or is_number, f"{where}: the x of a case is a number, not {quoted(x)}")
     table = case_table(base, each, changes)
     if seeds is not None:
         table["seeds"] = list(seeds)
