@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-integrations fuzz check bench results clean
+.PHONY: demo test test-slow test-integrations faults fuzz check bench results clean
 
 SEEDS ?= 150
 
@@ -28,6 +28,10 @@ test-slow: $(INSTALLED)
 test-integrations: $(INSTALLED)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m integration
 
+faults: $(INSTALLED)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "faults or not faults" tests/faults
+	$(BIN)/python tests/faults/test_matrix.py
+
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz.py --seeds $(SEEDS)
 
@@ -41,8 +45,10 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/simulator.py
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/faults.py
+	$(BIN)/python bench/soak.py --minutes 10
 	$(BIN)/python bench/straggler.py
 	$(BIN)/python bench/transports.py
+	$(BIN)/python bench/strangers.py
 	$(BIN)/python bench/prediction.py
 	$(BIN)/python bench/acid.py
 	$(BIN)/python bench/second_moments.py

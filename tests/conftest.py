@@ -14,7 +14,8 @@ signal.signal(
 )  # ignored in the background of a shell, and children inherit that
 settings.register_profile("offbeat", deadline=None)  # how long an example takes is the machine's business
 settings.load_profile("offbeat")
-sys.path.insert(0, str(Path(__file__).parent / "live"))
+for folder in ("live", "unit"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,7 +7,8 @@
     ├── RunFailed                the environment: the run started and could not continue; exit code 1
     │   └── LinkLost             the environment: the link to another rank is gone
     └── ContractViolation        the author of a strategy: a node broke the contract of `core/strategy.py`
-        └── UnexpectedMessage    the sender of a message: its receiver has no use for that kind
+        └── InvalidMessage       the sender of a message: it contradicts what the sender was given
+            └── UnexpectedMessage    or is of a kind that its receiver has no use for
 
 Every message says what happened, what was expected and what to type.
 """
@@ -16,6 +17,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+QUOTED_MAX = 200
+"""Characters of a value that an error sentence shows."""
 
 
 class OffbeatError(Exception):
@@ -72,21 +76,36 @@ class ContractViolation(OffbeatError):
     """A node broke the contract between strategies and engines (`core/strategy.py`)."""
 
 
-class UnexpectedMessage(ContractViolation):
-    """A node has received a kind of message that it does not handle. It is raised before the node has changed.
+class InvalidMessage(ContractViolation):
+    """A message contradicts what its sender was given. It is raised before the node has changed.
 
     source: the rank that sent it
     kind: the name of its class
     receiver: the rank that received it
+    what: what is wrong with it, as the end of the sentence
     """
 
-    def __init__(self, source: int, kind: str, receiver: int) -> None:
-        super().__init__(
-            f"rank {source} sent {kind} to rank {receiver}, which does not expect it; give every rank the same strategy"
-        )
+    def __init__(self, source: int, kind: str, receiver: int, what: str) -> None:
+        super().__init__(f"rank {source} sent {kind} to rank {receiver}{what}")
         self.source = source
         self.kind = kind
         self.receiver = receiver
+
+
+class UnexpectedMessage(InvalidMessage):
+    """A node has received a kind of message that it does not handle. It is raised before the node has changed."""
+
+    def __init__(self, source: int, kind: str, receiver: int) -> None:
+        super().__init__(source, kind, receiver, ", which does not expect it; give every rank the same strategy")
+
+
+def quoted(value: object) -> str:
+    """A value from outside as an error sentence shows it: on one line, and cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists nested as deeply
+        return f"a value of type {type(value).__name__} that is too large to show"
+    return text if len(text) <= QUOTED_MAX else f"{text[:QUOTED_MAX]}…"
 
 
 def closest(given: str, known: Iterable[str]) -> str | None:
@@ -110,4 +129,4 @@ def unknown(what: str, given: str, known: Iterable[str], hint: str = "") -> Conf
         advice = f"known: {', '.join(names)}"
     else:
         advice = "there is none to choose from"
-    return ConfigurationError(f"unknown {what} {given!r}; {advice}{'; ' + hint if hint else ''}")
+    return ConfigurationError(f"unknown {what} {quoted(given)}; {advice}{'; ' + hint if hint else ''}")

@@ -115,6 +115,9 @@ class Proxy(Transport):
     def wake(self) -> None:
         self.ask("wake")
 
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        self.ask("disconnect", peer, incarnation, why, final)
+
     def close(self, linger_seconds: float = 5.0) -> None:
         if not self.ask("close", linger_seconds):
             raise Violation("a tensor that was kept was written over by a later message")

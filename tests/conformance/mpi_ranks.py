@@ -166,6 +166,9 @@ class Rank:
         match what:
             case "send" | "raw":
                 return self.send(what, fields, body)
+            case "disconnect":
+                self.transport.disconnect(*fields)
+                return None
             case "close":
                 return self.close(*fields)
             case "wake":

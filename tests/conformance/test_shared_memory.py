@@ -1,10 +1,10 @@
-"""Links over gloo keep the contract of transports with shared memory for everything, and without it."""
+"""Links over TCP keep the contract of transports with shared memory for everything, and without it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transport_cases import GlooCase
+from transport_cases import TcpCase
 
 from offbeat.testing import check_transport, transport_checks
 from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
@@ -12,21 +12,21 @@ from offbeat.transports import shared_memory, wire
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", transport_checks(GlooCase()))
+@pytest.mark.parametrize("check", transport_checks(TcpCase()))
 def test_without_shared_memory(check: str) -> None:
-    assert check_transport(GlooCase(shared_memory=False), only=check) == [check]
+    assert check_transport(TcpCase(shared_memory=False), only=check) == [check]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", transport_checks(GlooCase()))
+@pytest.mark.parametrize("check", transport_checks(TcpCase()))
 def test_with_shared_memory_for_the_smallest_payload(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "SHARED_BYTES_MIN", 1)
-    assert check_transport(GlooCase(checksum=True), only=check) == [check]
+    assert check_transport(TcpCase(checksum=True), only=check) == [check]
 
 
 @pytest.mark.parametrize("number", [0, shared_memory.SLOTS_MAX, 255])
 def test_a_message_in_a_missing_slot_costs_its_own_link(number: int) -> None:
-    case = GlooCase()
+    case = TcpCase()
     try:
         hub, worker, other = (TransportMonitor(transport, rank) for rank, transport in enumerate(case.open(3)))
         for watch, peer in ((hub, 1), (hub, 2), (worker, 0), (other, 0)):

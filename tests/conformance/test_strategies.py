@@ -23,8 +23,8 @@ from offbeat.testing import Violation, check_strategy, draw_case, replay, strate
 VARIED = {"gossip-acid", "local-sgd", "serial"}
 """Strategies that differ from a checked one by a default that its cases vary."""
 NAMES = sorted({name for name, cls in ob.Strategy.members.items() if cls.__module__.startswith("offbeat.")} - VARIED)
-CHUNK = 13
-CHUNKS = 3
+CHUNK = 4
+CHUNKS = 10
 """Chunks of seeds per strategy; `make fuzz` continues with the next seed."""
 
 
@@ -234,7 +234,16 @@ def test_a_hub_that_loses_part_of_its_state_is_detected(field: str) -> None:
         check_strategy(Sabotaged(sound=sound, tamper=tamper), seeds=range(60))
 
 
-@pytest.mark.parametrize("field", ["latest", "draw", "computing", "in_flight", "stop", "discard"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "latest",
+        "draw",
+        "computing",
+        "in_flight",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("stop", "discard")),
+    ],
+)
 def test_a_worker_that_loses_part_of_its_state_is_detected(field: str) -> None:
     def tamper(node: Any) -> None:
         if isinstance(node, HubWorker):

@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from mpi_cases import FAULT_TOLERANT, MpiCase, MpiRanks, Proxy
-from transport_cases import IDENTITY, GlooCase, LoopbackCase
+from transport_cases import IDENTITY, LoopbackCase, TcpCase
 
 from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Message
@@ -31,13 +31,28 @@ def test_loopback(check: str) -> None:
     assert check_transport(LoopbackCase(), only=check) == [check]
 
 
-@pytest.mark.parametrize("check", transport_checks(GlooCase()))
-def test_gloo(check: str) -> None:
-    assert check_transport(GlooCase(), only=check) == [check]
+@pytest.mark.parametrize("check", transport_checks(TcpCase()))
+def test_tcp(check: str) -> None:
+    assert check_transport(TcpCase(), only=check) == [check]
 
 
-def test_gloo_with_checksums_and_small_chunks() -> None:
-    case = GlooCase(checksum=True, chunk_bytes=1000)
+TLS_CHECKS = ("concurrent_bidirectional_messages_arrive", "garbage_closes_only_its_own_link", "wake_unblocks_receive")
+"""Run with the other tests; the rest is slow."""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check if check in TLS_CHECKS else pytest.param(check, marks=pytest.mark.slow)
+        for check in transport_checks(TcpCase())
+    ],
+)
+def test_tls(check: str) -> None:
+    assert check_transport(TcpCase(tls="on", shared_memory=False), only=check) == [check]
+
+
+def test_tcp_with_checksums() -> None:
+    case = TcpCase(checksum=True)
     for check in ("messages_keep_their_order", "every_dtype_arrives", "kept_tensors_are_not_overwritten"):
         check_transport(case, only=check)
 
@@ -188,6 +203,9 @@ class Tampered(Transport):
 
     def wake(self) -> None:
         self.inner.wake()
+
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        self.inner.disconnect(peer, incarnation, why, final)
 
     def close(self, linger_seconds: float = 5.0) -> None:
         self.inner.close(linger_seconds)

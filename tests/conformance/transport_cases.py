@@ -22,13 +22,15 @@ from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES, MessageSize
 from offbeat.testing.transport_conformance import NumberedMessage, Remote, TransportCase
 from offbeat.transports import wire
-from offbeat.transports.gloo import GlooTransport
+from offbeat.transports.address import Address
 from offbeat.transports.link import LinkLoss, LinkOptions
+from offbeat.transports.listener import Listener
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.rendezvous import Address, Listener
+from offbeat.transports.tcp import TcpTransport
+from offbeat.transports.tls import Credentials, Tls
 from offbeat.transports.transport import SILENCE_SECONDS, Transport
 
-TOKEN = b"only for tests"
+TOKEN = b"a token only for these tests"
 IDENTITY = RunIdentity("the same everywhere", "FixedMinibatch(batch=256)")
 SHORT_SILENCE_SECONDS = 3.0
 DOOMED_NUMBER = -99
@@ -82,31 +84,32 @@ def encode_or_not(message: Message, checksum: bool = False) -> wire.Encoded:
 ENCODE = wire.encode
 
 
-class GlooCase(TransportCase):
+class TcpCase(TransportCase):
     abilities = frozenset({"cut", "garbage", "pool", "processes", "rejoin"})
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, tls: str = "auto", **options: Any) -> None:
+        self._credentials = Credentials(TOKEN, Tls(mode=tls))
         self._options = options
         self._silence_seconds = SILENCE_SECONDS
         self._processes = 0
         self._listener: Listener | None = None
-        self._ranks: dict[int, GlooTransport] = {}
-        self._past: list[GlooTransport] = []
+        self._ranks: dict[int, TcpTransport] = {}
+        self._past: list[TcpTransport] = []
         self._child: Child | None = None
 
     def open(self, processes: int, here: int | None = None) -> list[Transport]:
         self._processes = processes
-        self._listener = Listener(Address("127.0.0.1", 0), TOKEN)
+        self._listener = Listener(Address("127.0.0.1", 0), self._credentials)
         return [self._make(rank) for rank in range(processes if here is None else here)]
 
-    def _make(self, rank: int) -> GlooTransport:
+    def _make(self, rank: int) -> TcpTransport:
         assert self._listener is not None
-        transport = GlooTransport(
+        transport = TcpTransport(
             rank=rank,
             processes=self._processes,
             peers=range(1, self._processes) if rank == 0 else [0],
             rendezvous=self._listener if rank == 0 else self._listener.address,
-            token=TOKEN,
+            credentials=self._credentials,
             identity=IDENTITY,
             options=LinkOptions(silence_seconds=self._silence_seconds, **self._options),
         )
@@ -131,7 +134,7 @@ class GlooCase(TransportCase):
             link.ended.wait(30)
 
     def allocations(self, transport: Transport) -> int:
-        assert isinstance(transport, GlooTransport)
+        assert isinstance(transport, TcpTransport)
         return transport.pool.allocated
 
     def open_with_remote(self, processes: int) -> tuple[list[Transport], Remote]:
@@ -146,7 +149,7 @@ class GlooCase(TransportCase):
         self._silence_seconds = SHORT_SILENCE_SECONDS
         transports = self.open(processes, processes - 1)
         assert self._listener is not None
-        self._child = Child(role, processes - 1, self._listener.address)
+        self._child = Child(role, processes - 1, self._listener.address, self._credentials.tls.mode)
         return transports
 
     def close(self) -> None:
@@ -163,8 +166,8 @@ class GlooCase(TransportCase):
 class Child(Remote):
     """This file as a process. It also ends with the process that started it: its standard input is closed."""
 
-    def __init__(self, role: str, rank: int, rendezvous: Address) -> None:
-        line = [sys.executable, __file__, role, str(rank), str(rendezvous)]
+    def __init__(self, role: str, rank: int, rendezvous: Address, tls: str) -> None:
+        line = [sys.executable, __file__, role, str(rank), str(rendezvous), tls]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE)
 
     def stop(self) -> None:
@@ -192,14 +195,14 @@ def encode_and_die(message: Message, checksum: bool = False) -> wire.Encoded:
     return dataclasses.replace(encoded, tensors=Deadly(encoded.tensors))
 
 
-def main(role: str, rank: int, rendezvous: str) -> None:
+def main(role: str, rank: int, rendezvous: str, tls: str) -> None:
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-    transport = GlooTransport(
+    transport = TcpTransport(
         rank=rank,
         processes=rank + 1,
         peers=[0],
         rendezvous=Address.parse(rendezvous),
-        token=TOKEN,
+        credentials=Credentials(TOKEN, Tls(mode=tls)),
         identity=IDENTITY,
         options=LinkOptions(silence_seconds=SHORT_SILENCE_SECONDS),
     )
@@ -216,4 +219,4 @@ def main(role: str, rank: int, rendezvous: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
-from offbeat.core.sample_ledger import SampleLedger
-from offbeat.records.schema import Dropped, Ended, RunRecords, Traffic, Update, of_kind
+from offbeat.records.sample_accounts import sample_accounts
+from offbeat.records.schema import Ended, RunRecords, Traffic, Update, of_kind
 from offbeat.records.traffic import traffic_series
 
 
 def check_accounts(run: RunRecords) -> None:
     """No sample was applied twice, none was skipped, and the counters add up."""
-    accounted: dict[int, SampleLedger] = defaultdict(SampleLedger)
-    total = 0
-    for version, update in enumerate(of_kind(run, Update), start=1):
+    version = total = 0
+    for update in of_kind(run, Update):
+        version += update.updates
         assert update.version == version
-        counted = sum(part.stop - part.first for part in update.contributions)
+        counted = sum(part.samples for part in update.parts())
         assert counted == update.samples
         total += counted
         assert update.samples_total == total
-        for part in update.contributions:
-            accounted[part.rank].add(part.first, part.stop)  # raises if a draw is there already
-    for dropped in of_kind(run, Dropped):
-        accounted[dropped.rank].add(dropped.first, dropped.stop)
-    for rank, draws in accounted.items():
-        assert list(draws.missing_below(draws.stop)) == [], f"samples of rank {rank} were skipped unnoticed"
+    for rank, account in sample_accounts(run).items():
+        assert account.repeated == 0, f"samples of rank {rank} were counted twice"
+        assert account.missing == 0, f"samples of rank {rank} were skipped unnoticed"
 
 
 def check_traffic(run: RunRecords) -> None:

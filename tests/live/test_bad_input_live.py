@@ -19,8 +19,10 @@ from torch import nn
 import offbeat as ob
 from offbeat.cli import main
 from offbeat.core.run_identity import RunIdentity
-from offbeat.transports.gloo import GlooTransport
-from offbeat.transports.rendezvous import Address, Listener
+from offbeat.transports.address import Address
+from offbeat.transports.listener import Listener
+from offbeat.transports.tcp import TcpTransport
+from offbeat.transports.tls import Credentials
 
 TRAIN = ["train", "digits", "async-fmb", "--workers", "2", "--until", "2000", "--quiet", "--no-report"]
 
@@ -32,7 +34,7 @@ def sentence(capfd: pytest.CaptureFixture[str]) -> str:
     return said[0]
 
 
-def token_in(directory: Path, text: str = "a secret of this test") -> str:
+def token_in(directory: Path, text: str = "a secret only for this test") -> str:
     path = directory / f"token-{len(text)}"
     path.write_text(text)
     path.chmod(0o600)
@@ -65,11 +67,12 @@ def test_a_hub_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> None
 
 
 @contextmanager
-def hub(token: bytes) -> Iterator[Address]:
-    """A door with a hub behind it."""
-    listener = Listener(Address("127.0.0.1", 0), token)
-    transport = GlooTransport(
-        rank=0, processes=2, peers=[1], rendezvous=listener, token=token, identity=RunIdentity("", "")
+def hub(token: str) -> Iterator[Address]:
+    """A hub that listens."""
+    credentials = Credentials(token.encode())
+    listener = Listener(Address("127.0.0.1", 0), credentials)
+    transport = TcpTransport(
+        rank=0, processes=2, peers=[1], rendezvous=listener, credentials=credentials, identity=RunIdentity("", "")
     )
     try:
         yield listener.address
@@ -77,10 +80,10 @@ def hub(token: bytes) -> Iterator[Address]:
         transport.close(0.1)
 
 
-@pytest.mark.parametrize("token", [None, "another secret"])
+@pytest.mark.parametrize("token", [None, "another secret of this test"])
 def test_a_wrong_token_and_none_at_all(token: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shown = [] if token is None else ["--token-file", token_in(tmp_path, token)]
-    with hub(b"the secret") as address:
+    with hub("the secret of this test") as address:
         assert main(["work", str(address), "--wait", "5", *shown]) == 1
     assert "token" in sentence(capfd)
 

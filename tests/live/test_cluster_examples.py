@@ -98,7 +98,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     """Both are this one, but they do not know it."""
-    (tmp_path / "token").write_text("a secret of this test")
+    (tmp_path / "token").write_text("a secret only for this test")
     (tmp_path / "token").chmod(0o600)
     common = {"MASTER": "127.0.0.1", "PORT": str(free_port()), "SCRIPT": str(ROOT / "examples/train_digits.py")}
     with ExitStack() as stack:

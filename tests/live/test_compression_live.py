@@ -14,7 +14,8 @@ from offbeat.records.files import read_run
 CODED = {"async-fmb": ("Gradient", "Parameters"), "gossip": ("Offer", "Answer")}
 
 
-@pytest.mark.parametrize("strategy", list(CODED))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["async-fmb", pytest.param("gossip", marks=pytest.mark.slow)])
 def test_digits_are_learned_with_a_third_of_the_bytes(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

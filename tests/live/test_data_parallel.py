@@ -246,7 +246,7 @@ def test_ctrl_c_during_an_event_is_deferred_to_its_end(data: TensorDataset) -> N
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# Several peers: ranks as threads, with links over gloo as between processes
+# Several peers: ranks as threads, with links over TCP as between processes
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int],
     """Run a loop on several ranks at once; returns their results, and raises the first error."""
 
     def run(processes: int, loop: Callable[[int], Any]) -> list[Any]:
-        listener, address, token = open_listener(None, None)
+        listener, address, credentials = open_listener(None, None)
         mine = threading.local()
         monkeypatch.setattr("offbeat.live.session_base.read_rank_info", lambda: mine.rank_info)
         results: dict[int, Any] = {}
@@ -262,7 +262,7 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int],
 
         def be(rank: int) -> None:
             number = listener.detach() if rank == 0 else None
-            mine.rank_info = RankInfo(rank, processes, address, token, number, launcher="torchrun")
+            mine.rank_info = RankInfo(rank, processes, address, credentials, number, launcher="torchrun")
             try:
                 results[rank] = loop(rank)
             except BaseException as error:
@@ -499,12 +499,12 @@ def scripts(directory: Path, *settings: str) -> Iterator[list[subprocess.Popen[s
     """Start one process per argument, which selects the behaviour of its rank; all are killed afterwards."""
     path = directory / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
-    listener, address, token = open_listener(None, None)
+    listener, address, credentials = open_listener(None, None)
     known = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
     with ExitStack() as stack, listener:
         processes = []
         for rank in range(len(settings)):
-            place = RankInfo(rank, len(settings), address, token, directory=directory / "run")
+            place = RankInfo(rank, len(settings), address, credentials, directory=directory / "run")
             handed = {"OFFBEAT_LISTENER": str(listener.fileno())} if rank == 0 else {}
             process = subprocess.Popen(
                 [sys.executable, str(path), *settings],

@@ -133,7 +133,14 @@ CASES: dict[str, Callable[[str], ob.Experiment]] = {
         classifier(plain_model), strategy(name), cluster=cluster(), until=ob.Seconds(8.0), evaluate=None
     ),
 }
-VARIATIONS = {"dropout without statistics", "stragglers by a factor", "slow workers", "the end by time"}
+VARIATIONS = {
+    "different speeds and latencies",
+    "dropout without statistics",
+    "stragglers by a factor",
+    "slow workers",
+    "stragglers",
+    "the end by time",
+}
 """Cases that differ little from another one."""
 SLOW = pytest.mark.slow
 

@@ -87,6 +87,7 @@ def test_the_guide_shows_five_ways() -> None:
     assert [line.split()[0] for line in WAYS] == ["python", "offbeat", "torchrun", "mpirun", "srun"]
 
 
+@pytest.mark.slow
 def test_alone(tmp_path: Path) -> None:
     printed = typed(LINES["python"], tmp_path)
     check_ranks(printed, range(1, 2), 2)
@@ -162,7 +163,11 @@ def check_accuracy(printed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["python", *(pytest.param(name, marks=pytest.mark.integration) for name in ("offbeat", "torchrun"))]
+    "program",
+    [
+        pytest.param("python", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.integration) for name in ("offbeat", "torchrun")),
+    ],
 )
 def test_the_script_that_came_from_ddp(program: str, tmp_path: Path) -> None:
     check_accuracy(typed(FROM_DDP_LINES[program], tmp_path))

@@ -112,10 +112,10 @@ def experiment(
 
 
 KILLED = [
-    PatientAsync(batch=32, back=2),
+    pytest.param(PatientAsync(batch=32, back=2), marks=pytest.mark.slow),
     PatientFMB(batch=32, back=2),
     PatientDiLoCo(batch=32, every=8, back=2),
-    PatientPopulation(batch=32, every=8, back=2),
+    pytest.param(PatientPopulation(batch=32, every=8, back=2), marks=pytest.mark.slow),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Local-steps strategies and populations on real processes over gloo."""
+"""Local-steps strategies and populations on real processes over TCP."""
 
 from __future__ import annotations
 

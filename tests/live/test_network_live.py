@@ -35,14 +35,14 @@ def started(*commands: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
             process.communicate()
 
 
-def token_in(directory: Path, text: str = "a secret of this test") -> str:
+def token_in(directory: Path, text: str = "a secret only for this test") -> str:
     path = directory / f"token-{len(text)}"
     path.write_text(text)
     path.chmod(0o600)
     return str(path)
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("mpi", marks=pytest.mark.integration)])
 def test_three_ranks_of_this_machine_are_measured_and_a_damaged_block_is_detected(
     transport: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +57,7 @@ def test_three_ranks_of_this_machine_are_measured_and_a_damaged_block_is_detecte
     assert "from rank 2 to rank 0 came corrupted" in sentence
 
 
+@pytest.mark.slow
 def test_ranks_that_join_by_hand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Over sockets, with a token; a process with another token is refused."""
     token = ["--token-file", token_in(tmp_path)]
@@ -64,7 +65,7 @@ def test_ranks_that_join_by_hand(tmp_path: Path, capfd: pytest.CaptureFixture[st
     with started([*COMMAND, *words, *token, "--json"]) as (hub,):
         assert hub.stderr is not None
         address = hub.stderr.readline().split("offbeat network ")[1].split()[0]
-        assert main(["network", address, "--token-file", token_in(tmp_path, "another secret")]) == 1
+        assert main(["network", address, "--token-file", token_in(tmp_path, "another secret for this test")]) == 1
         assert "does not accept the token" in capfd.readouterr().err
         assert main(["work", address, *token]) == 1
         assert "'offbeat network', and trains nothing" in capfd.readouterr().err
@@ -81,7 +82,9 @@ def test_a_killed_rank_ends_the_test_with_one_sentence() -> None:
         for line in hub.stderr:
             if "bandwidth" in line:
                 break
-        children = Path(f"/proc/{hub.pid}/task/{hub.pid}/children").read_text().split()
+        numbers = Path(f"/proc/{hub.pid}/task/{hub.pid}/children").read_text().split()
+        commands = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers}
+        children = [number for number, command in commands.items() if b"killpg" not in command]  # without the guard
         assert len(children) == 2
         os.kill(int(children[-1]), signal.SIGKILL)
         _, said = hub.communicate(timeout=LIMIT_SECONDS)
@@ -94,8 +97,11 @@ def test_a_killed_rank_ends_the_test_with_one_sentence() -> None:
 if why_not() is None:
 
     def around_a_switch(tmp_path: Path, *words: str) -> dict[str, Any]:
-        """The result of three hosts that are linked in a star of 1 Gbit/s."""
-        token = ["--token-file", token_in(tmp_path)]
+        """The result of three hosts that are linked in a star of 1 Gbit/s.
+
+        Without encryption: what is compared are links, and beside other load a flow would be limited by the processor.
+        """
+        token = ["--token-file", token_in(tmp_path), "--tls", "off"]
         with star(3, "1gbit") as (hosts, address):
             at = [["ip", "netns", "exec", host, *COMMAND] for host in hosts]
             there = f"{address}:7702"

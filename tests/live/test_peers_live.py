@@ -1,4 +1,4 @@
-"""Gossip on real processes, over gloo and MPI: killed, interrupted and restarted peers."""
+"""Gossip on real processes, over TCP and MPI: killed, interrupted and restarted peers."""
 
 from __future__ import annotations
 

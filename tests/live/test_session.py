@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accounts import check_traffic
+from accounts import check_accounts, check_traffic
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import offbeat as ob
 from offbeat.live.session import Session
-from offbeat.records.files import read_run
-from offbeat.records.schema import Dropped, Evaluation, Round, Update
+from offbeat.records.files import rank_file, read_run
+from offbeat.records.schema import Dropped, Evaluation, Notice, Round, Update, of_kind
 
 SGD = ob.SGD(lr=0.1)
 STRATEGIES = [
@@ -91,6 +91,24 @@ def test_every_sample_is_accounted_for(compression: ob.compression.Compression |
     assert run.summary.bytes_received
     gradients = run.summary.traffic["Gradient"]
     assert (gradients.bytes < gradients.bytes_uncompressed) == (compression is not None)
+
+
+def test_records_beyond_their_limit_are_aggregated_and_still_account_for_every_sample(
+    data: TensorDataset, tmp_path: Path
+) -> None:
+    net, bytes_max = model(), 20_000
+    strategy = ob.AsyncFixed(batch=4, optimizer=SGD)
+    run = trained(net, strategy, data, until=4_000, out=tmp_path / "run", records_max_bytes=bytes_max)
+    check_accounts(run.records)
+    check_traffic(run.records)
+    notices = [record.text for record in of_kind(run.records, Notice)]
+    assert len([text for text in notices if "records_max_bytes" in text]) == 2, "one for the hub, one for the worker"
+    updates, rounds = list(of_kind(run.records, Update)), list(of_kind(run.records, Round))
+    assert run.summary.updates == sum(update.updates for update in updates) >= 1_000 > 2 * len(updates)
+    assert sum(record.rounds for record in rounds) >= 1_000 > 2 * len(rounds)
+    assert run.summary.samples >= 4_000
+    for rank in (0, 1):
+        assert rank_file(tmp_path / "run", rank).stat().st_size < 3 * bytes_max
 
 
 def test_break_ends_in_order_and_the_model_holds_the_result(data: TensorDataset) -> None:
@@ -290,6 +308,7 @@ def test_delayed_messages_still_count_after_their_sender_has_left(data: TensorDa
     assert run.summary.samples > 0
 
 
+@pytest.mark.slow
 def test_fresh_interpreters_train_like_forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where forking is impossible, a fresh process reads everything from the run directory."""
     monkeypatch.setattr("offbeat.lab.live_runs._can_fork", lambda experiment: False)

@@ -116,7 +116,7 @@ METAS = st.binary(max_size=300) | (LIKE_A_META | PLAIN).map(msgspec.msgpack.enco
 
 
 @given(METAS, st.integers(0, 64))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_random_metas_are_read_or_refused(meta: bytes, payload_bytes: int) -> None:
     head = wire.Head(wire.MESSAGE, len(meta), payload_bytes, None, meta)
     with contextlib.suppress(wire.WireError):

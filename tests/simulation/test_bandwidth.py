@@ -331,6 +331,7 @@ def test_every_strategy_keeps_to_a_bandwidth_limit_and_finishes(name: str) -> No
     assert 0 < run.summary.budget_used <= ROUNDING
 
 
+@pytest.mark.slow
 def test_a_bandwidth_limit_far_below_the_demand_is_used_and_reported() -> None:
     strategy = ob.AsyncFixed(batch=4, microbatch=4, messages=1)
     until = ob.Seconds(3.0)
@@ -345,6 +346,7 @@ def test_a_bandwidth_limit_far_below_the_demand_is_used_and_reported() -> None:
     assert not any(isinstance(record, LinkUse) for record in free.records.records)
 
 
+@pytest.mark.slow
 def test_a_bandwidth_limit_that_is_never_reached_only_delays_the_first_messages() -> None:
     """The token bucket starts empty, so the first messages wait; there is no other difference."""
     strategy = ob.FixedMinibatch(batch=64, microbatch=64)

@@ -38,6 +38,7 @@ def training_loss(compression: ob.compression.Compression | None) -> float:
         return float(digits().loss(run.model()(inputs), targets).mean())
 
 
+@pytest.mark.slow
 def test_top_k_reaches_the_dense_loss_with_error_feedback_and_not_without() -> None:
     dense = training_loss(None)
     with_feedback = training_loss(ob.compression.TopK(0.01))

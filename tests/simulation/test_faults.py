@@ -23,6 +23,11 @@ def with_faults(
     return ob.Cluster(seconds_per_sample=SPEED, faults=faults, **settings)
 
 
+FEW = ("fmb", "async-fmb", "local-sgd", "population", "gossip")
+"""One of each family; `make test-slow` has the others."""
+EACH = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in NAMES]
+
+
 def ranks_of_last(scene: Scene, count: int = 3) -> set[int]:
     return {part.rank for update in scene.of(Update)[-count:] for part in update.contributions}
 
@@ -31,7 +36,7 @@ def changes_at_rank_0(scene: Scene) -> list[Membership]:
     return [membership for membership in scene.of(Membership) if membership.rank == 0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_training_continues_without_a_lost_worker(name: str) -> None:
     scene = play(ob.Strategy.members[name](), cluster=with_faults(ob.faults.Crash(2, 1.0)), until=ob.Samples(20_000))
     assert scene.outcome.failure is None
@@ -39,7 +44,7 @@ def test_training_continues_without_a_lost_worker(name: str) -> None:
     assert [(m.peer, m.joined) for m in changes_at_rank_0(scene) if not m.joined] == [(2, False)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_worker_that_joins_again_repeats_lost_samples_and_skips_none(name: str) -> None:
     scene = play(
         ob.Strategy.members[name](batch=16) if name != "async-timed" else ob.AsyncTimed(worker_seconds=0.2),

@@ -74,7 +74,9 @@ def random_strategy(seed: int) -> tuple[ob.Gossip, int, dict[str, object]]:
     return strategy, peers, {"cluster": cluster, "latency": latency, "seed": seed, "dimension": 16}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-12)]
+)
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 250), marks=pytest.mark.slow)], ids=str)
 def test_averaging_conserves_the_mean_whatever_the_interleaving(
     dtype: torch.dtype, tolerance: float, seeds: range
@@ -178,6 +180,7 @@ def test_with_the_guard_momentum_helps_at_any_latency(peers: int, gradients: int
     assert stationary_distance(ob.GossipAcid(), peers, gradients, latency) < 0.8 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peers", "latency"), [(16, 4.0), pytest.param(64, 1.0, marks=SLOW)])
 def test_guarded_peers_converge_where_unguarded_ones_diverge(peers: int, latency: float) -> None:
     guarded = distances(ob.GossipAcid(), peers, 60 if peers == 16 else 40, seed=1, latency=latency)
@@ -189,7 +192,7 @@ def test_guarded_peers_converge_where_unguarded_ones_diverge(peers: int, latency
 # Rate of exchanges
 
 
-@pytest.mark.parametrize(("latency", "tolerance"), [(0.05, 0.02), (0.5, 0.05)])
+@pytest.mark.parametrize(("latency", "tolerance"), [(0.05, 0.02), pytest.param(0.5, 0.05, marks=SLOW)])
 @pytest.mark.parametrize("clock", [ob.parts.Poisson(), ob.parts.Regular()])
 @pytest.mark.parametrize("rate", [pytest.param(0.5, marks=SLOW), pytest.param(1.0, marks=SLOW), 2.0])
 def test_every_due_exchange_is_made(rate: float, clock: object, latency: float, tolerance: float) -> None:

@@ -158,7 +158,10 @@ def test_data_can_be_sharded_by_label() -> None:
     assert scene.outcome.failure is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+FEW = ("fmb", "amb", "async-timed", "apam")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in NAMES])
 def test_every_strategy_lowers_the_loss(name: str) -> None:
     strategy = ob.Strategy.members[name]()
     scene = play(strategy, quadratic(), cluster=STRAGGLING, evaluate=ob.EveryUpdates(), until=ob.Samples(40_000))

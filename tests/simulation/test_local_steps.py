@@ -178,6 +178,7 @@ def test_no_worker_waits_for_a_slow_worker_or_for_a_link() -> None:
     assert shares[2] > 6 * shares[1]
 
 
+@pytest.mark.slow
 def test_a_merge_needs_a_quorum_and_the_grace_window_admits_others() -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(1.0, 1.05, 1.1, 1.15))
 
@@ -229,6 +230,7 @@ def _trained_alone(steps: int) -> Tensor:
     return final(play(strategy, digits(), workers=1, until=ob.Samples(16 * steps)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fragments", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_worker_without_answers_skips_exchanges(fragments: int) -> None:
     cluster = ob.Cluster(seconds_per_sample=0.01, factors=(100.0,))

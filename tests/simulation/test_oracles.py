@@ -112,6 +112,7 @@ def test_every_sample_weighs_the_same_however_the_work_was_split() -> None:
     torch.testing.assert_close(uneven.outcome.finishes[0].parameters, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cluster",
     [
@@ -128,6 +129,7 @@ def test_the_target_batch_controller_settles_within_one_percent(cluster: ob.Clus
     assert abs(sum(batches) / len(batches) / target - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_the_target_batch_is_kept_when_workers_are_lost_and_join_again() -> None:
     faults = (ob.faults.Crash(1, at_seconds=100.0, back_after_seconds=200.0), ob.faults.Crash(2, at_seconds=100.0))
     cluster = ob.Cluster(faults=faults)
@@ -140,6 +142,7 @@ def test_the_target_batch_is_kept_when_workers_are_lost_and_join_again() -> None
     assert abs(sum(while_four) / len(while_four) / 320 - 1) < 0.03
 
 
+@pytest.mark.slow
 def test_the_round_time_of_fixed_minibatch_under_niagara_is_as_published() -> None:
     # 5.65 s of computing and on average 4.02 s for the slowest of ten make a round of 9.67 s.
     cluster = ob.Cluster(straggle=ob.stragglers.NIAGARA)

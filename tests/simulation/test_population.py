@@ -87,6 +87,7 @@ def losses(scene: Scene) -> list[float]:
     return [computing.evaluate(member._parameters, member._buffers.current)[0] for member in members]
 
 
+@pytest.mark.slow
 def test_a_diverging_member_does_not_harm_the_others_with_better_but_with_all() -> None:
     better, everyone = losses(trained(ob.parts.Better(), None)), losses(trained(ob.parts.AllMembers(), None))
     undisturbed = losses(trained(ob.parts.Better(), None, rates=()))

@@ -126,6 +126,7 @@ def miscounts(hub: RestartServer) -> None:
     hub._checkpoint.samples += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [forgets_to_undo_an_update, does_not_draw_them_again, miscounts])
 def test_a_hub_that_restarts_wrongly_is_detected(
     fault: Callable[[RestartServer], None], monkeypatch: pytest.MonkeyPatch

@@ -162,6 +162,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_too_many_fail_the_run() -
     assert failed.outcome.failure.startswith("3 gradients in a row were not finite; ")
 
 
+@pytest.mark.slow
 def test_delays_beyond_those_of_the_fuzz_keep_the_contract() -> None:
     assert check_strategy(ArtificialDelay(delay=3), seeds=range(1000, 1020)) == 20
     assert check_strategy(Serial(), seeds=range(1000, 1010)) == 10

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import math
 import os
 import resource
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +24,19 @@ import offbeat as ob
 from offbeat.core.flat import layout_of
 from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
-from offbeat.live.checkpoints import Checkpoint, checkpoint_files, checkpoint_path
+from offbeat.live import checkpoints
+from offbeat.live.checkpoints import (
+    Checkpoint,
+    CheckpointWriter,
+    checkpoint_files,
+    checkpoint_path,
+    has_checkpoint,
+    older_path,
+    read_checkpoint,
+)
+from offbeat.live.clock import Clock
 from offbeat.live.state_file import DTYPES, HEAD, MAGIC, PARTIAL, VERSION, load, save
+from offbeat.records.files import RankWriter
 
 LIST, TUPLE, DICT, TENSOR, BIG = range(5)
 
@@ -365,6 +379,140 @@ def test_a_checkpoint_of_another_model_or_strategy_is_one_sentence() -> None:
         a_checkpoint().check_fits(RunIdentity("xyz", "fmb"))
     with pytest.raises(ConfigurationError, match="of the strategy fmb, and this run's is amb; resume with"):
         a_checkpoint().check_fits(RunIdentity("abc", "amb"))
+
+
+def test_the_last_three_checkpoints_are_kept(path: Path) -> None:
+    for elapsed in range(5):
+        a_checkpoint(elapsed_seconds=float(elapsed)).save(path)
+    assert [file.name for file in checkpoint_files(path.parent)] == [
+        "checkpoint-0.1.offbeat",
+        "checkpoint-0.2.offbeat",
+        "checkpoint-0.offbeat",
+    ]
+    assert [Checkpoint.load(older_path(path, age)).elapsed_seconds for age in range(3)] == [4.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    path: Path, damaged: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for elapsed in range(5):
+        a_checkpoint(elapsed_seconds=float(elapsed)).save(path)
+    for age in range(damaged):
+        older = older_path(path, age)
+        older.write_bytes(older.read_bytes()[:-1])
+    assert read_checkpoint(path.parent).elapsed_seconds == 4.0 - damaged
+    (record,) = caplog.records
+    assert "checkpoint-0.offbeat is cut off or corrupt" in record.message
+    assert f"continues from an older checkpoint, checkpoint-0.{damaged}.offbeat" in record.message
+
+
+def test_if_all_are_damaged_the_newest_is_named(path: Path) -> None:
+    for _ in range(3):
+        a_checkpoint().save(path)
+    for age in range(3):
+        older_path(path, age).unlink()
+        older_path(path, age).write_bytes(b"offbeat!")
+    assert has_checkpoint(path.parent)
+    with pytest.raises(ConfigurationError, match=r"checkpoint-0\.offbeat is cut off or corrupt"):
+        read_checkpoint(path.parent)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_all_older_ones_as_they_are(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for elapsed in range(3):
+        a_checkpoint(elapsed_seconds=float(elapsed)).save(path)
+    monkeypatch.setattr(os, "fsync", lambda file: full())
+    for _ in range(5):
+        with pytest.raises(RunFailed, match="No space left on device"):
+            a_checkpoint(elapsed_seconds=9.0).save(path)
+    assert [Checkpoint.load(older_path(path, age)).elapsed_seconds for age in range(3)] == [2.0, 1.0, 0.0]
+    assert len(checkpoint_files(path.parent)) == 3
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FakeRunner:
+    """A node whose state is given."""
+
+    def __init__(self, node: dict[str, Any]) -> None:
+        self.node = node
+        self.ended = False
+        self.failure: BaseException | None = None
+        self.clock = Clock(0.0)
+
+    def inspect(self, read: Callable[[Any], None]) -> None:
+        read(self)
+
+    def state(self) -> dict[str, Any]:
+        return self.node
+
+    def fail(self, error: BaseException) -> None:
+        self.failure = error
+
+
+@pytest.fixture
+def writer_of(path: Path) -> Iterator[Callable[[FakeRunner], CheckpointWriter]]:
+    with RankWriter(path.parent, 0) as records:
+
+        def make(runner: FakeRunner) -> CheckpointWriter:
+            known: Any = {"seconds": 60.0, "identity": RunIdentity("abc", "fmb"), "resumes": 0}
+            return CheckpointWriter(path, runner, records, **known)  # type: ignore[arg-type]
+
+        yield make
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_state_that_is_not_finite_is_never_written(
+    path: Path, writer_of: Callable[..., CheckpointWriter], value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = FakeRunner({"optimizer": [{"momentum": torch.ones(3)}], "loss": math.nan, "count": torch.ones(2).long()})
+    writer = writer_of(runner)
+    writer.save()
+    assert path.exists()
+    before = path.read_bytes()
+    runner.node["optimizer"][0]["momentum"][1] = value
+    for _ in range(3):
+        writer.save()
+    assert path.read_bytes() == before
+    assert not older_path(path, 1).exists()
+    (record,) = caplog.records
+    assert "the state of the run is not finite (momentum), and it cannot be resumed from that" in record.message
+    runner.node["optimizer"][0]["momentum"][1] = 2.0
+    writer.save()
+    assert caplog.records[-1].message == "offbeat: checkpoints are written again"
+    assert older_path(path, 1).read_bytes() == before
+    assert runner.failure is None
+
+
+def test_a_checkpoint_that_fails_is_tried_again_and_does_not_end_the_run(
+    path: Path,
+    writer_of: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fsync, tries = os.fsync, threading.Semaphore(0)
+
+    def fail(file: int) -> None:
+        tries.release()
+        full()
+
+    monkeypatch.setattr(checkpoints, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(os, "fsync", fail)
+    runner = FakeRunner({"parameters": torch.ones(3)})
+    writer = writer_of(runner)
+    writer.start()
+    for _ in range(3):
+        assert tries.acquire(timeout=60)
+    monkeypatch.setattr(os, "fsync", fsync)
+    while not path.exists():
+        assert writer._thread.is_alive()
+    writer.close()
+    assert runner.failure is None
+    assert caplog.text.count("no checkpoint was written") == 1
 
 
 def test_its_repr_is_short_however_large_the_model_is() -> None:

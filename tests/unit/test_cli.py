@@ -38,11 +38,17 @@ from offbeat.strategies.hub.hub_strategies import FixedMinibatch
 
 QUICK = ["--workers", "3", "--until", "3000", "--microbatch", "64"]
 
+
+def sorted_words(*texts: str) -> str:
+    return " ".join(sorted(word for text in texts for word in text.split()))
+
+
 SIMULATE = """
     --acid --augment --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster
     --compression --condition --crash-seen-seconds --damping --delay --dimension --evaluate --every --examples
-    --factors --faults --fragments --grace --graph --hidden --hub-seconds --in-flight-max --initial --inner --json --k
-    --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model
+    --factors --faults --fragments --grace --graph --hang-factor --hang-seconds --hidden --hub-seconds --in-flight-max
+    --initial --inner --json --k --link.bytes-per-second
+    --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model
     --momentum --no-acid --no-augment --no-report --noise --nonfinite-max --optimizer --optimizer.alpha
     --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d --optimizer.eps --optimizer.lr --optimizer.momentum
     --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --outer
@@ -60,11 +66,12 @@ COMPARE = """
 SIMULATED_ONLY = """
     --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --speed-trace
 """
-PROCESSES = """
-    --checkpoint-seconds --checksum --listen --local-workers --no-checksum --no-shared-memory --restarts --resume
-    --shared-memory --threads --token-file --transport
+ENCRYPTION = "--ca --certificate --key --tls"
+PROCESSES = f"""
+    {ENCRYPTION} --checkpoint-seconds --checksum --listen --local-workers --no-checksum --no-shared-memory
+    --records-max-bytes --restarts --resume --shared-memory --threads --token-file --transport
 """
-TRAIN = " ".join(sorted(set(SIMULATE.split() + PROCESSES.split()) - set(SIMULATED_ONLY.split())))
+TRAIN = " ".join(sorted({"--allow", *SIMULATE.split(), *PROCESSES.split()} - set(SIMULATED_ONLY.split())))
 OF_WORKLOADS = """
     --augment --condition --dimension --examples --hidden --model --no-augment --noise --recalibrate --split
     --test-examples --width
@@ -73,27 +80,29 @@ OF_CALIBRATION = "--json --microbatch --out --overwrite --quiet --seconds --stra
 CALIBRATE = " ".join(
     sorted(
         {*PROCESSES.split(), *OF_WORKLOADS.split(), *OF_CALIBRATION.split()}
-        - {"--checkpoint-seconds", "--resume", "--transport"}
+        - {"--checkpoint-seconds", "--records-max-bytes", "--resume", "--transport"}
     )
 )
 MICROBATCH = " ".join(sorted({*OF_WORKLOADS.split(), "--batch", "--json", "--plot", "--seconds", "--sizes"}))
 NETWORK = """
-    --corrupt --elements --json --listen --local --message-bytes --no-shared-memory --out --processes --quiet --repeats
-    --token-file --transport --wait
+    --ca --certificate --corrupt --elements --json --key --listen --local --message-bytes --no-shared-memory --out
+    --processes --quiet --repeats --tls --token-file --transport --wait
 """
 COMMANDS = {
     "simulate": SIMULATE,
     "train": TRAIN,
     "compare": COMPARE,
     "calibrate": CALIBRATE,
-    "launch": "--listen --out --overwrite --processes --quiet --restarts --resume --token-file --transport",
-    "work": "--threads --token-file --wait",
+    "launch": sorted_words(
+        ENCRYPTION, "--listen --out --overwrite --processes --quiet --restarts --resume --token-file --transport"
+    ),
+    "work": sorted_words(ENCRYPTION, "--allow --threads --token-file --wait"),
     "network": NETWORK,
     "topology": "--json --peers --plot --rate",
     "microbatch": MICROBATCH,
     "reproduce": "--json --list --no-figures --out --processes --quiet --redraw --save --scale --seeds",
     "report": "--baseline --figures --format --out",
-    "replay": "--no-faults --seed --trace",
+    "replay": "--allow --no-faults --seed --trace",
     "strategies": "--json",
     "workloads": "--counts --json",
     "clusters": "--json",
@@ -459,7 +468,13 @@ def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsy
     argv = ["own.py:Small", "fmb", "own.py:Mine", "Mine.extra=5", "small.noise=0.5", "--out", "o", "--no-report"]
     assert main(["simulate", *argv, *QUICK]) == 0
     assert 'name = "own.py:Mine"' in Path("o/experiment.toml").read_text()
-    assert main(["replay", "o/Mine-seed0"]) == 0
+    capsys.readouterr()
+    assert main(["replay", "o/Mine-seed0"]) == 2
+    assert capsys.readouterr().err == (
+        "offbeat: o/Mine-seed0 names own.py:Mine, which would run that file as Python; if you trust it, add: --allow "
+        "own.py\n"
+    )
+    assert main(["replay", "o/Mine-seed0", "--allow", "own.py"]) == 0
     assert main(["compare", "o/experiment.toml", "--out", "p", "--no-report"]) == 0
     assert Path("o/Mine-seed0/records.jsonl").read_bytes() == Path("p/Mine-seed0/records.jsonl").read_bytes()
 
@@ -467,6 +482,7 @@ def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsy
 # Reports, lists, replays
 
 
+@pytest.mark.slow
 def test_report_draws_the_page_beside_the_runs_or_at_the_given_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "quadratic", "fmb", "amb", "--no-report", "--quiet", "--out", "o", *QUICK]) == 0
     assert main(["report", "o"]) == 0

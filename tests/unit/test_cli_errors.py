@@ -55,7 +55,7 @@ MISTAKES = [
     ([*RUN, "--seeds", "2,2"], "seed 2 is named more than once"),
     ([*RUN, "--seed", "1", "--seeds", "2"], "--seed and --seeds exclude each other"),
     ([*RUN, "--baseline", "apam"], "unknown baseline 'apam'"),
-    (["simulate", "none.py:Mine", "fmb"], "there is no Python file none.py"),
+    (["simulate", "none.py:Mine", "fmb"], "there is no Python file 'none.py'"),
     (["simualte"], "unknown command 'simualte'; did you mean 'simulate'?"),
     (["compare"], "offbeat compare needs EXPERIMENT"),
     (["compare", "none.toml"], "the experiment file none.toml cannot be read: no such file or directory"),

@@ -25,6 +25,7 @@ from offbeat.records.files import LIVE, RANK_RECORDS, write_header
 from offbeat.records.schema import Notice, RunRecords
 
 QUADRATIC = ["train", "quadratic", "fmb"]
+SECRET = b"a secret of enough characters"
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_an_interrupt_prints_how_to_resume(
     kept = "offbeat: interrupted; 0 of 1 runs were finished and are in runs/quadratic-00"
     assert main([*QUADRATIC, "--quiet"]) == 130
     assert capsys.readouterr().err == f"{kept}1\n"
-    monkeypatch.setattr(train_command, "checkpoint_path", lambda directory: directory)
+    monkeypatch.setattr(train_command, "has_checkpoint", lambda directory: True)
     assert main([*QUADRATIC, "--quiet"]) == 130
     assert capsys.readouterr().err == (
         f"{kept}2; to continue this run type: offbeat train --resume runs/quadratic-002/fmb-seed0\n"
@@ -267,8 +268,8 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     asked: dict[str, Any] = {}
     became: list[Any] = []
 
-    def assignment(address: Any, token: bytes | None, **options: Any) -> Assignment:
-        asked.update(options, address=str(address), token=token)
+    def assignment(address: Any, credentials: Any, **options: Any) -> Assignment:
+        asked.update(options, address=str(address), token=credentials.token)
         return Assignment(3, 4, 1.0, None)
 
     def become(*program: Any) -> None:
@@ -278,15 +279,20 @@ def test_work_with_a_script_becomes_that_script_under_the_rank_it_was_given(
     monkeypatch.setattr(launch_commands, "request_assignment", assignment)
     monkeypatch.setattr(os, "execve", become)
     Path("script.py").write_text("")
-    Path("token").write_text("secret")
+    Path("token").write_bytes(SECRET)
     Path("token").chmod(0o600)
     with pytest.raises(SystemExit):
         main(["work", "10.0.0.1:7", "--token-file", "token", "--wait", "5", "script.py", "--wait", "x"])
     member = asked.pop("member")
-    assert asked == {"address": "10.0.0.1:7", "token": b"secret", "rank": None, "wait_seconds": 5.0}
+    assert asked == {
+        "address": "10.0.0.1:7",
+        "token": SECRET,
+        "rank": None,
+        "wait_seconds": 5.0,
+    }
     assert became[:2] == [sys.executable, [sys.executable, "script.py", "--wait", "x"]]
     seen = {name: became[2][name] for name in ("OFFBEAT_RANK", "OFFBEAT_PROCESSES", "OFFBEAT_ADDRESS", "OFFBEAT_TOKEN")}
-    assert list(seen.values()) == ["3", "4", "10.0.0.1:7", b"secret".hex()]
+    assert list(seen.values()) == ["3", "4", "10.0.0.1:7", SECRET.hex()]
     assert became[2]["OFFBEAT_MEMBER"] == member
     assert capsys.readouterr().err == "offbeat: joining the run at 10.0.0.1:7 as rank 3\n"
 

@@ -13,7 +13,7 @@ from offbeat import parts
 WRONG_PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     "members of a population for Hub.collect": (
         lambda: ob.Hub(compute=ob.Samples(4), collect=parts.AllMembers(), waits=True),  # type: ignore[arg-type]
-        r"Hub\.collect must be a Collect, but is AllMembers\(\); choose AllWorkers, Messages, Distinct or Every",
+        r"Hub\.collect must be a Collect, but is AllMembers\(\); choose AllWorkers, Messages, Distinct(,| or) Every",
     ),
     "a collect for Hub.compute": (
         lambda: ob.Hub(compute=parts.AllWorkers()),  # type: ignore[arg-type]

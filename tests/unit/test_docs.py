@@ -60,17 +60,17 @@ WITH_COMMANDS = [
     pytest.param(LIVE, marks=pytest.mark.slow),  # a dozen live runs; tests/live has each of them
     pytest.param(NETWORK, marks=pytest.mark.slow),  # tests/live/test_network_live.py is quicker
     "docs/bandwidth.md",
-    "docs/compression.md",
+    pytest.param("docs/compression.md", marks=pytest.mark.slow),  # tests/unit has each part
     pytest.param("docs/figures.md", marks=pytest.mark.slow),  # tests/unit/test_figures.py is quicker
-    "docs/gossip.md",
-    "docs/microbatch.md",
+    pytest.param("docs/gossip.md", marks=pytest.mark.slow),  # tests/unit/test_gossip_records.py is quicker
+    pytest.param("docs/microbatch.md", marks=pytest.mark.slow),
     pytest.param("docs/reproducing.md", marks=pytest.mark.slow),  # tests/unit/test_reproduce.py is quicker
     "docs/serial.md",
-    "docs/staleness.md",
+    pytest.param("docs/staleness.md", marks=pytest.mark.slow),
     "docs/topology.md",
     "docs/workloads.md",
     "docs/data.md",
-    GUIDE,
+    pytest.param(GUIDE, marks=pytest.mark.slow),  # test_the_example_keeps_the_contract is quicker
     "CONTRIBUTING.md",
 ]
 

@@ -254,6 +254,7 @@ def test_what_others_have_published_is_hollow_and_grey_and_says_so() -> None:
 # Files
 
 
+@pytest.mark.slow
 def test_figures_are_written_by_what_they_show_in_every_format(mixed: list[RunRecords], tmp_path: Path) -> None:
     written = write_figures(mixed, tmp_path / "deep", ["svg"])
     assert {path.name for path in written} >= {"accuracy-over-time.svg", "computing-and-waiting.svg"}
@@ -289,6 +290,7 @@ def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / f"one.{form}").read_bytes() == (tmp_path / f"other.{form}").read_bytes(), form
 
 
+@pytest.mark.slow
 def test_the_command_writes_figures_to_the_given_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

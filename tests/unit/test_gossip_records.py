@@ -184,6 +184,7 @@ def mixed() -> list[RunRecords]:
     return [*hubs, *(a_gossip(label, seed, 4, 20.0) for label in ("gossip", "gossip-acid") for seed in (1, 2))]
 
 
+@pytest.mark.slow
 def test_the_page_of_gossip_has_two_more_figures_and_that_of_hubs_has_not(mixed: list[RunRecords]) -> None:
     page = report_page(mixed)
     assert page.count("<svg ") == page.count("<figcaption>") == 9

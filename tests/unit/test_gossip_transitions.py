@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import offbeat as ob
-from offbeat.core.actions import Action, Cancel, Compute, Finish
-from offbeat.core.events import Event, GradientReady, Leave, MessageArrived, PeerJoined, Started
+from offbeat.core.actions import Action, Cancel, Compute, Finish, Report
+from offbeat.core.events import Event, GradientReady, Leave, LossReason, MessageArrived, PeerJoined, PeerLost, Started
 from offbeat.core.messages import Message
 from offbeat.errors import RunFailed
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.records.files import MemoryWriter
+from offbeat.records.schema import Membership
 from offbeat.simulation.simulator import Simulation
 from offbeat.strategies.gossip.gossip_messages import Average, CopyReply, Offer, Paired, PartialSum, ReduceStart, Status
 from offbeat.strategies.gossip.peer import Peer
@@ -239,3 +240,25 @@ def test_pairings_of_offers_are_kept_only_until_they_are_announced_or_training_e
     assert node._averaging.early_pairings == set()
     arrive(node, dataclasses.replace(offer, pairing=9), source=2)
     assert node._averaging.early_pairings == set()
+
+
+@pytest.mark.parametrize(
+    ("phase", "reason", "is_recorded"),
+    [
+        (Phase.TRAINING, LossReason.CLOSED, True),
+        (Phase.COMPLETE, LossReason.BROKEN, True),
+        (Phase.COMPLETE, LossReason.CLOSED, False),
+    ],
+)
+def test_a_peer_that_closes_its_link_when_all_hold_the_result_is_not_lost(
+    phase: Phase, reason: LossReason, is_recorded: bool
+) -> None:
+    node = peer()
+    list(node.handle(Started(0.0)))
+    for rank in (0, 2):
+        list(node.handle(PeerJoined(0.0, rank, 0)))
+    node._phase = phase
+    actions = list(node.handle(PeerLost(1.0, 2, 0, reason)))
+    recorded = [action for action in actions if isinstance(action, Report) and isinstance(action.record, Membership)]
+    assert bool(recorded) == is_recorded
+    assert 2 not in node._view.live

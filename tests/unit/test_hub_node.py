@@ -111,10 +111,10 @@ def test_with_many_workers_the_rate_is_reduced_before_any_staleness_is_seen() ->
 def test_fresh_and_stale_gradients_of_one_update_share_a_weighted_mean_and_a_rate() -> None:
     hub = damped_hub(ob.SGD(lr=1.0), fresh_updates=4, collect=Messages(2))
     before = hub.state()["parameters"].clone()
-    list(hub.handle(arrives(1, gradient([0.0, 6.0], 2, (100, 106)))))  # fresh: weight 1, 6 samples
-    (update,) = updates(list(hub.handle(arrives(1, gradient([2.0, 2.0], 1, (106, 108))))))  # one update old: ½
-    mean = torch.tensor([0.5 * 2.0, 6.0 + 0.5 * 2.0]) / (6 + 0.5 * 2)
-    rate = (6 + 0.5 * 2) / 8
+    list(hub.handle(arrives(1, gradient([0.0, 6.0], 2, (100, 103)))))  # fresh: weight 1, 3 samples
+    (update,) = updates(list(hub.handle(arrives(1, gradient([2.0, 2.0], 1, (103, 105))))))  # one update old: ½
+    mean = torch.tensor([0.5 * 2.0, 6.0 + 0.5 * 2.0]) / (3 + 0.5 * 2)
+    rate = (3 + 0.5 * 2) / 5
     assert update.learning_rate == pytest.approx(rate)
     torch.testing.assert_close(hub.state()["parameters"], before - rate * mean)
 

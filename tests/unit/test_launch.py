@@ -387,3 +387,13 @@ def test_what_a_script_prints_is_shown_and_decides_nothing(capfd: pytest.Capture
         "[rank 0] offbeat: the disk is full",
         "offbeat: rank 0: offbeat: the disk is full",
     ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["Python", "a GPU", "torch"],
+)
+def test_a_process_that_runs_out_of_memory_says_so_in_a_sentence(error: BaseException) -> None:
+    assert report_of(error).sentence == OUT_OF_MEMORY
+    assert report_of(RuntimeError("shapes do not match")).sentence == "RuntimeError: shapes do not match"

@@ -146,11 +146,20 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_of_the_run(capsys:
 def test_the_last_lines_describe_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LineWatcher("fmb, seed 0", HUB, RunState([1, 2]))
     lines.records(a_small_run().records)
+    capsys.readouterr()
     lines.ended()
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("fmb, seed 0: 8 s, version 1, 40 samples")
     assert said[1] == "  worker 1: 20 samples in 2 rounds, compute 4.0 s, idle 0.0 s, send 0.0 s, staleness 0.0"
     assert len(said) == 3
+
+
+def test_a_loss_and_a_return_are_said_once_as_rank_0_sees_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = LineWatcher("fmb, seed 0", HUB, RunState([1, 2]))
+    for at, rank, joined in ((0.1, 0, True), (1.0, 0, False), (1.1, 0, False), (2.0, 2, True), (3.0, 0, True)):
+        lines.records([Membership(at=at, rank=rank, peer=1, incarnation=0, joined=joined)])
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["offbeat: fmb, seed 0: worker 1 is lost", "offbeat: fmb, seed 0: worker 1 has joined again"]
 
 
 def test_notices_are_printed_and_the_output_of_processes_is_labelled(capsys: pytest.CaptureFixture[str]) -> None:

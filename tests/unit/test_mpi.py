@@ -17,10 +17,10 @@ from offbeat.core.messages import Message
 from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ConfigurationError
-from offbeat.transports import mpi, wire
-from offbeat.transports.link import WINDOW, LinkLoss, LinkOptions
+from offbeat.transports import mpi, mpi_link, wire
+from offbeat.transports.link import LinkLoss, LinkOptions
+from offbeat.transports.link_protocol import WINDOW
 from offbeat.transports.mpi_link import (
-    CHUNK_BYTES,
     ControlMessage,
     Frame,
     LinkBroken,
@@ -86,10 +86,10 @@ class FakePort:
 class End:
     """One side of a link, and what it has delivered."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self) -> None:
         self.port = FakePort()
         self.events: list[TransportEvent] = []
-        self.link = MpiLink(1, self.port, LinkOptions(10.0, chunk_bytes, False), Pool(), self.deliver)
+        self.link = MpiLink(1, self.port, LinkOptions(10.0), Pool(), self.deliver)
         self.link.join()
         self.link.work()
 
@@ -142,8 +142,9 @@ def test_a_message_is_begun_when_the_one_before_it_was_sent() -> None:
     assert there.numbers() == [0, 2]
 
 
-def test_large_tensors_are_sent_in_chunks_and_arrive_whole() -> None:
-    here, there = End(chunk_bytes=1000), End(chunk_bytes=1000)
+def test_large_tensors_are_sent_in_chunks_and_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_link, "CHUNK_BYTES", 1000)
+    here, there = End(), End()
     here.send(7, size=1001)
     assert [frame.numel() for frame in here.port.frames] == [HEAD_BYTES, 1000, 1000, 1000, 1000, 4]
     here.transfer(there)
@@ -209,7 +210,7 @@ def test_a_frame_of_unexpected_size_raises_and_a_dropped_link_releases_everythin
 def test_a_link_with_nothing_to_send_sends_heartbeats() -> None:
     here = End()
     assert here.port.frames == []
-    here.link._sent_at -= 2.6  # a quarter of the time after which it would count as silent
+    here.link._protocol._sent_at -= 2.6  # a quarter of the time after which it would count as silent
     here.link.work()
     here.link.work()
     assert [wire.read_head(frame, 0).kind for frame in here.port.frames] == [wire.HEARTBEAT]

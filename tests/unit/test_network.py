@@ -40,8 +40,9 @@ from offbeat.lab.network_test.protocol import DataBlock, RankReady, checksum, fl
 from offbeat.lab.network_test.result import NetworkResult, read_result, write_result
 from offbeat.launch.children import start_command
 from offbeat.launch.rank_info import RankInfo
+from offbeat.transports.address import Address
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Program
+from offbeat.transports.rendezvous import Assignment, CallRequest, Program
 from offbeat.transports.transport import Transport, TransportEvent
 
 SMALL = NetworkTest(elements=1001, repeats=2)
@@ -183,6 +184,9 @@ class Damaging(Transport):
 
     def wake(self) -> None:
         self._inner.wake()
+
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        self._inner.disconnect(peer, incarnation, why, final)
 
     def close(self, linger_seconds: float = 5.0) -> None:
         self._inner.close(linger_seconds)
@@ -372,7 +376,7 @@ def test_a_rank_that_has_lost_rank_0_is_explained_by_what_rank_0_knows(monkeypat
         raise LinkLost(0, "closed", "rank 1 lost rank 0 (closed)") if info.rank == 1 else RunFailed("no lost rank 0")
 
     monkeypatch.setattr(processes, "_forked_main", fail)
-    info = RankInfo(0, 3, Address("127.0.0.1", 1), b"")
+    info = RankInfo(0, 3, Address("127.0.0.1", 1))
     for rank, sentence in (
         (1, "rank 1: rank 1 lost rank 0 (closed); at rank 0: a message was damaged"),
         (2, "rank 2: no lost rank 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import math
@@ -16,13 +17,15 @@ from rich.console import Console
 
 from offbeat.cli import main, network_command
 from offbeat.cli.network_view import heat_map, sentences, view
+from offbeat.cli.options import TlsFlags
 from offbeat.cli.progress import Progress
 from offbeat.errors import RunFailed
 from offbeat.lab.network_test.plan import NetworkTest, pairs_of
 from offbeat.lab.network_test.result import ConcurrentResult, HubResult, NetworkResult, PairResult, read_result
 from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
 from offbeat.launch.rank_info import RankInfo
-from offbeat.transports.rendezvous import Address
+from offbeat.transports.address import Address
+from offbeat.transports.tls import Credentials
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,7 @@ def made(ranks: int = 3, corrupted: bool = False) -> NetworkResult:
         for source, to in pairs_of(ranks)
     ]
     return NetworkResult(
-        transport="gloo",
+        transport="tcp",
         ranks=ranks,
         hosts=["a", "b", *["c"] * (ranks - 2)],
         elements=1_000_000,
@@ -103,7 +106,7 @@ def shown(network: NetworkResult, width: int = 100, colour: bool = False) -> str
 
 def test_the_table_and_the_maps_hold_every_pair() -> None:
     text = shown(made())
-    assert "3 ranks on 3 machines over gloo, blocks of 1,000,000 integers (4 MB)" in text
+    assert "3 ranks on 3 machines over tcp, blocks of 1,000,000 integers (4 MB)" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["1", "→", "0", "12.5", "0.1", "50", "7", "0"] in rows
     assert ["0", "→", "2", "125", "1", "50", "7", "0"] in rows
@@ -238,10 +241,10 @@ def test_corrupt_alone_means_the_last_pair(processes: Processes) -> None:
 
 
 def test_an_address_means_to_join(processes: Processes) -> None:
-    Path("token").write_text("a secret")
+    Path("token").write_text("a secret that is long enough")
     Path("token").chmod(0o600)
     assert main(["network", "there:7700", "--token-file", "token"]) == 0
-    assert processes.calls[0][:2] == (Address("there", 7700), b"a secret")
+    assert processes.calls[0][:2] == (Address("there", 7700), Credentials(b"a secret that is long enough"))
 
 
 def test_under_a_launcher_the_process_runs_the_rank_that_it_was_given(
@@ -263,7 +266,7 @@ MISTAKES = {
     "network -n 3 --elements many": "--elements",
     "network -n 3 --repeats 0": "--repeats must be 1 or more",
     "network -n 3 --message-bytes 0": "--message-bytes must be 1 or more",
-    "network -n 3 --transport tcp": "unknown transport 'tcp'",
+    "network -n 3 --transport gloo": "unknown transport 'gloo'",
     "network -n 3 --corrupt 3:0": "--corrupt 3:0 is no pair of these 3 ranks",
     "network -n 3 --corrupt here": "--corrupt names a pair of ranks",
     "network -n 3 --corrupt 1:1": "--corrupt 1:1 is no pair of these 3 ranks",
@@ -305,6 +308,7 @@ def cells(head: str) -> list[str]:
 
 def test_the_page_lists_every_option_and_every_key() -> None:
     parameters = inspect.signature(network_command.network).parameters
-    options = ["--" + name.replace("_", "-") for name in parameters if name not in ("words", "n")]
+    names = [*parameters, *(item.name for item in dataclasses.fields(TlsFlags) if item.name not in parameters)]
+    options = ["--" + name.replace("_", "-") for name in names if name not in ("words", "n")]
     assert sorted(cell.split()[0] for cell in cells("option | meaning")) == sorted(options)
     assert sorted(cells("key | value")) == sorted(NetworkResult.__struct_fields__)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from made_records import a_round
 from torch import Tensor
 
 import offbeat as ob
@@ -15,7 +17,7 @@ from offbeat.core.events import Event, GradientReady, LossReason, MessageArrived
 from offbeat.core.events import TimerFired as Fired
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
-from offbeat.errors import UnexpectedMessage
+from offbeat.errors import InvalidMessage, UnexpectedMessage
 from offbeat.live.due_queue import DueQueue, OutboxDue, TimerDue
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.live.node_runner import NodeRunner
@@ -24,7 +26,7 @@ from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Notice, Round
 from offbeat.testing.fake_clock_run import FakeClock
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.remote_records import RemoteRecordWriter
+from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
 
 Script = Callable[[Event], Iterable[Action]]
 
@@ -62,8 +64,8 @@ class Pair:
     def __init__(self, *scripts: Script, writer: Any = None, **settings: Any) -> None:
         self.clock = FakeClock()
         self.loaded: list[Tensor] = []
-        loopback = Loopback({0: [1], 1: [0]})
-        self.transports = [loopback.transport(rank) for rank in (0, 1)]
+        self.loopback = Loopback({0: [1], 1: [0]})
+        self.transports = [self.loopback.transport(rank) for rank in (0, 1)]
         self.nodes = [ScriptedNode(script) for script in scripts]
         self.writers = [MemoryWriter(), MemoryWriter() if writer is None else writer]
         self.runners = [
@@ -192,7 +194,7 @@ def test_a_round_carries_its_times_and_draws_and_an_empty_one_is_recorded_too() 
     ]
 
 
-def test_a_message_of_an_unexpected_kind_is_noted_once_and_does_not_end_the_rank() -> None:
+def test_an_invalid_message_costs_its_link_and_does_not_end_the_rank() -> None:
     def refuse(event: Event) -> Iterable[Action]:
         if isinstance(event, MessageArrived):
             raise UnexpectedMessage(event.source, type(event.message).__name__, 1)
@@ -209,9 +211,66 @@ def test_a_message_of_an_unexpected_kind_is_noted_once_and_does_not_end_the_rank
     runner.write_last(runner.ended_record())
     notices = [record for record in pair.writers[1].records if isinstance(record, Notice)]
     assert [notice.text for notice in notices] == [
-        "rank 0 sent Letter to rank 1, which does not expect it; give every rank the same strategy; it was ignored"
+        "rank 0 sent Letter to rank 1, which does not expect it; give every rank the same strategy; its link is closed"
     ]
     assert not runner.ended
+    assert pair.transports[1].linked == {}
+
+
+def test_a_rank_with_three_invalid_messages_is_refused() -> None:
+    def refuse(event: Event) -> Iterable[Action]:
+        if isinstance(event, MessageArrived):
+            raise InvalidMessage(event.source, type(event.message).__name__, 1, " with nonsense")
+        return ()
+
+    def send_two(event: Event) -> Iterable[Action]:
+        if isinstance(event, PeerJoined):
+            yield Send(1, Letter(torch.zeros(1)))
+            yield Send(1, Letter(torch.zeros(1)))  # arrives over a link that is closed already, and does not count
+
+    pair = Pair(send_two, refuse)
+    finals: list[bool] = []
+    disconnect = pair.transports[1].disconnect
+
+    def watch(peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        finals.append(final)
+        disconnect(peer, incarnation, why, final)
+        if not final:
+            pair.loopback._link(0, 1)  # it connects again
+
+    pair.transports[1].disconnect = watch  # type: ignore[method-assign]
+    pair.settle()
+    assert finals == [False, False, True]
+    pair.runners[1].write_last(pair.runners[1].ended_record())
+    notices = [record.text for record in pair.writers[1].records if isinstance(record, Notice)]
+    assert notices[2] == (
+        "rank 0 sent Letter to rank 1 with nonsense; its link is closed, and after 3 such messages it is refused"
+    )
+    assert not pair.runners[1].ended
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        (("{}",), "a line that is not a record"),
+        (("nonsense",), "a line that is not a record"),
+        (('{"record":"notice","at":1.0,"rank":2,"text":"not mine"}',), "records of another rank"),
+        (("x" * (1 << 21),), "1 lines, the longest of 2097152 characters"),
+        (("x",) * 1000, "1000 lines"),
+        (('{"x":' + "[" * 20_000,), "a line that is not a record"),
+    ],
+)
+def test_records_that_are_none_are_not_written(lines: tuple[str, ...], what: str) -> None:
+    written: list[Any] = []
+    pair = Pair(nothing, nothing)
+    pair.settle()
+    pair.runners[0]._records._on_remote_records = lambda rank, records: written.append(records)
+    pair.transports[1].send(0, 0, RecordLines(lines))
+    pair.settle()
+    (notice,) = [record.text for record in pair.writers[0].records if isinstance(record, Notice)]
+    assert f"rank 1 sent RecordLines to rank 0 with {what}" in notice
+    assert written == []
+    assert not pair.runners[0].ended
 
 
 def test_records_from_before_the_clock_is_set_are_shifted_and_those_of_a_remote_rank_are_sent() -> None:
@@ -222,16 +281,33 @@ def test_records_from_before_the_clock_is_set_are_shifted_and_those_of_a_remote_
     own = MemoryWriter()
     pair = Pair(nothing, report, writer=RemoteRecordWriter(own))
     received: list[Any] = []
-    pair.runners[0]._records._on_remote_records = lambda rank, lines: received.append((rank, lines.lines))
+    pair.runners[0]._records._on_remote_records = lambda rank, records: received.append((rank, records))
     pair.transports[1].elapsed_at_join = (1000.0, 0.0)
     assert own.records == []
     pair.settle(at=7.0)
     assert [record.at for record in own.records if isinstance(record, Notice)] == [993.0]
-    ((rank, lines),) = received
+    ((rank, records),) = received
     assert rank == 1
-    assert '"early"' in lines[0]
+    assert records[0].text == "early"
     sent = [event for event in pair.nodes[1].events if isinstance(event, Sent)]
     assert sent == [], "the node has sent nothing"
+
+
+def test_a_checkpoint_is_read_after_the_records_that_wait_to_be_aggregated_are_written() -> None:
+    def report(event: Event) -> Iterable[Action]:
+        if isinstance(event, Started):
+            for start in range(3):
+                yield Report(a_round(0, float(start), 0.5))
+
+    pair = Pair(report, nothing, records_max_bytes=1.0)
+    records = pair.writers[0].records
+    before = sum(record.rounds for record in records if isinstance(record, Round))
+    seen: list[int] = []
+    pair.runners[0].inspect(
+        lambda node: seen.append(sum(record.rounds for record in records if isinstance(record, Round)))
+    )
+    assert before < 3
+    assert seen == [3]
 
 
 def test_a_node_that_fails_ends_its_runner_with_a_sentence() -> None:

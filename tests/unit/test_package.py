@@ -70,8 +70,8 @@ def imported_by(path: Path) -> set[str]:
     return names
 
 
-def test_torch_distributed_and_mpi4py_are_imported_in_one_transport_each_and_pickle_in_one_reader() -> None:
-    allowed = {"transports/gloo_channel.py", "launch/listeners.py"}
+def test_torch_distributed_mpi4py_and_pickle_are_imported_in_one_place_each() -> None:
+    allowed = {"launch/listeners.py"}
     for path in SOURCE.rglob("*.py"):
         forbidden = [] if path == SOURCE / "lab/data/pickles.py" else ["pickle"]
         if path != SOURCE / "transports" / "mpi.py":

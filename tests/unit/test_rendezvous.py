@@ -8,25 +8,30 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
 
 from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.transports import listener as listening
 from offbeat.transports import rendezvous
+from offbeat.transports.address import Address
+from offbeat.transports.byte_stream import PlainStream
+from offbeat.transports.listener import Listener
 from offbeat.transports.rendezvous import (
-    Address,
     Assignment,
     CallRequest,
     ControlConnection,
-    Listener,
     Rejected,
     Rejection,
     Unreachable,
     connect,
     request_assignment,
 )
+from offbeat.transports.tls import Credentials, Tls
 
+SECRET = Credentials(b"a secret only for these tests")
 ASSIGNMENT = Assignment(rank=3, processes=5, elapsed_seconds=1.5, experiment=b"opaque")
 ANY = Address("127.0.0.1", 0)
 
@@ -37,8 +42,8 @@ Open = Callable[..., Listener]
 def open_listener() -> Iterator[Open]:
     listeners: list[Listener] = []
 
-    def make(token: bytes | None = None, handler: Callable[[ControlConnection], bool] | None = None) -> Listener:
-        listener = Listener(ANY, token)
+    def make(handler: Callable[[ControlConnection], bool] | None = None, credentials: Credentials = SECRET) -> Listener:
+        listener = Listener(ANY, credentials)
         listeners.append(listener)
         listener.serve(handler or assign)
         return listener
@@ -54,8 +59,8 @@ def assign(connection: ControlConnection) -> bool:
     return False
 
 
-def requested(listener: Listener, token: bytes | None = None, wait_seconds: float = 20.0) -> Assignment:
-    return request_assignment(listener.address, token, member="a worker", rank=None, wait_seconds=wait_seconds)
+def requested(listener: Listener, credentials: Credentials = SECRET, wait_seconds: float = 20.0) -> Assignment:
+    return request_assignment(listener.address, credentials, member="a worker", rank=None, wait_seconds=wait_seconds)
 
 
 def unused_address() -> Address:
@@ -98,42 +103,37 @@ def test_a_listener_on_port_0_reports_its_port(open_listener: Open) -> None:
 def test_a_port_that_is_taken_is_named(open_listener: Open) -> None:
     listener = open_listener()
     with pytest.raises(ConfigurationError, match=f"port {listener.address.port} of 127.0.0.1 is taken; choose another"):
-        Listener(listener.address, None)
+        Listener(listener.address, SECRET)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_listening_beyond_this_machine_needs_a_token(host: str) -> None:
-    with pytest.raises(ConfigurationError, match="needs a token; give one with --token-file"):
-        Listener(Address(host, 0), None)
-
-
-def test_with_a_token_a_listener_may_be_open_to_other_machines() -> None:
-    listener = Listener(Address("0.0.0.0", 0), b"secret")
+def test_a_listener_may_be_open_to_other_machines() -> None:
+    listener = Listener(Address("0.0.0.0", 0), SECRET)
     listener.serve(assign)
     assert (
-        request_assignment(Address("127.0.0.1", listener.address.port), b"secret", member="", rank=1, wait_seconds=20)
+        request_assignment(Address("127.0.0.1", listener.address.port), SECRET, member="", rank=1, wait_seconds=20)
         == ASSIGNMENT
     )
     listener.close()
 
 
-def test_an_empty_token_is_rejected() -> None:
-    with pytest.raises(ConfigurationError, match="token is empty"):
-        Listener(ANY, b"")
+@pytest.mark.parametrize(("token", "found"), [(b"", "is empty"), (b"guessable", "has 9 characters")])
+def test_a_token_that_can_be_guessed_is_rejected(token: bytes, found: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the token {found}, but at least 22 random ones are needed"):
+        Credentials(token)
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
     with pytest.raises(ConfigurationError, match="cannot listen on"):
-        Listener(Address("192.0.2.1", 0), b"secret")
+        Listener(Address("192.0.2.1", 0), SECRET)
 
 
 def test_a_listener_that_never_served_can_be_closed_twice() -> None:
-    listener = Listener(ANY, None)
+    listener = Listener(ANY, SECRET)
     listener.close()
     listener.close()
     with pytest.raises(Unreachable):
-        connect(listener.address, None)
-    again = Listener(listener.address, None)
+        connect(listener.address, SECRET)
+    again = Listener(listener.address, SECRET)
     assert again.address == listener.address
     again.close()
 
@@ -141,21 +141,23 @@ def test_a_listener_that_never_served_can_be_closed_twice() -> None:
 # Which clients are accepted
 
 
-@pytest.mark.parametrize("token", [None, b"secret"])
-def test_a_client_with_the_token_gets_an_assignment(open_listener: Open, token: bytes | None) -> None:
-    assert requested(open_listener(token), token) == ASSIGNMENT
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_a_client_with_the_token_gets_an_assignment(open_listener: Open, mode: str) -> None:
+    credentials = Credentials(SECRET.token, Tls(mode=mode))
+    assert requested(open_listener(credentials=credentials), credentials) == ASSIGNMENT
 
 
 @pytest.mark.parametrize(("source", "same"), [("127.0.0.1", True), ("127.0.0.2", False)])
 def test_both_ends_know_whether_they_have_the_same_address(source: str, same: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connecting = ControlConnection(socket.create_connection(listener.getsockname(), source_address=(source, 0)))
-        with connecting, ControlConnection(listener.accept()[0]) as client:
+        connected = socket.create_connection(listener.getsockname(), source_address=(source, 0))
+        connecting = ControlConnection(PlainStream(connected, 10))
+        with connecting, ControlConnection(PlainStream(listener.accept()[0], 10)) as client:
             assert connecting.same_host == client.same_host == same
 
 
 def test_a_client_may_connect_before_the_listener_serves() -> None:
-    listener = Listener(ANY, None)
+    listener = Listener(ANY, SECRET)
     assignments: list[Assignment] = []
     client = threading.Thread(target=lambda: assignments.append(requested(listener)))
     client.start()
@@ -165,16 +167,25 @@ def test_a_client_may_connect_before_the_listener_serves() -> None:
     assert assignments == [ASSIGNMENT]
 
 
+WITH_TLS = Credentials(SECRET.token, Tls(mode="on"))
+WITHOUT_TLS = Credentials(SECRET.token, Tls(mode="off"))
+
+
 @pytest.mark.parametrize(
     ("expected", "given", "sentence"),
     [
-        (b"secret", b"guess", "does not accept the token; give the one of the run with --token-file"),
-        (b"secret", None, "requires a token; give the one of the run with --token-file"),
-        (None, b"guess", "does not accept the token"),
+        (SECRET, Credentials(b"a guess that is as long"), "does not accept the token; give the one of the run with"),
+        (WITH_TLS, Credentials(b"a guess that is as long", Tls(mode="on")), "does not accept the token"),
+        (
+            WITHOUT_TLS,
+            WITH_TLS,
+            "does not answer with TLS .*; if it was started with --tls off, type that here",
+        ),
+        (WITH_TLS, SECRET, "wants encrypted connections; type --tls on"),
     ],
 )
 def test_a_client_without_the_token_is_rejected_at_once(
-    open_listener: Open, expected: bytes | None, given: bytes | None, sentence: str
+    open_listener: Open, expected: Credentials, given: Credentials, sentence: str
 ) -> None:
     handled: list[ControlConnection] = []
 
@@ -182,7 +193,7 @@ def test_a_client_without_the_token_is_rejected_at_once(
         handled.append(connection)
         return False
 
-    listener = open_listener(expected, handle)
+    listener = open_listener(handle, expected)
     with pytest.raises(RunFailed, match=sentence):
         requested(listener, given)
     assert handled == []
@@ -197,18 +208,19 @@ def test_nothing_is_decoded_before_authentication(open_listener: Open, monkeypat
             return super().__getitem__(kind)
 
     monkeypatch.setattr(rendezvous, "_DECODERS", Watched(rendezvous._DECODERS))
-    listener = open_listener(b"secret")
+    listener = open_listener()
     hello = msgspec.msgpack.encode(CallRequest("assignment", 1))
     with socket.create_connection((listener.address.host, listener.address.port)) as client:
         client.sendall(struct.pack("!i", len(hello)) + hello)
-        while client.recv(1024):
-            pass
+        with suppress(ConnectionResetError):
+            while client.recv(1024):
+                pass
     assert decoded == []
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 400, b"\xff" * 400])
 def test_a_client_that_sends_garbage_is_disconnected_and_the_next_accepted(open_listener: Open, garbage: bytes) -> None:
-    listener = open_listener(b"secret")
+    listener = open_listener()
     with socket.create_connection((listener.address.host, listener.address.port)) as client:
         try:
             client.sendall(garbage)
@@ -216,14 +228,14 @@ def test_a_client_that_sends_garbage_is_disconnected_and_the_next_accepted(open_
                 pass
         except ConnectionError:
             pass
-    assert requested(listener, b"secret") == ASSIGNMENT
+    assert requested(listener) == ASSIGNMENT
 
 
 def test_silent_clients_do_not_keep_others_from_connecting(open_listener: Open) -> None:
-    listener = open_listener(b"secret")
+    listener = open_listener()
     address = (listener.address.host, listener.address.port)
-    silent = [socket.create_connection(address) for _ in range(rendezvous.CLIENTS_MAX + 5)]
-    assert requested(listener, b"secret") == ASSIGNMENT
+    silent = [socket.create_connection(address) for _ in range(listening.PENDING_PER_HOST_MAX + 5)]
+    assert requested(listener) == ASSIGNMENT
     listener.close()
     for client in silent:
         with client:
@@ -237,7 +249,7 @@ def test_silent_clients_do_not_keep_others_from_connecting(open_listener: Open) 
 def test_a_client_that_is_silent_after_authentication_times_out(
     open_listener: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ControlConnection.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(listening, "REPLY_SECONDS", 0.2)
     ends: list[str] = []
     over = threading.Event()
 
@@ -249,10 +261,10 @@ def test_a_client_that_is_silent_after_authentication_times_out(
         over.set()
         return False
 
-    listener = open_listener(None, handle)
-    with connect(listener.address, None):
+    listener = open_listener(handle)
+    with connect(listener.address, SECRET):
         assert over.wait(60)
-    assert ends == ["no answer in time"]
+    assert ends == ["silent for 0.2 seconds"]
 
 
 def test_a_message_that_is_too_long_ends_the_connection(open_listener: Open) -> None:
@@ -267,13 +279,16 @@ def test_a_message_that_is_too_long_ends_the_connection(open_listener: Open) -> 
         over.set()
         return False
 
-    listener = open_listener(None, handle)
-    with connect(listener.address, None) as connection:
+    listener = open_listener(handle)
+    with connect(listener.address, SECRET) as connection:
         with pytest.raises(ConfigurationError, match="at most 65536"):
             connection.send(CallRequest("assignment", None, member="x" * (1 << 16)))
-        connection._connection.send_bytes(b"x" * ((1 << 16) + 1))
+        connection._stream.write([memoryview(struct.pack("<I", (1 << 16) + 1))])
         assert over.wait(60)
-    assert ends == ["bad message length"]
+    assert ends == [
+        "CallRequest was expected, but something else was received: 65537 bytes are announced, but at most 65536 are "
+        "accepted"
+    ]
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode(ASSIGNMENT)])
@@ -286,9 +301,9 @@ def test_an_unexpected_message_ends_the_connection(open_listener: Open, raw: byt
         over.set()
         return False
 
-    listener = open_listener(None, handle)
-    with connect(listener.address, None) as connection:
-        connection._connection.send_bytes(raw)
+    listener = open_listener(handle)
+    with connect(listener.address, SECRET) as connection:
+        connection._stream.write([memoryview(struct.pack("<I", len(raw)) + raw)])
         assert over.wait(60)
 
 
@@ -300,7 +315,7 @@ def test_an_exception_in_the_handler_ends_one_connection(open_listener: Open, ca
             raise ZeroDivisionError
         return assign(connection)
 
-    assert requested(open_listener(None, handle)) == ASSIGNMENT
+    assert requested(open_listener(handle)) == ASSIGNMENT
     assert "internal error" in caplog.text
 
 
@@ -309,13 +324,13 @@ def test_a_connection_can_outlive_its_handler_and_be_ended_by_another_thread(ope
     stays = threading.Event()
 
     def handle(connection: ControlConnection) -> bool:
-        connection.keep_open()
+        connection.keep_open(10.0)
         kept.append(connection)
         stays.set()
         return True
 
-    listener = open_listener(None, handle)
-    with connect(listener.address, None) as connection:
+    listener = open_listener(handle)
+    with connect(listener.address, SECRET) as connection:
         assert stays.wait(60)
         threading.Timer(0.05, kept[0].close).start()
         with pytest.raises(Unreachable):
@@ -328,16 +343,16 @@ def test_a_connection_can_outlive_its_handler_and_be_ended_by_another_thread(ope
 def test_an_unreachable_address_is_reported_after_the_given_time() -> None:
     address = unused_address()
     with pytest.raises(RunFailed, match=f"nothing answers at {address}: .*refused; start the hub first"):
-        request_assignment(address, None, member="", rank=None, wait_seconds=0.3)
+        request_assignment(address, SECRET, member="", rank=None, wait_seconds=0.3)
 
 
 def test_a_host_that_does_not_exist_is_reported() -> None:
     with pytest.raises(RunFailed, match=r"nothing answers at no-such-host\.invalid:1"):
-        request_assignment(Address("no-such-host.invalid", 1), None, member="", rank=None, wait_seconds=0.0)
+        request_assignment(Address("no-such-host.invalid", 1), SECRET, member="", rank=None, wait_seconds=0.0)
 
 
 def test_a_listener_that_never_answers_is_reported() -> None:
-    listener = Listener(ANY, None)
+    listener = Listener(ANY, SECRET)
     with pytest.raises(RunFailed, match="no answer in time; start the hub"):
         requested(listener, wait_seconds=0.3)
     listener.close()
@@ -347,10 +362,10 @@ def test_a_request_waits_until_the_hub_listens() -> None:
     address = unused_address()
     assignments: list[Assignment] = []
     client = threading.Thread(
-        target=lambda: assignments.append(request_assignment(address, None, member="", rank=None, wait_seconds=60))
+        target=lambda: assignments.append(request_assignment(address, SECRET, member="", rank=None, wait_seconds=60))
     )
     client.start()
-    listener = Listener(address, None)
+    listener = Listener(address, SECRET)
     listener.serve(assign)
     client.join()
     listener.close()
@@ -364,7 +379,7 @@ def test_a_final_rejection_is_reported(open_listener: Open) -> None:
         return False
 
     with pytest.raises(RunFailed, match="all ranks are in use"):
-        requested(open_listener(None, handle))
+        requested(open_listener(handle))
 
 
 def test_a_temporary_rejection_is_retried(open_listener: Open) -> None:
@@ -375,9 +390,10 @@ def test_a_temporary_rejection_is_retried(open_listener: Open) -> None:
         connection.send(next(answers))
         return False
 
-    listener = open_listener(None, handle)
+    listener = open_listener(handle)
     assert requested(listener) == ASSIGNMENT
-    with pytest.raises(Rejected, match="requires a token"), connect(open_listener(b"x").address, None):
+    wrong = Credentials(b"a guess that is as long")
+    with pytest.raises(Rejected, match="does not accept the token"), connect(listener.address, wrong):
         pass
 
 

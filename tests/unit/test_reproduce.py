@@ -157,6 +157,7 @@ def without_directories(cases: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_study_is_run_printed_archived_and_redrawn(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = reproduce(str(own), "--out", "here", "--json", "--save", "kept.zip", capsys=capsys)
     assert code == 0, err

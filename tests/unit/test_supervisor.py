@@ -17,6 +17,7 @@ import pytest
 
 from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
 from offbeat.errors import ConfigurationError
+from offbeat.launch import supervisor
 from offbeat.launch.children import Child, start_command
 from offbeat.launch.failure_reports import FailureKind, FailureReport
 from offbeat.launch.process_faults import check_faults
@@ -215,6 +216,14 @@ def test_restarts_are_bounded_and_the_others_go_on(tmp_path: Path) -> None:
     assert processes.run(lambda: last in processes.sentences) is None
     assert processes.starts_of(1) == 4
     assert processes.starts_of(2) == 1
+
+
+def test_restarts_are_forgiven_after_a_good_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FORGIVEN_SECONDS", 0.0)  # every process has run for as long as that
+    processes = Processes(tmp_path, [KILL_YOURSELF], [FOREVER])
+    assert processes.run(processes.has(1, 3), restarts_max=1) is None
+    again = "worker 1 was killed by SIGKILL; it is started again (1 of 1)"
+    assert processes.sentences[:3] == [again] * 3
 
 
 def test_the_run_fails_when_no_worker_is_left(tmp_path: Path) -> None:
@@ -606,3 +615,19 @@ def test_no_process_outlives_a_supervisor_that_is_killed(supervised: Supervised)
     process.kill()
     process.communicate()
     wait_until_gone(pids)
+
+
+STARTS_ANOTHER = """
+import os, subprocess
+other = subprocess.Popen(["sleep", "600"])
+os.write(1, b"%d\\n" % other.pid)
+other.wait()
+"""
+
+
+def test_what_the_children_have_started_does_not_outlive_a_supervisor_that_is_killed(supervised: Supervised) -> None:
+    process, grandchildren = supervised(STARTS_ANOTHER, STARTS_ANOTHER)
+    assert all(map(is_alive, grandchildren))
+    process.kill()
+    process.communicate()
+    wait_until_gone(grandchildren)

@@ -106,6 +106,7 @@ def test_a_quantity_is_the_same_from_what_it_declares_to_read(name: str, runs: l
     assert values(name, thinned(runs, QUANTITIES[name].reads), runs) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_a_plot_is_the_same_from_what_it_declares_to_read(name: str, runs: list[RunRecords]) -> None:
     whole = svg_text(panel(runs, [[name]]))

@@ -194,6 +194,7 @@ def test_a_target_is_reached_from_the_right_side() -> None:
     assert not Target("loss", 0.5).reached(0.6, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "named",
     [

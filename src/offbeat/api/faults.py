@@ -8,6 +8,6 @@
 `failures` draws random crashes with a mean time between failures.
 """
 
-from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause, failures
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Hang, Partition, Pause, failures
 
-__all__ = ["Corrupt", "Crash", "Fault", "Partition", "Pause", "failures"]
+__all__ = ["Corrupt", "Crash", "Fault", "Hang", "Partition", "Pause", "failures"]

@@ -6,16 +6,18 @@ import dataclasses
 import functools
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import offbeat.lab.workloads
 import offbeat.strategies  # noqa: F401  (both register their classes)
+from offbeat.core.configuration import is_file
 from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, quoted, unknown
+from offbeat.lab.experiment_plan import strategy_entries
 
 EXAMPLE = "type, for example: offbeat simulate digits fmb amb"
 
@@ -68,6 +70,10 @@ def from_source(word: str, family: type[Any], what: str) -> tuple[type[Any], str
         what: the noun for the family in errors.
     """
     path, _, name = word.rpartition(":")
+    if not is_file(Path(path)):
+        raise ConfigurationError(
+            f"there is no Python file {quoted(path)}; a class of your own is path/to/file.py:ClassName"
+        )
     module = _load(str(Path(path).resolve()), path)
     cls: Any = getattr(module, name, None)
     if not _fits(cls, family):
@@ -89,8 +95,8 @@ def _fits(value: Any, family: type[Any]) -> bool:
 def _load(resolved: str, shown: str) -> ModuleType:
     name = f"offbeat_user_{Path(resolved).stem}"
     spec = importlib.util.spec_from_file_location(name, resolved)
-    if spec is None or spec.loader is None or not Path(resolved).is_file():
-        raise ConfigurationError(f"there is no Python file {shown}; a class of your own is path/to/file.py:ClassName")
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{shown} is no Python file; a class of your own is path/to/file.py:ClassName")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses resolve the types of their fields there
     try:
@@ -100,28 +106,43 @@ def _load(resolved: str, shown: str) -> ModuleType:
     return module
 
 
-def load_files(table: Mapping[str, Any], where: str) -> None:
+def load_files(table: Mapping[str, Any], where: str, allowed: Iterable[str] | None = None) -> None:
     """Load the classes from files that an experiment names.
 
     Args:
         table: the experiment as plain data.
         where: the source of the experiment, for errors.
+        allowed: the files that the user has allowed to be run; None: all, since the user has named the experiment.
 
     Raises:
-        ConfigurationError: a strategy or label has a wrong type, or a class cannot be loaded.
+        ConfigurationError: a strategy or label has a wrong type, or a class cannot be loaded, or must not be.
     """
     strategies(), workloads()  # cache them before classes from files are registered
-    entries = table.get("strategy", [])
-    for entry in entries if isinstance(entries, list) else [entries]:
-        if not isinstance(entry, str | dict):
-            raise ConfigurationError(f"{where}: a strategy is a name or a table, but {entry!r} was given")
-        if isinstance(entry, dict) and not isinstance(entry.get("label") or "", str):
-            raise ConfigurationError(f"{where}: a label is a word, but {entry['label']!r} was given")
+    for entry in strategy_entries(table.get("strategy", []), where):
+        _check_allowed(entry, where, allowed)
         _load_named(entry, Strategy, "strategy")
+    _check_allowed(table.get("workload"), where, allowed)
     _load_named(table.get("workload"), NamedWorkload, "workload")
 
 
 def _load_named(entry: Any, family: type[Any], what: str) -> None:
-    name = entry.get("name") if isinstance(entry, dict) else entry
-    if isinstance(name, str) and ".py:" in name:
+    if (name := _file_class(entry)) is not None:
         from_source(name, family, what)
+
+
+def _check_allowed(entry: Any, where: str, allowed: Iterable[str] | None) -> None:
+    """Raise ConfigurationError if an entry names a file that is not allowed to be run."""
+    name = _file_class(entry)
+    if name is None or allowed is None:
+        return
+    path = name.rpartition(":")[0]
+    if Path(path).resolve() not in {Path(file).resolve() for file in allowed}:
+        raise ConfigurationError(
+            f"{where} names {name}, which would run that file as Python; if you trust it, add: --allow {path}"
+        )
+
+
+def _file_class(entry: Any) -> str | None:
+    """The class in a file that an entry names; None if it names none."""
+    name = entry.get("name") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) and ".py:" in name else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -197,10 +197,13 @@ def _print_failures(summaries: tuple[Summary, ...]) -> int:
     return 1 if failed else 0
 
 
-def read_experiment(header: RunHeader, directory: Path) -> Experiment:
-    """The experiment that the header of a run describes; the header must have one."""
+def read_experiment(header: RunHeader, directory: Path, allowed: Iterable[str]) -> Experiment:
+    """The experiment that the header of a run describes; the header must have one.
+
+    `allowed` are the files of classes that may be run: the directory may come from somewhere else.
+    """
     plain = header.experiment or {}
-    load_files(plain, str(directory))
+    load_files(plain, str(directory), allowed)
     try:
         return decode_experiment(plain)
     except (KeyError, TypeError) as error:

@@ -34,6 +34,10 @@ METAVARS = {
     "optimizer": "NAME",
     "listen": "HOST:PORT",
     "token_file": "FILE",
+    "tls": "MODE",
+    "certificate": "FILE",
+    "key": "FILE",
+    "ca": "FILE",
     "transport": "NAME",
 }
 SHORTCUTS = {"acid": ("momentum", "acid")}

@@ -16,7 +16,18 @@ from cyclopts import Parameter
 from offbeat.cli.class_lookup import load_files
 from offbeat.cli.live_view import LineWatcher, RunWatcher
 from offbeat.cli.mpirun import exec_mpirun
-from offbeat.cli.options import BooleanFlag, Directory, File, HostPort, Name, QuietFlag, RunDirectory, number
+from offbeat.cli.options import (
+    BooleanFlag,
+    Directory,
+    File,
+    Files,
+    HostPort,
+    Name,
+    QuietFlag,
+    RunDirectory,
+    TlsFlags,
+    number,
+)
 from offbeat.cli.output import new_directory, prepare_directory, print_status
 from offbeat.cli.run_state import RunState
 from offbeat.core.validation import require
@@ -24,13 +35,17 @@ from offbeat.errors import RunFailed, unknown
 from offbeat.lab.worker_main import join_run
 from offbeat.launch.children import Child, start_command
 from offbeat.launch.listeners import advertised_address, open_listener
-from offbeat.launch.rank_info import TRANSPORTS, RankInfo, environment_of, read_token
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo, environment_of
 from offbeat.launch.rank_processes import RankFacts
 from offbeat.launch.run_monitor import RunMonitor
 from offbeat.launch.supervisor import Supervisor, SupervisorOptions
+from offbeat.launch.token_files import joining_token, read_token
+from offbeat.live.checkpoints import is_being_written
 from offbeat.records.files import HEADER, check_idle, file_name
+from offbeat.transports.address import Address
 from offbeat.transports.mpi import check_installed
-from offbeat.transports.rendezvous import Address, request_assignment
+from offbeat.transports.rendezvous import request_assignment
+from offbeat.transports.tls import Credentials
 
 EXAMPLE = "type, for example: offbeat launch -n 4 train.py"
 
@@ -45,6 +60,7 @@ def launch(
     listen: HostPort = None,
     token_file: File = None,
     transport: Name = None,
+    tls: Annotated[TlsFlags, Parameter(name="*")] = TlsFlags(),  # noqa: B008 (frozen)
     quiet: QuietFlag = False,
 ) -> int:
     """Start a script in several processes and supervise them until its rank 0 has ended.
@@ -57,8 +73,8 @@ def launch(
         resume: continue the run in this directory from its last checkpoint
         restarts: times that a process which died is started again [3]
         listen: for workers on other machines [this machine alone]
-        token_file: file with the secret that workers must present; needed with --listen
-        transport: how messages travel: gloo, or mpi, which calls mpirun [gloo]
+        token_file: file with the secret that workers must present; needed for workers on other machines
+        transport: how messages travel: tcp, or mpi, which calls mpirun [tcp]
         quiet: show no progress while it runs
     """
     require(bool(script), f"no script is named; {EXAMPLE}")
@@ -74,14 +90,18 @@ def launch(
     if transport == "mpi":
         for name, value in (("--listen", listen), ("--token-file", token_file), ("--restarts", restarts)):
             require(value is None, f"{name} does not go with --transport mpi, where mpirun manages the processes")
+        require(
+            tls == TlsFlags(), "MPI has its own connections, which --tls and certificates do not reach; leave them out"
+        )
         check_installed()
         directory, _ = _directory(script[0], out, overwrite, resume)
         environment = {"OFFBEAT_DIRECTORY": str(directory.absolute()), "OFFBEAT_RESUME": "1" if resume else ""}
         exec_mpirun(n, script, environment)
-    listener, address, token = open_listener(listen, None if token_file is None else read_token(token_file))
+    token = None if token_file is None else read_token(token_file)
+    listener, address, credentials = open_listener(listen, token, tls.settings())
     with listener:
         directory, is_new = _directory(script[0], out, overwrite, resume)
-        rank_info = RankInfo(0, n, address, token, None, directory, resume is not None, "offbeat")
+        rank_info = RankInfo(0, n, address, credentials, None, directory, resume is not None, "offbeat")
         watcher = RunWatcher(_rank_name) if quiet else LineWatcher(Path(script[0]).name, _rank_name, RunState())
         try:
             starter = _Starter([sys.executable, *script], rank_info, listener, RunMonitor(directory, watcher), watcher)
@@ -149,7 +169,11 @@ def _supervise(starter: _Starter, restarts: int, listen: str | None) -> int:
         ),
         say=watcher.say,
         on_gone=lambda rank: None if rank else starter.listener.close(),
-        options=SupervisorOptions(restarts_max=restarts, has_remote_ranks=listen is not None),
+        options=SupervisorOptions(
+            restarts_max=restarts,
+            has_remote_ranks=listen is not None,
+            is_saving=lambda: _is_saving(rank_info.directory),
+        ),
     )
     failure = supervisor.run(monitor)
     if monitor.joined or monitor.rounds:
@@ -157,6 +181,10 @@ def _supervise(starter: _Starter, restarts: int, listen: str | None) -> int:
     if failure is not None:
         raise RunFailed(failure.sentence)
     return 0
+
+
+def _is_saving(directory: Path | None) -> bool:
+    return directory is not None and is_being_written(directory)
 
 
 def _rank_name(rank: int) -> str:
@@ -169,8 +197,10 @@ def work(
     /,
     *script: str,
     token_file: File = None,
+    tls: Annotated[TlsFlags, Parameter(name="*")] = TlsFlags(),  # noqa: B008 (frozen)
     wait: Annotated[float, number("SECONDS")] = 60.0,
     threads: Annotated[int | None, number(least=1)] = None,
+    allow: Files = (),
 ) -> int:
     """Join as a worker until the run ends.
 
@@ -180,29 +210,32 @@ def work(
         token_file: file with the token of the run; needed unless it runs on this machine
         wait: how long to retry while the address does not answer [60]
         threads: threads to compute with [as the run sets]
+        allow: a file with a class that the run names, which is run as Python; may be repeated
     """
     there = Address.parse(address)
     if script:
         require(threads is None, "a script sets its threads itself, with torch.set_num_threads; leave out --threads")
         require(Path(script[0]).is_file(), f"there is no script {script[0]}; name the one that the run trains")
-    token = None if token_file is None else read_token(token_file)
+    credentials = Credentials(joining_token(there, token_file), tls.settings())
     member = f"{socket.gethostname()}-{uuid.uuid4().hex}"
     if script:
-        return _exec_script(script, there, token, member, wait)
+        return _exec_script(script, there, credentials, member, wait)
     return join_run(
         there,
-        token,
+        credentials,
         wait_seconds=wait,
         member=member,
-        prepare=lambda experiment: load_files(experiment, f"the run at {there}"),
+        prepare=lambda experiment: load_files(experiment, f"the run at {there}", allow),
         threads=threads,
     )
 
 
-def _exec_script(script: tuple[str, ...], address: Address, token: bytes | None, member: str, seconds: float) -> int:
+def _exec_script(
+    script: tuple[str, ...], address: Address, credentials: Credentials, member: str, seconds: float
+) -> int:
     """Request a rank, and replace this process by the script under that rank."""
-    assignment = request_assignment(address, token, member=member, rank=None, wait_seconds=seconds)
-    rank_info = RankInfo(assignment.rank, assignment.processes, address, token, launcher="offbeat", member=member)
+    assignment = request_assignment(address, credentials, member=member, rank=None, wait_seconds=seconds)
+    rank_info = RankInfo(assignment.rank, assignment.processes, address, credentials, launcher="offbeat", member=member)
     print_status(f"joining the run at {address} as rank {assignment.rank}")
     sys.stdout.flush()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment_of(rank_info)}

@@ -18,7 +18,8 @@ from offbeat.cli.output import print_status, table
 from offbeat.cli.run_state import RunState, WorkerState
 from offbeat.lab.report.formatting import NONE, fixed, number, percent
 from offbeat.launch.process_settings import rank_names
-from offbeat.records.schema import AnyRecord, Ended, Notice
+from offbeat.launch.run_failure import with_article
+from offbeat.records.schema import AnyRecord, Ended, Membership, Notice
 
 if TYPE_CHECKING:
     from offbeat.engine.experiment import Experiment
@@ -51,19 +52,33 @@ class RunWatcher:
         print(text, file=sys.stderr, flush=True)
 
 
+def events(records: Sequence[AnyRecord], name: RankName, lost: set[int]) -> Iterator[str]:
+    """A sentence for each notice, and for each rank that rank 0 loses, or that joins it again; `lost` is updated."""
+    for record in records:
+        if isinstance(record, Notice):
+            yield record.text
+        elif isinstance(record, Membership) and record.rank == 0:
+            if not record.joined and record.peer not in lost:
+                lost.add(record.peer)
+                yield f"{with_article(name(record.peer))} is lost"
+            elif record.joined and record.peer in lost:
+                lost.remove(record.peer)
+                yield f"{with_article(name(record.peer))} has joined again"
+
+
 class LineWatcher(RunWatcher):
     """Prints a line about the run every few seconds of it, and at the end one about each worker."""
 
     def __init__(self, title: str, name: RankName, state: RunState) -> None:
         super().__init__(name)
         self._title, self._state = title, state
+        self._lost: set[int] = set()
         self._next_line_at = LINE_SECONDS
 
     def records(self, records: Sequence[AnyRecord]) -> None:
         self._state.add(records)
-        for record in records:
-            if isinstance(record, Notice):
-                self.say(f"{self._title}: {record.text}")
+        for sentence in events(records, self._name, self._lost):
+            self.say(f"{self._title}: {sentence}")
         has_ended = any(isinstance(record, Ended) for record in records)
         if self._state.elapsed >= self._next_line_at and not has_ended:
             self._next_line_at = (self._state.elapsed // LINE_SECONDS + 1) * LINE_SECONDS
@@ -84,12 +99,12 @@ class ScreenWatcher(RunWatcher):
     def __init__(self, title: str, target: str | None, name: RankName, state: RunState, screen: Live) -> None:
         super().__init__(name)
         self._title, self._target, self._state, self._screen = title, target, state, screen
+        self._lost: set[int] = set()
 
     def records(self, records: Sequence[AnyRecord]) -> None:
         self._state.add(records)
-        for record in records:
-            if isinstance(record, Notice):
-                self.say(record.text)
+        for sentence in events(records, self._name, self._lost):
+            self.say(sentence)
         self._screen.update(render_run(self._title, self._target, self._name, self._state))
 
     def say(self, sentence: str) -> None:

@@ -50,7 +50,7 @@ def calibrate_flags() -> tuple[Flag, ...]:
         "microbatch": f"samples per forward and backward call that you will train with [{MICROBATCH}]",
         "straggle": "what you will induce to disturb rounds; it is measured with, and not part of the file [none]",
     }
-    other = ("checkpoint_seconds", "transport")
+    other = ("checkpoint_seconds", "records_max_bytes", "transport")
     kept = [flag for flag in live_flags() if flag.section == LIVE and flag.path not in other]
     return (*(Flag(RUN, path, CALIBRATE_KINDS[path], text) for path, text in texts.items()), *kept, *_workload_flags())
 

@@ -41,9 +41,9 @@ def print_rank_error(rank_info: RankInfo, error: object) -> None:
 
 def check_mpi_options(live: LiveOptions) -> None:
     """Refuse options for processes that offbeat starts itself, and MPI that is not installed."""
-    for name in ("listen", "token_file", "local_workers"):
+    for name in ("listen", "token_file", "tls", "certificate", "key", "ca", "local_workers"):
         require(
-            getattr(live, name) is None,
+            getattr(live, name) == getattr(type(live), name),
             f"--{name.replace('_', '-')} does not go with --transport mpi, where mpirun starts all ranks; leave it out",
         )
     check_installed()

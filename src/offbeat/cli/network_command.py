@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -14,7 +15,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.mpirun import read_rank_info_for
 from offbeat.cli.network_view import scaled, sentences, view
-from offbeat.cli.options import JsonFlag, QuietFlag, option
+from offbeat.cli.options import JsonFlag, QuietFlag, TlsFlags, option
 from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable
 from offbeat.cli.progress import Progress, show_progress
 from offbeat.core.configuration import from_plain
@@ -26,8 +27,10 @@ from offbeat.lab.network_test.result import NetworkResult, write_result
 from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
 from offbeat.lab.plots.style import save
 from offbeat.launch.listeners import advertised_address
-from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_rank_info, read_token
-from offbeat.transports.rendezvous import Address
+from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_rank_info
+from offbeat.launch.token_files import joining_token, read_token
+from offbeat.transports.address import Address
+from offbeat.transports.tls import Credentials, Tls
 
 Default = TypeVar("Default", int, None)
 
@@ -42,10 +45,11 @@ def network(
         str | None, option("times that each figure is measured [3; large blocks at once 1]", "N")
     ] = None,
     message_bytes: Annotated[str | None, option("bytes of a message, for updates per second [44000000]", "N")] = None,
-    transport: Annotated[str, option("auto, gloo or mpi [auto: mpi under mpirun, else gloo]", "NAME")] = "auto",
+    transport: Annotated[str, option("auto, tcp or mpi [auto: mpi under mpirun, else tcp]", "NAME")] = "auto",
     no_shared_memory: Annotated[bool, option("use sockets also between ranks of one machine")] = False,
     listen: Annotated[str | None, option("for ranks on other machines [this machine alone]", "HOST:PORT")] = None,
     token_file: Annotated[str | None, option("file with the secret to show; needed with --listen", "FILE")] = None,
+    tls: Annotated[TlsFlags, Parameter(name="*")] = TlsFlags(),  # noqa: B008 (frozen)
     local: Annotated[str | None, option("ranks on this machine, this one among them [all]", "N")] = None,
     wait: Annotated[str | None, option("how long to wait for links to all ranks [60]", "SECONDS")] = None,
     corrupt: Annotated[bool, option("a test: damage a block of the last pair, or of A:B with --corrupt A:B")] = False,
@@ -62,15 +66,18 @@ def network(
         wait_seconds=from_plain(float, wait or "60", "--wait"),
         shared_memory=not no_shared_memory,
     )
-    token = None if token_file is None else read_token(token_file)
     ranks = _number("-n", n, None)
     require(ranks is None or ranks >= 2, f"-n must be 2 or more, but is {ranks}")
     if words and not corrupt:
         require(ranks is None and listen is None, f"{words[0]} says who takes part; leave out -n and --listen")
-        return _join(words, token, transport, test)
+        return _join(words, token_file, tls.settings(), transport, test)
     info = read_rank_info_for(transport)
     if not info.alone:
         _check_launcher(info, ranks, transport)
+        require(
+            tls == TlsFlags() and token_file is None,
+            f"{info.launcher} has started the ranks; set OFFBEAT_TOKEN_FILE, OFFBEAT_TLS and the like instead of flags",
+        )
         ranks = info.processes
     require(ranks is not None, "-n says how many ranks there are; type, for example: offbeat network -n 3")
     assert ranks is not None
@@ -80,7 +87,9 @@ def network(
         result: NetworkResult | None
         if info.alone:
             local_ranks = _number("--local", local, ranks)
-            result = _start(test, ranks, transport, progress, local=local_ranks, listen=listen, token=token)
+            token = None if token_file is None else read_token(token_file)
+            run = functools.partial(run_local, test, ranks, listen=listen, token=token, tls=tls.settings())
+            result = _start(run, test, ranks, transport, progress, local=local_ranks, listen=listen)
         else:
             result = run_test_rank(info, test, progress.step)
     return 0 if result is None else _present(result, None if out is None else Path(out), json)
@@ -110,10 +119,11 @@ def _corrupt_flow(words: Sequence[str], ranks: int) -> tuple[int, int]:
 # Ranks: joined by hand, started by a launcher, or started here
 
 
-def _join(words: Sequence[str], token: bytes | None, transport: str, test: NetworkTest) -> int:
+def _join(words: Sequence[str], token_file: str | None, tls: Tls, transport: str, test: NetworkTest) -> int:
     require(len(words) == 1, f"{words[-1]!r} is one word too many; type, for example: offbeat network {words[0]}")
     require(transport != "mpi", "ranks of MPI are started by mpirun, and none can join; leave out --transport mpi")
-    join_by_hand(Address.parse(words[0]), token, test)
+    address = Address.parse(words[0])
+    join_by_hand(address, Credentials(joining_token(address, token_file), tls), test)
     return 0
 
 
@@ -129,6 +139,7 @@ def _check_launcher(info: RankInfo, ranks: int | None, transport: str) -> None:
 
 
 def _start(
+    run: Callable[..., NetworkResult],
     test: NetworkTest,
     ranks: int,
     transport: str,
@@ -136,8 +147,8 @@ def _start(
     *,
     local: int,
     listen: str | None,
-    token: bytes | None,
 ) -> NetworkResult:
+    """`run` starts the ranks of this machine, where they are not those of MPI."""
     require(1 <= local <= ranks, f"--local must be from 1 to {ranks}, but is {local}")
     require(local == ranks or listen is not None, "--local leaves ranks to other machines; add --listen HOST:PORT")
     if transport == "mpi":
@@ -148,7 +159,7 @@ def _start(
         there = advertised_address(str(listen), address)
         print_status(f"others join with: offbeat network {there} --token-file FILE")
 
-    return run_local(test, ranks, progress.step, local=local, listen=listen, token=token, on_listen=announce)
+    return run(progress.step, local=local, on_listen=announce)
 
 
 def _step_line(kind: str, done: float, total: float | None) -> str:

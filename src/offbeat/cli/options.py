@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter, Token
 
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
+from offbeat.transports.tls import Tls
 
 RUN, LIVE, OUTPUT, CLUSTER = "Run", "Processes", "Output", "Cluster"
 STRATEGY, OPTIMIZER, WORKLOAD = "Strategies", "Optimizer", "Workload"
@@ -67,6 +68,7 @@ BooleanFlag = Annotated[bool, Parameter(negative=())]
 """An option without a value. The text of this and the following is in the docstring of the command's function."""
 Directory = Annotated[str | None, Parameter(metavar="DIR")]
 File = Annotated[str | None, Parameter(metavar="FILE")]
+Files = Annotated[tuple[str, ...], Parameter(metavar="FILE.py", negative=(), consume_multiple=False)]
 HostPort = Annotated[str | None, Parameter(metavar="HOST:PORT")]
 Label = Annotated[str | None, Parameter(metavar="LABEL")]
 Name = Annotated[str | None, Parameter(metavar="NAME")]
@@ -77,6 +79,21 @@ JsonFlag = Annotated[bool, option(_JSON)]
 QuietFlag = Annotated[bool, option(_QUIET)]
 OutputJsonFlag = Annotated[bool, option(_JSON, section=OUTPUT)]
 OutputQuietFlag = Annotated[bool, option(_QUIET, section=OUTPUT)]
+
+
+@dataclass(frozen=True)
+class TlsFlags:
+    """Options of `launch`, `work` and `network` that say how connections are encrypted."""
+
+    tls: Annotated[str, option("encrypt connections: auto (with other machines), on, off [auto]", "MODE")] = "auto"
+    certificate: Annotated[
+        str | None, option("certificate of your own; needs --key and --ca [made for the run]", "FILE")
+    ] = None
+    key: Annotated[str | None, option("the key of --certificate", "FILE")] = None
+    ca: Annotated[str | None, option("authority that has signed the certificates of all machines", "FILE")] = None
+
+    def settings(self) -> Tls:
+        return Tls(mode=self.tls, certificate=self.certificate, key=self.key, ca=self.ca)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, RunSettings
-from offbeat.errors import ConfigurationError, FieldError, unknown
-from offbeat.lab.experiment_plan import Plan, unique_labels
+from offbeat.errors import ConfigurationError, FieldError, quoted, unknown
+from offbeat.lab.experiment_plan import Plan, first_seeds, unique_labels
 from offbeat.live.session_options import LiveOptions
 
 NO_DEFAULTS: Mapping[str, Any] = {}
@@ -115,9 +115,10 @@ def _seeds(text: str) -> tuple[int, ...]:
     count = from_plain(int, text, "--seeds")
     require(
         count >= 1,
-        f"--seeds is how many seeds to run, at least 1, but {count} was given; for one seed of your choice type --seed",
+        f"--seeds is how many seeds to run, at least 1, but {quoted(count)} was given; for one seed of your choice "
+        "type --seed",
     )
-    return tuple(range(count))
+    return first_seeds(count, "--seeds")
 
 
 def cluster_of(flag_values: Mapping[str, Any], base: Cluster) -> Cluster:

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import find_strategy, strategies
 from offbeat.cli.experiment_commands import read_experiment
-from offbeat.cli.options import BooleanFlag, Directory, Label, number
+from offbeat.cli.options import BooleanFlag, Directory, Files, Label, number
 from offbeat.cli.output import EXPERIMENT, PAGE, print_comparison, print_status
 from offbeat.core.validation import require
 from offbeat.lab.plots.figures import write_figures
@@ -41,6 +41,7 @@ def replay(
     seed: Annotated[int | None, number()] = None,
     trace: BooleanFlag = False,
     no_faults: BooleanFlag = False,
+    allow: Files = (),
 ) -> int:
     """Repeat a test of a strategy if a seed is given, and a recorded run otherwise.
 
@@ -49,6 +50,7 @@ def replay(
         seed: the seed of a test of this strategy under random faults, as a failure prints it
         trace: with --seed: print every event and action
         no_faults: with --seed: a cluster without faults
+        allow: a file with a class of the run, which is run as Python; may be repeated
     """
     if seed is not None:
         return _replay_test(what, seed, trace, not no_faults)
@@ -58,7 +60,7 @@ def replay(
     )
     flag = "--trace" if trace else "--no-faults"
     require(not (trace or no_faults), f"{flag} is for a test of a strategy; add --seed N")
-    return _replay_run(Path(what))
+    return _replay_run(Path(what), allow)
 
 
 def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
@@ -74,7 +76,7 @@ def _replay_test(name: str, seed: int, trace: bool, faults: bool) -> int:
     return 0
 
 
-def _replay_run(directory: Path) -> int:
+def _replay_run(directory: Path, allowed: Iterable[str]) -> int:
     header = read_run(directory).header
     require(header.engine == "simulated", f"{directory} is a live run, which is not repeatable; name a simulated run")
     require(
@@ -82,7 +84,7 @@ def _replay_run(directory: Path) -> int:
         f"{directory} has a workload or strategy without a name, so its header does not describe it; repeat its script",
     )
     recorded = (directory / RECORDS).read_bytes()
-    repeated = record_bytes(simulate_experiment(read_experiment(header, directory)).records.records)
+    repeated = record_bytes(simulate_experiment(read_experiment(header, directory, allowed)).records.records)
     if repeated == recorded:
         print(f"identical: {len(recorded.splitlines()):,} records of {header.label}, seed {header.seed}")
         return 0

@@ -34,13 +34,13 @@ class WorkerState:
     idle_seconds: float = 0.0
     send_seconds: float = 0.0
     recent: deque[Round] = field(default_factory=deque)
-    """Rounds that ended within the last `RECENT_SECONDS`."""
-    staleness: deque[int] = field(default_factory=lambda: deque(maxlen=CONTRIBUTIONS_KEPT))
+    """Rounds that ended within the last `RECENT_SECONDS`; an aggregate stays for as long as it covers."""
+    staleness: deque[float] = field(default_factory=lambda: deque(maxlen=CONTRIBUTIONS_KEPT))
     """Of its last contributions to updates."""
 
     def add_round(self, record: Round) -> None:
         self.is_member = self.is_member is not False
-        self.rounds += 1
+        self.rounds += record.rounds
         self.samples += record.samples
         self.compute_seconds += record.seconds
         self.idle_seconds += record.idle_seconds
@@ -100,6 +100,12 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
+def _covered_seconds(record: Update | Round) -> float:
+    """The time that an aggregate covers; 0 for a record of a single round or update."""
+    begin = record.since if isinstance(record, Update) else record.start if record.rounds > 1 else None
+    return 0.0 if begin is None else record.at - begin
+
+
 class RunState:
     """The state of a live run.
 
@@ -127,10 +133,10 @@ class RunState:
         since = self.elapsed - RECENT_SECONDS
         windows: list[deque[Any]] = [self._updates, *(worker.recent for worker in self.workers.values())]
         for window in windows:
-            while window and window[0].at < since:
+            while window and window[0].at < min(since, self.elapsed - _covered_seconds(window[0])):
                 window.popleft()
         for counts in self._traffic.values():
-            while len(counts) > 1 and counts[1][0] < since:
+            while len(counts) > 2 and counts[1][0] < since:
                 counts.popleft()
 
     def _add(self, record: AnyRecord) -> None:
@@ -154,16 +160,19 @@ class RunState:
         return self.workers.setdefault(rank, WorkerState(rank))
 
     def _add_update(self, record: Update) -> None:
-        self.version, self.updates = max(self.version, record.version), self.updates + 1
+        self.version, self.updates = max(self.version, record.version), self.updates + record.updates
         self.is_decentralized = self.is_decentralized or record.rank != 0
         self._applied += record.samples
         self.samples = max(self.samples, record.samples_total, self._applied if self.is_decentralized else 0)
         self._updates.append(record)
-        for part in record.contributions:
-            self._worker(part.rank).staleness.append(part.staleness)
+        for part in record.parts():
+            repeats = min(part.contributions, CONTRIBUTIONS_KEPT)
+            self._worker(part.rank).staleness.extend([part.staleness_sum / part.contributions] * repeats)
 
-    def _per_second(self, records: Iterable[Update | Round]) -> float | None:
-        return _ratio(sum(record.samples for record in records), min(self.elapsed, RECENT_SECONDS))
+    def _per_second(self, records: Sequence[Update | Round]) -> float | None:
+        covered = max((records[-1].at - record.at + _covered_seconds(record) for record in records), default=0.0)
+        seconds = max(covered, min(self.elapsed, RECENT_SECONDS))
+        return _ratio(sum(record.samples for record in records), seconds)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -176,11 +185,14 @@ class RunState:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Bytes sent per second, over the ranks that have reported traffic within the window."""
+        """Bytes sent per second, over the ranks that have reported traffic within the window.
+
+        A count stays for as long as it covers, since beyond the limit of records counts are further apart.
+        """
         rates = [
             _ratio(counts[-1][1] - counts[0][1], counts[-1][0] - counts[0][0])
             for counts in self._traffic.values()
-            if counts[-1][0] >= self.elapsed - RECENT_SECONDS
+            if counts[-1][0] >= self.elapsed - max(RECENT_SECONDS, counts[-1][0] - counts[-2][0])
         ]
         return sum(rate or 0.0 for rate in rates) if rates else None
 

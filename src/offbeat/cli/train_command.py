@@ -33,7 +33,7 @@ from offbeat.lab.simulated_runs import Run
 from offbeat.launch.process_faults import check_faults
 from offbeat.launch.rank_info import RankInfo
 from offbeat.launch.run_monitor import RunObserver
-from offbeat.live.checkpoints import checkpoint_path
+from offbeat.live.checkpoints import has_checkpoint
 from offbeat.live.session_options import LiveOptions, read_live_options
 from offbeat.records.files import HEADER, find_runs, read_header, read_run
 from offbeat.records.schema import Ended, RunRecords
@@ -49,6 +49,8 @@ class _Command:
     rank_info: RankInfo
     resume: Path | None
     output: Output
+    allow: tuple[str, ...] = ()
+    """Files with classes of the run to resume, which may be run."""
 
 
 @with_flags(live_flags())
@@ -63,6 +65,14 @@ def train(
     resume: Annotated[
         str | None, option("continue the run in this directory from its last checkpoint", "RUN", section=LIVE)
     ] = None,
+    allow: Annotated[
+        tuple[str, ...],
+        option(
+            "with --resume: a file with a class of the run, which is run as Python; may be repeated",
+            "FILE.py",
+            section=LIVE,
+        ),
+    ] = (),
     flags: Any,
     output: Any,
 ) -> int:
@@ -70,7 +80,8 @@ def train(
     values = read_flags(flags, live_flags())
     live = live_of(values)
     rank_info = read_rank_info_for(live.transport)
-    command = _Command(words, values, live, rank_info, None if resume is None else Path(resume), output)
+    command = _Command(words, values, live, rank_info, None if resume is None else Path(resume), output, allow)
+    require(resume is not None or not allow, "--allow is for --resume: classes that you name yourself are run anyway")
     require(
         "restarts" not in values[LIVE] or (rank_info.alone and live.transport != "mpi"),
         "--restarts is for processes that offbeat starts itself; leave it out",
@@ -183,7 +194,7 @@ def run_recorded(
             return train_experiment(experiment, directory, live, watcher, resume).records
         return train_as_rank(experiment, directory, rank_info, live, watcher, resume).records
     except KeyboardInterrupt:
-        if not checkpoint_path(directory).exists():
+        if not has_checkpoint(directory):
             raise
         raise KeyboardInterrupt(f"to continue this run type: offbeat train --resume {directory}") from None
     except RunFailed as failed:
@@ -277,7 +288,7 @@ def _read_resumed(command: _Command) -> tuple[Path, Experiment, LiveOptions]:
         header.experiment is not None,
         f"{directory} trained a workload or strategy without a name; resume it from its script, with resume=True",
     )
-    experiment = read_experiment(header, directory)
+    experiment = read_experiment(header, directory, command.allow)
     if "until" in command.flags[RUN]:
         until: Budget | None = from_plain(Budget | None, command.flags[RUN]["until"], "--until")
         experiment = dataclasses.replace(experiment, until=until)

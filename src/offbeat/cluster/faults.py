@@ -70,6 +70,11 @@ class Pause(_Temporary, name="pause"):
 
 
 @dataclass(frozen=True)
+class Hang(_Temporary, name="hang"):
+    """The computation of the rank hangs, as on a stalled file system; its process and its links are alive."""
+
+
+@dataclass(frozen=True)
 class Partition(Fault, name="partition"):
     """A network partition: these ranks can reach each other, but no other rank."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from offbeat.cluster.cluster import Cluster, Link
 from offbeat.cluster.faults import Crash
 from offbeat.cluster.stragglers import CEDAR, NIAGARA, Lognormal, Pareto
-from offbeat.core.configuration import build, read_toml
+from offbeat.core.configuration import build, is_file, read_toml
 from offbeat.errors import unknown
 
 _GIGABYTE = Link(latency_seconds=1.5e-4, bytes_per_second=1e9)
@@ -59,6 +59,6 @@ def load_cluster(name_or_path: str) -> Cluster:
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
-    if path.suffix != ".toml" and not path.is_file():
+    if path.suffix != ".toml" and not is_file(path):
         raise unknown("cluster", name_or_path, PRESETS, "or give the path of a TOML file")
     return build(Cluster, read_toml(path, "cluster"), name_or_path)

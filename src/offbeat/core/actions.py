@@ -95,6 +95,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Close the link to a peer; `PeerLost` follows at both ends. The peer may connect again. `why` is for the user."""
+
+    peer: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetTimer:
     """Request `TimerFired(name)` after `seconds`; replaces a timer of the same name."""
 
@@ -140,4 +148,4 @@ class Finish:
     failure: str | None = None
 
 
-Action = Compute | Cancel | Send | SetTimer | ClearTimer | Evaluate | Report | Finish
+Action = Compute | Cancel | Send | Disconnect | SetTimer | ClearTimer | Evaluate | Report | Finish

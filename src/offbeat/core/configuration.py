@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, quoted, unknown
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def from_plain(kind: Any, plain: Any, where: str) -> Any:
     if origin is Literal:
         allowed = [str(choice) for choice in typing.get_args(kind)]
         if plain not in allowed:
-            raise unknown(f"value for {where}", str(plain), allowed)
+            raise unknown(f"value for {where}", _as_text(plain), allowed)
         return plain
     if origin is tuple:
         return _tuple_from(typing.get_args(kind), plain, where)
@@ -210,7 +210,7 @@ def from_plain(kind: Any, plain: Any, where: str) -> Any:
         return _member_from(kind, plain, where)
     if dataclasses.is_dataclass(kind):
         if isinstance(plain, str | int | float) and hasattr(kind, "shorthand"):
-            return kind.shorthand(str(plain))
+            return kind.shorthand(_as_text(plain))
         return build(cast(type[Any], kind), _table(plain, where), where)
     return _scalar(kind, plain, where)
 
@@ -276,21 +276,26 @@ def _tuple_from(kinds: Sequence[Any], plain: Any, where: str) -> tuple[Any, ...]
 
 def _member_from(family: type[Any], plain: Any, where: str) -> Any:
     if isinstance(plain, str | int | float):
-        return family.shorthand(str(plain))
+        return family.shorthand(_as_text(plain))
     table = dict(_table(plain, where))
     name = table.pop("name", None)
     if name is None:
         if family.name:
             return build(family, table, where)
         raise ConfigurationError(f"{where} needs a name; known: {', '.join(sorted(family.members))}")
-    if name not in family.members:
-        raise unknown(f"{noun(family)} for {where}", str(name), family.members)
+    if not isinstance(name, str) or name not in family.members:
+        raise unknown(f"{noun(family)} for {where}", _as_text(name), family.members)
     return build(family.members[name], table, where)
+
+
+def _as_text(plain: Any) -> str:
+    """Plain data as a word, to be compared with names."""
+    return plain if isinstance(plain, str) else quoted(plain)
 
 
 def _table(plain: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(plain, Mapping):
-        raise ConfigurationError(f"{where} is a table of keys and values, but {plain!r} was given")
+        raise ConfigurationError(f"{where} is a table of keys and values, but {quoted(plain)} was given")
     return plain
 
 
@@ -313,7 +318,15 @@ def _scalar(kind: Any, plain: Any, where: str) -> Any:
                 return number
             if kind is int and number == int(number):
                 return int(plain if isinstance(plain, int) else number)
-    raise ConfigurationError(f"{where} is {EXPECTED.get(kind, noun(kind))}, but {plain!r} was given")
+    raise ConfigurationError(f"{where} is {EXPECTED.get(kind, noun(kind))}, but {quoted(plain)} was given")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; False as well for a text that cannot be a path."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with a null character
+        return False
 
 
 def read_text(path: str | Path, what: str, utf8_hint: str) -> str:
@@ -330,6 +343,8 @@ def read_text(path: str | Path, what: str, utf8_hint: str) -> str:
         raise ConfigurationError(f"the {what} {path} cannot be read: {reason}") from None
     except UnicodeDecodeError:
         raise ConfigurationError(f"the {what} {path} is not UTF-8 text{utf8_hint}") from None
+    except ValueError:
+        raise ConfigurationError(f"the {what} {str(path)!r} cannot be read: its name holds a null character") from None
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
@@ -341,3 +356,7 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
         return tomllib.loads(read_text(path, f"{what} file", ", which TOML must be"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"the {what} file {path} is not TOML: {error}") from None
+    except ValueError:  # what Python says of an integer that is too long would not help
+        raise ConfigurationError(f"the {what} file {path} holds a number of thousands of digits; shorten it") from None
+    except RecursionError:
+        raise ConfigurationError(f"the {what} file {path} is nested too deeply; use fewer levels of brackets") from None

@@ -34,6 +34,13 @@ class SampleLedger:
         self._ranges[at:at] = [(first, stop)]
         self._join(at)
 
+    def overlaps(self, first: int, stop: int) -> bool:
+        """Whether any of the draws [first, stop) is accounted for."""
+        at = bisect_right(self._ranges, first, key=lambda entry: entry[0])
+        before = self._ranges[at - 1] if at else (0, 0)
+        after = self._ranges[at] if at < len(self._ranges) else (stop, stop)
+        return first < stop and (before[1] > first or after[0] < stop)
+
     def _join(self, at: int) -> None:
         """Merge the range at index `at` with adjacent ones."""
         for left in (at, at - 1):

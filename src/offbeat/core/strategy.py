@@ -49,7 +49,14 @@ State = dict[str, Any]
 
 
 class Cadence(Family):
-    """How often to evaluate."""
+    """How often to evaluate. Shorthand: `2s`, or `100` for updates."""
+
+    @classmethod
+    def shorthand(cls, text: str) -> Any:
+        try:
+            return EverySeconds(float(text[:-1])) if text.endswith("s") else EveryUpdates(int(text))
+        except ValueError:  # not a number: the name of a cadence, with its settings
+            return super().shorthand(text)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from offbeat.core.actions import (
     Cancel,
     ClearTimer,
     Compute,
+    Disconnect,
     Evaluate,
     Finish,
     Record,
@@ -39,6 +40,9 @@ class Backend(Protocol):
         """Whether this rank exchanges messages with another, by its strategy."""
 
     def send(self, action: Send) -> None: ...
+    def disconnect(self, action: Disconnect) -> None:
+        """Called with or without a link to the peer."""
+
     def compute(self, action: Compute) -> None: ...
     def cancel(self) -> None:
         """Called with or without an outstanding `Compute`."""
@@ -71,6 +75,10 @@ def dispatch(action: Action, backend: Backend) -> None:
             backend.set_timer(name, seconds)
         case ClearTimer(name=name):
             backend.clear_timer(name)
+        case Disconnect(peer=peer):
+            if not backend.is_peer(peer):
+                _refuse(backend, f"asked to disconnect {peer}, which its strategy does not name as a peer")
+            backend.disconnect(action)
         case Cancel():
             backend.cancel()
         case Evaluate():

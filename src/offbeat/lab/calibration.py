@@ -232,7 +232,8 @@ class _ProbeRunner:
         if self.on_probe is not None:
             self.on_probe(self.begun, (5 if self.delayed else 4) * REPETITIONS + 2, what)
         seconds = self.seconds * shares / ((4 + DELAYED_SHARES if self.delayed else 4) * REPETITIONS + 2)
-        live = dataclasses.replace(self.live, checkpoint_seconds=None)
+        # Every round is measured, so that none may be aggregated.
+        live = dataclasses.replace(self.live, checkpoint_seconds=None, records_max_bytes=None)
         for attempt in range(ATTEMPTS_MAX):
             until = Seconds(seconds * 2**attempt)
             experiment = Experiment(

@@ -34,10 +34,13 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, RunSettings
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, quoted, unknown
 
 WHAT_RUNS = ("workload", "strategies", "labels")
 """Fields of a plan that name what is run; the others are settings of all its runs."""
+
+SEEDS_MAX = 100_000
+"""The largest number of seeds that a number can stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +87,12 @@ class Plan(RunSettings):
             missing = "workload" if "workload" not in table else "strategy"
             raise ConfigurationError(f'{where} names no {missing}; add {missing} = "..."')
         workload = from_plain(NamedWorkload, table.pop("workload"), f"{where}: workload")
-        entries = table.pop("strategy")
         labels, strategies = [], []
-        for entry in entries if isinstance(entries, list) else [entries]:
-            entry = {"name": entry} if isinstance(entry, str) else dict(entry)
+        for entry in strategy_entries(table.pop("strategy"), where):
             labels.append(entry.pop("label", None))
-            strategies.append(from_plain(Strategy, entry, f"{where}: strategy {entry.get('name', '')}".rstrip()))
-        if isinstance(table.get("seeds"), int):
-            table["seeds"] = list(range(table["seeds"]))
+            strategies.append(from_plain(Strategy, entry, _place_of(entry, where)))
+        if isinstance(table.get("seeds"), int) and not isinstance(table["seeds"], bool):
+            table["seeds"] = first_seeds(table["seeds"], f"{where}.seeds")
         if isinstance(table.get("cluster"), str):
             table["cluster"] = to_plain(load_cluster(table["cluster"]))
         names = (label or strategy.name for label, strategy in zip(labels, strategies, strict=True))
@@ -111,6 +112,38 @@ class Plan(RunSettings):
         if self.evaluate is None:
             plain["evaluate"] = "none"
         return plain
+
+
+def _place_of(entry: Mapping[str, Any], where: str) -> str:
+    """The name of an entry of an experiment file in error messages."""
+    name = entry.get("name")
+    return f"{where}: strategy {name}" if isinstance(name, str) else f"{where}: strategy"
+
+
+def strategy_entries(entries: Any, where: str) -> list[dict[str, Any]]:
+    """What an experiment file has under `strategy`, one table for each; `where` names the file in error messages.
+
+    Raises ConfigurationError for an entry that is neither a name nor a table, and for a label that is no word.
+    """
+    tables = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, str | Mapping):
+            raise ConfigurationError(f"{where}: a strategy is a name or a table, but {quoted(entry)} was given")
+        table = {"name": entry} if isinstance(entry, str) else dict(entry)
+        if not isinstance(table.get("label") or "", str):
+            raise ConfigurationError(f"{where}: a label is a word, but {quoted(table['label'])} was given")
+        tables.append(table)
+    return tables
+
+
+def first_seeds(count: int, where: str) -> tuple[int, ...]:
+    """The seeds from 0 on that a number of seeds stands for; `where` names it in error messages."""
+    require(
+        count <= SEEDS_MAX,
+        f"{where} is how many seeds to run, at most {SEEDS_MAX}, but {quoted(count)} was given; for one seed of your "
+        "choice type --seed",
+    )
+    return tuple(range(count))
 
 
 def unique_labels(names: Iterable[str], groups: Iterable[Hashable] | None = None) -> tuple[str, ...]:

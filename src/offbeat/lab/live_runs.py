@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import socket
 import sys
 import tempfile
@@ -35,17 +36,18 @@ from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.listeners import advertised_address, open_listener
 from offbeat.launch.process_faults import check_faults
 from offbeat.launch.process_settings import keep_freed_memory, rank_names
-from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_report_pipe, read_token
+from offbeat.launch.rank_info import RankInfo, environment_of, read_rank_info, read_report_pipe
 from offbeat.launch.rank_processes import RankFacts
 from offbeat.launch.run_failure import RunFailure
 from offbeat.launch.run_monitor import RunMonitor, RunObserver
 from offbeat.launch.supervisor import Supervisor, SupervisorOptions
-from offbeat.live.checkpoints import checkpoint_path, read_checkpoint
+from offbeat.launch.token_files import read_token
+from offbeat.live.checkpoints import has_checkpoint, is_being_written, read_checkpoint
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_options import LiveOptions, SessionOptions, read_live_options, write_live_options
 from offbeat.records.files import HEADER, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
-from offbeat.records.schema import AnyRecord, RunHeader, RunRecords
+from offbeat.records.schema import RECORD_DECODER, AnyRecord, RunHeader, RunRecords
 
 DEFAULT_LIVE_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)
@@ -135,7 +137,7 @@ def train_experiment(
     """
     require(
         live.transport != "mpi",
-        "processes that are started here meet over gloo; for MPI start the script itself: mpirun -n 4 python script.py",
+        "processes that are started here meet over TCP; for MPI start the script itself: mpirun -n 4 python script.py",
     )
     experiment, workload = experiment.resolved(LIVE_SECONDS_PER_SAMPLE)
     processes = experiment.strategy.processes(experiment.worker_count)
@@ -221,9 +223,9 @@ def _resolve_for_launcher(
     experiment: Experiment, rank_info: RankInfo, live: LiveOptions
 ) -> tuple[Experiment, Workload]:
     """The experiment with defaults filled in; raises if processes of a launcher cannot run it."""
-    for name in ("listen", "token_file", "local_workers"):
+    for name in ("listen", "token_file", "tls", "certificate", "key", "ca", "local_workers"):
         require(
-            getattr(live, name) is None,
+            getattr(live, name) == getattr(type(live), name),
             f"{rank_info.launcher} has started the processes of this run, so --{name.replace('_', '-')} has no use "
             "here; leave it out",
         )
@@ -303,17 +305,20 @@ class _TimedRecord(msgspec.Struct):
 
 
 def _truncate_records(directory: Path, elapsed_seconds: float) -> None:
-    """Remove what peers recorded after the checkpoint of rank 0, since they resume from its time, too."""
+    """Remove what peers recorded after the checkpoint of rank 0, since they resume from its time, too.
+
+    An aggregate of which a part is later is removed as a whole. Earlier records may come after it.
+    """
     for rank, path in rank_files(directory):
         if rank == 0:  # truncates its own file, at the position in the checkpoint
             continue
-        position = 0
-        for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_TimedRecord).at > elapsed_seconds:
-                break
-            position += len(line)
+        lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        is_kept = [msgspec.json.decode(line, type=_TimedRecord).at <= elapsed_seconds for line in lines]
+        leading = is_kept.index(False) if False in is_kept else len(lines)
         with RankWriter(directory, rank) as writer:
-            writer.truncate(position)
+            writer.truncate(sum(map(len, lines[:leading])))
+            for line in itertools.compress(lines[leading:], is_kept[leading:]):
+                writer.write(RECORD_DECODER.decode(line))
 
 
 def _finished_run(directory: Path, out: Path | None, experiment: Experiment, workload: Workload) -> Run:
@@ -326,7 +331,7 @@ def _finished_run(directory: Path, out: Path | None, experiment: Experiment, wor
 def _resume_hint(failure: RunFailure, directory: Path, experiment: Experiment) -> str:
     """How to resume a run whose hub was killed; empty if the hub failed, which it would do again."""
     is_named = experiment.to_plain() is not None
-    if not failure.was_killed or not is_named or not checkpoint_path(directory).exists():
+    if not failure.was_killed or not is_named or not has_checkpoint(directory):
         return ""
     return f"; to go on from its last checkpoint type: offbeat train --resume {directory}"
 
@@ -355,7 +360,7 @@ def _supervise(
     strategy = experiment.strategy
     processes = strategy.processes(experiment.worker_count)
     token = None if live.token_file is None else read_token(live.token_file)
-    listener, address, token = open_listener(live.listen, token)
+    listener, address, credentials = open_listener(live.listen, token, live.tls_settings())
     if live.listen is not None:
         observer.say(f"workers may join: offbeat work {advertised_address(live.listen, address)}")
     forks = _can_fork(experiment)
@@ -365,7 +370,7 @@ def _supervise(
 
     def start(rank: int, incarnation: int) -> Child:
         rank_info = RankInfo(
-            rank, processes, address, token, None, directory, False, "offbeat", incarnation=incarnation
+            rank, processes, address, credentials, None, directory, False, "offbeat", incarnation=incarnation
         )
         if rank == 0:
             began = monitor.began if incarnation else None
@@ -397,6 +402,7 @@ def _supervise(
                 restarts_max=live.restarts,
                 faults=experiment.cluster.faults,
                 has_remote_ranks=live.listen is not None,
+                is_saving=functools.partial(is_being_written, directory),
             ),
         )
         return supervisor.run(monitor)

@@ -26,7 +26,9 @@ from offbeat.live.session import Session
 from offbeat.live.session_options import RunDescription, SessionOptions, read_live_options
 from offbeat.live.state_file import load, save
 from offbeat.records.files import RESULT, read_header
-from offbeat.transports.rendezvous import Address, request_assignment
+from offbeat.transports.address import Address
+from offbeat.transports.rendezvous import request_assignment
+from offbeat.transports.tls import Credentials
 
 
 def worker_main(directory: Path, rank_info: RankInfo) -> int:
@@ -40,7 +42,7 @@ def worker_main(directory: Path, rank_info: RankInfo) -> int:
 
 def join_run(
     address: Address,
-    token: bytes | None,
+    credentials: Credentials,
     *,
     wait_seconds: float,
     member: str,
@@ -50,13 +52,13 @@ def join_run(
     """Join a run as one more worker, until it ends; returns the exit code.
 
     address: the listener of the run
-    token: the secret of the run, or None
+    credentials: of the run
     wait_seconds: how long to wait for a listener at the address
     member: the name by which the listener recognises this process
     prepare: is called with the experiment as plain data before it is decoded
     threads: torch threads; None: as many as the run says
     """
-    assignment = request_assignment(address, token, member=member, rank=None, wait_seconds=wait_seconds)
+    assignment = request_assignment(address, credentials, member=member, rank=None, wait_seconds=wait_seconds)
     require(
         assignment.experiment is not None,
         f"the run at {address} trains a script of its own; name it: offbeat work {address} script.py",
@@ -67,7 +69,7 @@ def join_run(
     if prepare is not None and header.experiment is not None:
         prepare(header.experiment)
     experiment, workload = decode_experiment(header.experiment).resolved()
-    rank_info = RankInfo(assignment.rank, assignment.processes, address, token, launcher="offbeat", member=member)
+    rank_info = RankInfo(assignment.rank, assignment.processes, address, credentials, launcher="offbeat", member=member)
     live = description.live if threads is None else dataclasses.replace(description.live, threads=threads)
     options = SessionOptions(experiment=experiment, live=live, header=header, sends_records=True)
     run_rank(options, workload, rank_info)

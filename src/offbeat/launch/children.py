@@ -2,14 +2,15 @@
 
 Each has a session of its own. So Ctrl-C in a terminal reaches this process alone, which forwards it in an order of its
 own, and the processes that a child has started (the workers of a DataLoader) can be ended with it. If this process
-dies, even by SIGKILL, the kernel kills the child, on Linux. It does so when the *thread* that started the child ends:
-start children in one that stays.
+dies, even by SIGKILL, the kernel kills the child, on Linux, and `orphan_guard` what the child has started. The kernel
+does so when the *thread* that started the child ends: start children in one that stays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -26,12 +27,14 @@ from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
 from offbeat.launch.failure_reports import (
     FailureReport,
     first_unindented,
+    is_out_of_memory,
     one_line,
     pipe_address,
     read_report,
     report_of,
     send_report,
 )
+from offbeat.launch.orphan_guard import guard
 from offbeat.launch.process_settings import keep_freed_memory, memory_environment
 from offbeat.launch.rank_info import LISTENER_VARIABLE, REPORT_VARIABLE
 
@@ -82,6 +85,7 @@ class Child:
             target=self._read, args=(pipes.output[0],), name=f"offbeat output {pid}", daemon=True
         )
         self._reader.start()
+        guard.add(pid)
 
     def poll(self) -> int | None:
         """The exit code, or minus the signal that ended it; None while it runs.
@@ -91,6 +95,7 @@ class Child:
         if self._code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             self._signal_group(signal.SIGKILL)
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            guard.remove(self.pid)
             if self._popen is not None:
                 self._popen.returncode = self._code
             self.report = read_report(self._pipes.reports[0])
@@ -147,7 +152,13 @@ class _Pipes:
     """From a child to this process: what it prints, and its report of a failure. Pairs of reading and writing end."""
 
     def __init__(self) -> None:
-        self.output, self.reports = os.pipe(), os.pipe()
+        self.output = os.pipe()
+        try:
+            self.reports = os.pipe()
+        except OSError:
+            os.close(self.output[0])
+            os.close(self.output[1])
+            raise
 
     def close(self, end: Literal[0, 1]) -> None:
         """Close the two reading ends, 0, or the two writing ends, 1."""
@@ -184,7 +195,10 @@ def start_command(
     Raises:
         RunFailed: the program cannot be started.
     """
-    pipes = _Pipes()
+    try:
+        pipes = _Pipes()
+    except OSError as error:
+        raise _cannot_start(argv[0], error) from None
     bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())] if _LINUX else []
     try:
         popen = subprocess.Popen(
@@ -204,7 +218,7 @@ def start_command(
         )
     except OSError as error:
         pipes.close(0)
-        raise RunFailed(f"{argv[0]} cannot be started ({error.strerror})") from None
+        raise _cannot_start(argv[0], error) from None
     finally:
         pipes.close(1)
         if listener is not None:
@@ -223,13 +237,21 @@ def start_forked(
 ) -> Child:
     """Run a function in a forked copy of this process, for what cannot be serialized; arguments as `start_command`."""
     parent = os.getpid()
-    pipes = _Pipes()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         # It warns that other threads may hold locks: the copy uses none of them, and exits without cleaning up.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+        try:
+            pipes = _Pipes()
+        except OSError as error:
+            raise _cannot_start(f"the process of rank {rank}", error) from None
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pipes.close(0)
+            pipes.close(1)
+            raise _cannot_start(f"the process of rank {rank}", error) from None
     if pid == 0:
         code = 1
         try:
@@ -243,8 +265,15 @@ def start_forked(
     return Child(rank, incarnation, pid, pipes, on_line)
 
 
+def _cannot_start(what: str, error: OSError) -> RunFailed:
+    is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+    hint = "; allow more open files, for example by: ulimit -n 4096" if is_limit else ""
+    return RunFailed(f"{what} cannot be started ({error.strerror}){hint}")
+
+
 def _forked(function: Callable[[], int], parent: int, pipes: _Pipes, environment: Mapping[str, str]) -> int:
     os.setsid()
+    guard.forget()
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
@@ -273,8 +302,9 @@ def _exit_code(function: Callable[[], int], reports: int) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        send_report(reports, report_of(error))
-        traceback.print_exc()
+        is_reported = send_report(reports, report_of(error))
+        if not (is_reported and is_out_of_memory(error)):  # where it ran out says nothing
+            traceback.print_exc()
         return 1
     finally:
         sys.stderr.flush()

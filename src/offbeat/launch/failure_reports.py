@@ -23,6 +23,8 @@ SENTENCE_CHARACTERS_MAX = 10_000
 """Longer sentences are cut, so that a report fits into an empty pipe and no child blocks on writing it."""
 REPORT_BYTES_MAX = 1 << 16
 
+OUT_OF_MEMORY = "it ran out of memory; use a smaller model or micro-batch, or fewer processes on this machine"
+
 
 class FailureKind(enum.Enum):
     """What kind of exception ended a process."""
@@ -50,10 +52,18 @@ def report_of(error: BaseException) -> FailureReport:
     if isinstance(error, OffbeatError):
         lost_peer = error.peer if isinstance(error, LinkLost) else None
         return FailureReport(_kind_of(error), one_line(error), lost_peer)
+    if is_out_of_memory(error):
+        return FailureReport(FailureKind.RUN_FAILED, OUT_OF_MEMORY)
     if isinstance(error, KeyboardInterrupt):
         return FailureReport(FailureKind.INTERRUPTED, "interrupted")
     lines = "".join(traceback.format_exception_only(error)).splitlines()
     return FailureReport(FailureKind.OTHER, first_unindented(lines) or type(error).__name__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python or torch could not allocate memory; torch says so by a RuntimeError, or a subclass of its own."""
+    is_torchs = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return isinstance(error, MemoryError) or is_torchs or type(error).__name__ == "OutOfMemoryError"
 
 
 def _kind_of(error: OffbeatError) -> FailureKind:

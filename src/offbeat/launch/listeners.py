@@ -10,25 +10,43 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-from offbeat.errors import RunFailed
-from offbeat.transports.rendezvous import Address, listen
+from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.launch.token_files import listener_name, shared_token
+from offbeat.transports.address import Address
+from offbeat.transports.listener import listen
+from offbeat.transports.tls import Credentials, Tls
 
 LOOPBACK = "127.0.0.1"
 
 
-def open_listener(address: str | None, token: bytes | None) -> tuple[socket.socket, Address, bytes | None]:
-    """The socket for rank 0, the address by which processes of this machine reach it, and the token.
+def open_listener(
+    address: str | None,
+    token: bytes | None,
+    tls: Tls = Tls(),  # noqa: B008 (frozen)
+) -> tuple[socket.socket, Address, Credentials]:
+    """The socket for rank 0, the address by which processes of this machine reach it, and the credentials of the run.
 
-    Without an address it listens on loopback, with a new random token unless one is given. Raises ConfigurationError.
+    Without an address it listens on loopback, with a new random token. Where only this machine can connect, the token
+    of a given address is shared among the processes of this user. Raises ConfigurationError.
     """
-    if address is None and token is None:
-        token = secrets.token_bytes(16)
-    listener = listen(Address(LOOPBACK, 0) if address is None else Address.parse(address), token)
+    tls.check()
+    if address is None:
+        listener = listen(Address(LOOPBACK, 0))
+        return listener, Address(*listener.getsockname()[:2]), Credentials(token or secrets.token_hex(32).encode(), tls)
+    listener = listen(Address.parse(address))
     host, port = listener.getsockname()[:2]
     local = ipaddress.ip_address(host)
+    if token is None:
+        if not local.is_loopback:
+            listener.close()
+            raise ConfigurationError(
+                f"listening on {address} lets other machines in, which needs a token; give one with --token-file FILE, "
+                "or listen on 127.0.0.1"
+            )
+        token = shared_token(listener_name(port))
     if local.is_unspecified:
         host = LOOPBACK if local.version == 4 else "::1"
-    return listener, Address(host, port), token
+    return listener, Address(host, port), Credentials(token, tls)
 
 
 def advertised_address(requested: str, opened: Address) -> Address:
@@ -56,11 +74,14 @@ def _store(host: str, port: int, serves: bool) -> Any:
 
 
 def find_listener(
-    rank: int, host: str, store: tuple[str, int], store_exists: bool, prefix: str, token: bytes | None
-) -> tuple[Address, bytes, int | None]:
+    rank: int, host: str, store: tuple[str, int], store_exists: bool, prefix: str
+) -> tuple[Address, int | None]:
     """Open and publish the listener on rank 0, and look it up on the others. May be called for one run after another.
 
-    Returns the address, the token, and on rank 0 the file descriptor of the listener.
+    The store has no authentication, so it holds no secret, and what it says is not believed: the process at the
+    address must know the token.
+
+    Returns the address, and on rank 0 the file descriptor of the listener.
 
     Args:
         rank: of this process.
@@ -68,7 +89,6 @@ def find_listener(
         store: host and port of torchrun's store.
         store_exists: whether torchrun's agent serves the store; otherwise rank 0 does.
         prefix: of keys in the store.
-        token: secret of the run; None to make one and publish it.
 
     Raises:
         RunFailed: the store cannot be used.
@@ -81,15 +101,12 @@ def find_listener(
         shared = PrefixStore(f"{prefix}/{number}", _store(*store, rank == 0 and not store_exists))
         listener = None
         if rank == 0:
-            # A token of the user is not published: the store has no authentication.
-            published = secrets.token_hex(16) if token is None else ""
-            listener = listen(Address(host, 0), token or bytes.fromhex(published))
-            shared.set("rank 0", f"{listener.getsockname()[1]} {published}")
-        port, _, published = shared.get("rank 0").decode().partition(" ")
+            listener = listen(Address(host, 0))
+            shared.set("rank 0", str(listener.getsockname()[1]))
+        port = int(shared.get("rank 0"))
     except (RuntimeError, ValueError) as error:
         raise RunFailed(
             f"rank {rank} could not learn from torchrun's store at {store[0]}:{store[1]} where rank 0 listens "
             f"({' '.join(str(error).split())[:200]})"
         ) from None
-    secret = bytes.fromhex(published) if token is None else token
-    return Address(host, int(port)), secret, None if listener is None else listener.detach()
+    return Address(host, port), None if listener is None else listener.detach()

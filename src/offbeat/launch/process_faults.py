@@ -1,4 +1,7 @@
-"""Faults that are injected into the local processes of a live run: crashes and pauses, by signals."""
+"""Faults that are injected into the local processes of a live run: crashes and pauses, by signals.
+
+A hang is not one of them: the process that computes injects it itself, see `live/live_round.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from offbeat.cluster.faults import Crash, Fault, Pause
+from offbeat.cluster.faults import Crash, Fault, Hang, Pause
 from offbeat.errors import ConfigurationError
 from offbeat.launch.rank_processes import RankProcesses
 
@@ -89,9 +92,9 @@ def check_faults(
     """
     local = None if ranks is None else set(ranks)
     for fault in faults:
-        if not isinstance(fault, Crash | Pause):
+        if not isinstance(fault, Crash | Pause | Hang):
             raise ConfigurationError(
-                f"the fault {fault.name!r} can only be simulated; a live run takes crash and pause, "
+                f"the fault {fault.name!r} can only be simulated; a live run takes crash, pause and hang, "
                 "or type: offbeat simulate"
             )
         if local is not None and fault.rank not in local:

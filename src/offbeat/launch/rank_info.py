@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,11 +18,12 @@ from typing import Literal
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.launch.failure_reports import find_pipe
 from offbeat.launch.listeners import LOOPBACK, find_listener
-from offbeat.transports.rendezvous import Address
+from offbeat.launch.token_files import read_token, shared_token
+from offbeat.transports.address import Address
+from offbeat.transports.tls import Credentials, Tls
 
 LISTENER_VARIABLE, REPORT_VARIABLE = "OFFBEAT_LISTENER", "OFFBEAT_REPORT"
 """File descriptors that are passed to a child: of the socket at which it listens, and of the pipe for its failure."""
-MAKE_A_TOKEN = "umask 077; head -c 32 /dev/urandom | base64 > FILE"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class RankInfo:
     processes: int = 1
     address: Address | None = None
     """Of rank 0; None where there are no other processes, and under MPI."""
-    token: bytes | None = None
+    credentials: Credentials | None = None
+    """Of the run; None where there are no other processes, and under MPI."""
     listener: int | None = None
     """File descriptor of a socket that listens at `address` already, for rank 0; None to open one there."""
     directory: Path | None = None
@@ -43,7 +44,7 @@ class RankInfo:
     launcher: Literal["alone", "offbeat", "torchrun", "mpirun", "slurm"] = "alone"
     member: str = ""
     """Name of a process that was started by hand, by which rank 0 recognises it."""
-    transport: Literal["gloo", "mpi"] = "gloo"
+    transport: Literal["tcp", "mpi"] = "tcp"
     """How it is connected to the other ranks."""
     first_here: bool = True
     """Whether no lower rank is on this machine, as far as the launcher reports it."""
@@ -55,7 +56,7 @@ class RankInfo:
     @property
     def alone(self) -> bool:
         """Whether there are no other processes."""
-        return self.address is None and self.transport == "gloo"
+        return self.address is None and self.transport == "tcp"
 
 
 Environment = Mapping[str, str]
@@ -93,9 +94,9 @@ def _from_launcher(env: Environment, transport: str) -> RankInfo:
         return _from_torchrun(env)
     for names in _MPI_VARIABLES:
         if set(names) <= env.keys():
-            if transport == "gloo" and env[names[1]] != "1":
+            if transport == "tcp" and env[names[1]] != "1":
                 raise ConfigurationError(
-                    "processes that mpirun starts are connected by MPI, not by gloo; start them with 'offbeat launch "
+                    "processes that mpirun starts are connected by MPI, not by TCP; start them with 'offbeat launch "
                     "-n N' or 'offbeat train', or leave the transport to be chosen"
                 )
             return _from_mpi(env, names, "mpirun")
@@ -112,14 +113,14 @@ _MPI_VARIABLES = (
 )
 """Variables of Open MPI and of MPICH and its derivatives: rank, processes, local rank. srun may set PMI_RANK alone."""
 
-TRANSPORTS = ("auto", "gloo", "mpi")
+TRANSPORTS = ("auto", "tcp", "mpi")
 
 
 def _from_mpi(env: Environment, names: tuple[str, str, str], launcher: Literal["mpirun", "slurm"]) -> RankInfo:
     rank, processes = _rank_and_processes(env, *names[:2])
     first_here = env.get(names[2], "0") == "0"
     return RankInfo(
-        rank, processes, launcher=launcher, transport="mpi" if processes > 1 else "gloo", first_here=first_here
+        rank, processes, launcher=launcher, transport="mpi" if processes > 1 else "tcp", first_here=first_here
     )
 
 
@@ -129,7 +130,7 @@ def environment_of(rank_info: RankInfo) -> dict[str, str]:
         "OFFBEAT_RANK": str(rank_info.rank),
         "OFFBEAT_PROCESSES": str(rank_info.processes),
         "OFFBEAT_ADDRESS": rank_info.address and str(rank_info.address),
-        "OFFBEAT_TOKEN": rank_info.token and rank_info.token.hex(),
+        **_environment_of_credentials(rank_info.credentials),
         "OFFBEAT_DIRECTORY": rank_info.directory and str(rank_info.directory.absolute()),
         "OFFBEAT_RESUME": "1" if rank_info.resume else None,
         "OFFBEAT_MEMBER": rank_info.member,
@@ -139,25 +140,17 @@ def environment_of(rank_info: RankInfo) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value}
 
 
-def read_token(path: str | Path, say: Callable[[str], None] | None = None) -> bytes:
-    """The token in a file, stripped; raises ConfigurationError. `say` gets a warning if others can read the file."""
-    try:
-        token = Path(path).read_bytes().strip()
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        reason = (error.strerror or "it cannot be read").lower()
-        raise ConfigurationError(
-            f"the token file {path} cannot be read: {reason}; to make one type: {MAKE_A_TOKEN}"
-        ) from None
-    if not token:
-        raise ConfigurationError(f"the token file {path} is empty; to make a token type: {MAKE_A_TOKEN}")
-    if mode & 0o077:
-        (say or _say)(f"other users can read the token file {path}; type: chmod 600 {path}")
-    return token
-
-
-def _say(sentence: str) -> None:
-    print(f"offbeat: {sentence}", file=sys.stderr)
+def _environment_of_credentials(credentials: Credentials | None) -> dict[str, str | None]:
+    if credentials is None:
+        return {}
+    tls = credentials.tls
+    return {
+        "OFFBEAT_TOKEN": credentials.token.hex(),
+        "OFFBEAT_TLS": tls.mode,
+        "OFFBEAT_CERTIFICATE": tls.certificate,
+        "OFFBEAT_KEY": tls.key,
+        "OFFBEAT_CA": tls.ca,
+    }
 
 
 def _from_offbeat(env: Environment) -> RankInfo:
@@ -173,7 +166,7 @@ def _from_offbeat(env: Environment) -> RankInfo:
         rank=rank,
         processes=processes,
         address=None if address is None else Address.parse(address),
-        token=_token(env),
+        credentials=None if address is None else Credentials(_token(env) or _no_token(), _tls(env)),
         listener=_number(env, LISTENER_VARIABLE) if env.get(LISTENER_VARIABLE) else None,
         launcher="offbeat",
         member=env.get("OFFBEAT_MEMBER", ""),
@@ -184,21 +177,24 @@ def _from_offbeat(env: Environment) -> RankInfo:
 
 def _from_torchrun(env: Environment) -> RankInfo:
     rank, processes = _rank_and_processes(env, "RANK", "WORLD_SIZE")
-    token, address, listener = _token(env), None, None
+    credentials, address, listener = None, None, None
     if processes > 1:
         is_one_machine = env.get("LOCAL_WORLD_SIZE", str(processes)) == str(processes)
+        token = _token(env)
         if not is_one_machine and token is None:
             raise _needs_token("torchrun")
-        address, token, listener = find_listener(
+        run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+        credentials = Credentials(token or shared_token(_file_name("torchrun", run, store[1])), _tls(env))
+        address, listener = find_listener(
             rank=rank,
             host=LOOPBACK if is_one_machine else env["MASTER_ADDR"],
-            store=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
+            store=store,
             store_exists=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            prefix=f"offbeat/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            token=token,
+            prefix=f"offbeat/{run}",
         )
     first_here = env.get("LOCAL_RANK", "0") == "0"
-    return RankInfo(rank, processes, address, token, listener, launcher="torchrun", first_here=first_here)
+    return RankInfo(rank, processes, address, credentials, listener, launcher="torchrun", first_here=first_here)
 
 
 def _from_slurm(env: Environment) -> RankInfo:
@@ -212,9 +208,13 @@ def _from_slurm(env: Environment) -> RankInfo:
             raise ConfigurationError("SLURM names no nodes; SLURM_JOB_NODELIST is expected to hold them")
     # One port for all processes of a job, and another for the next job on the same machine.
     port = 20_000 + _number(env, "SLURM_JOB_ID") % 20_000
-    address = Address(host, port) if processes > 1 else None
     first_here = env.get("SLURM_LOCALID", "0") == "0"
-    return RankInfo(rank, processes, address, token, launcher="slurm", first_here=first_here)
+    if processes == 1:
+        return RankInfo(rank, processes, launcher="slurm", first_here=first_here)
+    step = [env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    credentials = Credentials(token or shared_token(_file_name("slurm", *step)), _tls(env))
+    address = Address(host, port)
+    return RankInfo(rank, processes, address, credentials, launcher="slurm", first_here=first_here)
 
 
 def first_host(nodes: str) -> str:
@@ -232,6 +232,27 @@ def _token(env: Environment) -> bytes | None:
                 "OFFBEAT_TOKEN does not hold hexadecimal digits; set OFFBEAT_TOKEN_FILE to the path of a token instead"
             ) from None
     return read_token(env["OFFBEAT_TOKEN_FILE"]) if env.get("OFFBEAT_TOKEN_FILE") else None
+
+
+def _tls(env: Environment) -> Tls:
+    return Tls(
+        mode=env.get("OFFBEAT_TLS") or "auto",
+        certificate=env.get("OFFBEAT_CERTIFICATE") or None,
+        key=env.get("OFFBEAT_KEY") or None,
+        ca=env.get("OFFBEAT_CA") or None,
+    )
+
+
+def _file_name(*parts: object) -> str:
+    """A name for the token of a launcher's run."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", "-".join(str(part) for part in parts))[:200]
+
+
+def _no_token() -> bytes:
+    raise ConfigurationError(
+        "OFFBEAT_ADDRESS is set, but no token; set OFFBEAT_TOKEN_FILE to the file with the token of the run, or start "
+        "the processes with 'offbeat launch'"
+    )
 
 
 def _needs_token(launcher: str) -> ConfigurationError:

@@ -32,6 +32,7 @@ class RankProcess:
     child: Child | None = None
     incarnation: int = 0
     restarts: int = 0
+    started_at: float = 0.0
     restart_at: float | None = None
     """When the next process is started; None where none is planned."""
     back_after: float | None = None

@@ -57,6 +57,11 @@ class RunFailure:
                 return False
 
     @property
+    def lost_peer(self) -> int | None:
+        """The rank to which its link was gone, if the process reported that it failed for that."""
+        return self.cause.report.lost_peer if isinstance(self.cause, Reported) else None
+
+    @property
     def was_killed(self) -> bool:
         """Whether a signal ended the process, so that it may succeed if it is started again."""
         return isinstance(self.cause, Killed)

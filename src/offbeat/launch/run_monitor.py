@@ -39,7 +39,9 @@ class RunMonitor:
     def __call__(self) -> None:
         records = self._tail.poll()
         self.joined.update(record.peer for record in records if isinstance(record, Membership) and record.joined)
-        self.rounds.update(record.rank for record in records if isinstance(record, Round))
+        for record in records:
+            if isinstance(record, Round):
+                self.rounds[record.rank] += record.rounds
         if records:
             self.began = min(time.monotonic() - records[-1].at, self.began or float("inf"))
             self._observer.records(records)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from offbeat.cluster.faults import Fault
+from offbeat.failpoints import failpoint
 from offbeat.launch.children import Child
 from offbeat.launch.interrupts import InterruptCounter
 from offbeat.launch.process_faults import ProcessFaults, check_faults
@@ -23,6 +24,8 @@ POLL_SECONDS = 0.05
 TICK_SECONDS = 0.25
 GRACE_SECONDS = 10.0
 """How long processes may take to end after a request; then they are killed."""
+FORGIVEN_SECONDS = 600.0
+"""After so long without failure, earlier restarts of a rank are not counted any more."""
 TERM_SECONDS = 2.0
 BACKOFF_SECONDS = 0.2
 
@@ -46,6 +49,8 @@ class SupervisorOptions:
     has_remote_ranks: bool = False
     """Whether there are ranks elsewhere, so that a run with a required rank survives the loss of all others here."""
     grace_seconds: float = GRACE_SECONDS
+    is_saving: Callable[[], bool] = lambda: False
+    """Whether a checkpoint is being written, for which an interrupted run is given more time."""
     """How long processes may take to end."""
 
 
@@ -88,6 +93,7 @@ class Supervisor:
         After Ctrl-C, or SIGTERM, the run is ended in order; then this raises KeyboardInterrupt.
         """
         self._tick = tick
+        failpoint("launch")
         try:
             with self._interrupts.counting():
                 for process in self._processes:
@@ -127,6 +133,7 @@ class Supervisor:
         now = time.monotonic()
         if now - self._ticked_at >= TICK_SECONDS:
             self._ticked_at = now
+            failpoint("tick")
             self._tick()
 
     def _check(self, process: RankProcess) -> RunFailure | None:
@@ -169,14 +176,22 @@ class Supervisor:
         process.rounds = self._facts.rounds(process.rank)
         process.child, process.restart_at = self._start_child(process.rank, process.incarnation), None
         process.incarnation += 1
+        process.started_at = time.monotonic()
 
     def _restart(self, process: RankProcess, failure: RunFailure) -> RunFailure | None:
         """Plan a restart, or go on without the rank."""
         if self._processes.has_only_peers() and not self._processes.is_any_training():
             return failure.preceded_by("no process is left that has the state of the training")
         why, restarts_max = failure.sentence, self._options.restarts_max
+        if time.monotonic() - process.started_at >= FORGIVEN_SECONDS:
+            process.restarts = 0
         if process.rank and self._processes[0].gone:
             self._say(f"{why}, and it is not started again: rank 0, where it would find the others, is gone")
+        elif failure.lost_peer == 0 and self._processes[0].child is not None:
+            # Rank 0 stood still: that is no failure of this rank, which finds it again when it goes on.
+            process.restart_at = time.monotonic() + backoff_seconds(0)
+            self._say(f"{why}; it is started again")
+            return None
         elif process.restarts < restarts_max:
             process.restart_at = time.monotonic() + backoff_seconds(process.restarts)
             process.restarts += 1
@@ -232,7 +247,8 @@ class Supervisor:
             self._faults.resume_paused()
             for child in children:
                 child.kill(signal.SIGINT)
-        return self._interrupts.count > 1 or time.monotonic() - self._interrupted_at > self._options.grace_seconds
+        is_late = time.monotonic() - self._interrupted_at > self._options.grace_seconds
+        return self._interrupts.count > 1 or (is_late and not self._options.is_saving())
 
     def _wait_for_end(self) -> None:
         """The run is over: the remaining processes know, and have some time to end as well."""

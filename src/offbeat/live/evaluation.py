@@ -16,6 +16,7 @@ from offbeat.core.events import Evaluated
 from offbeat.core.flat import FlatModule
 from offbeat.core.workload import Measured
 from offbeat.errors import ContractViolation, RunFailed
+from offbeat.failpoints import failpoint
 from offbeat.transports.tensor_threads import TensorThread
 
 Evaluation = Callable[[nn.Module], Any]
@@ -113,6 +114,7 @@ class Evaluator:
     def _run(self) -> None:
         try:
             while (request := self._queue.get()) is not None:
+                failpoint("evaluation")
                 measured = self._measure(request)
                 self._deliver(Evaluated(self._now(), request.version, *measured))
         except Exception as error:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from offbeat.cluster.cluster import Cluster, Link
+from offbeat.cluster.faults import Hang
 from offbeat.cluster.stragglers import NoStragglers, Speed, StragglerModel
 from offbeat.core.bandwidth import NetworkCard
 from offbeat.core.randomness import stream
@@ -49,6 +50,7 @@ class InjectedDelay:
         seed: int = 0,
         rank: int = 0,
         bytes_per_second: float | None = None,
+        hangs: tuple[tuple[float, float], ...] = (),
     ) -> None:
         """Build the delays of a rank.
 
@@ -58,9 +60,11 @@ class InjectedDelay:
         links: peer → the link to it; other links add no delay.
         seed, rank: select the random streams.
         bytes_per_second: the receiving bandwidth of this rank; None for no limit.
+        hangs: begin and end of times in which its computation hangs.
         """
         self._factor = factor
         self._call_seconds = call_seconds
+        self._hangs = hangs
         self._links = links or {}
         self._round_delays = straggle.draws(stream(seed, "speed", rank))
         self._delay_random = stream(seed, "delay", rank)
@@ -89,12 +93,21 @@ class InjectedDelay:
         factor = _ratio(speed, natural)
         # Negative where the factor of its samples would slow its calls down too much.
         call_seconds = speed.seconds_per_call - factor * natural.seconds_per_call
-        return cls(speed.straggle, factor, call_seconds, slow, seed, rank, own)
+        hangs = tuple(
+            (fault.at_seconds, fault.at_seconds + fault.seconds)
+            for fault in cluster.faults
+            if isinstance(fault, Hang) and fault.rank == rank
+        )
+        return cls(speed.straggle, factor, call_seconds, slow, seed, rank, own, hangs)
 
     def next_round_delay(self) -> InjectedRoundDelay:
         """Draw the delay and slowdown of the next round."""
         delay_seconds, factor = next(self._round_delays)
         return InjectedRoundDelay(delay_seconds, factor * self._factor, factor * self._call_seconds)
+
+    def hang_seconds(self, now: float) -> float:
+        """For how long a computation hangs that goes on at `now`."""
+        return max((end - now for begin, end in self._hangs if begin <= now < end), default=0.0)
 
     def delay(self, source: int, nbytes: int, now: float) -> float:
         """By how many seconds to delay a message of `nbytes` bytes from `source` that arrives at `now`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.core.actions import Compute, Evaluate, Finish, Record, Send
+from offbeat.core.actions import Compute, Disconnect, Evaluate, Finish, Record, Send
 from offbeat.errors import ContractViolation
 from offbeat.live.due_queue import DueQueue, TimerDue
 from offbeat.live.evaluation import Evaluator
@@ -56,9 +56,14 @@ class LiveBackend:
     def send(self, action: Send) -> None:
         self._outbox.send(action, self._clock.now())
 
+    def disconnect(self, action: Disconnect) -> None:
+        self._outbox.disconnect(action.peer, action.why)
+
     def compute(self, action: Compute) -> None:
         assert self._load is not None
-        live_round = LiveRound(action, self._clock, self._clock.now(), self._injected_delay.next_round_delay())
+        injected = self._injected_delay
+        delay, now = injected.next_round_delay(), self._clock.now()
+        live_round = LiveRound(action, self._clock, now, delay, injected.hang_seconds)
         self._records.date()
         self.has_computed = True
         self._load(action.parameters, action.buffers)

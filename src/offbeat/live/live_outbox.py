@@ -72,6 +72,11 @@ class LiveOutbox:
     def _transmit(self, send: Send) -> None:
         self._transport.send(send.to, self.linked[send.to], send.message, send.supersedes)
 
+    def disconnect(self, peer: int, why: str) -> None:
+        """End the link to a peer, if there is one; the transport reports it as lost."""
+        if peer in self.linked:
+            self._transport.disconnect(peer, self.linked[peer], why)
+
     def count(self, to: int, nbytes: int) -> None:
         """A message of the node has left."""
         self._bytes_sent[to] = self._bytes_sent.get(to, 0) + nbytes

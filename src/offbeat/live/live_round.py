@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.core.actions import Compute, Samples, Seconds
@@ -20,6 +21,8 @@ class LiveRound:
     start: float
     """When it was accepted, in seconds of the run; the time limit of a `Seconds` budget starts then."""
     delay: InjectedRoundDelay = InjectedRoundDelay()
+    hang_seconds: Callable[[float], float] = lambda now: 0.0
+    """For how long the computation hangs if it goes on at a time."""
     samples: int = 0
     induced_seconds: float = 0.0
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -39,6 +42,10 @@ class LiveRound:
     def inject_delay(self) -> None:
         """Wait for the injected delay before the first micro-batch; `Cancel` ends it."""
         self._wait(self.delay.delay_seconds, self.cancelled)
+
+    def inject_hang(self) -> None:
+        """Wait until the end of a hang that is due now; `Cancel` does not end it."""
+        self._wait(self.hang_seconds(self.clock.now()), threading.Event())
 
     def inject_slowdown(self, seconds: float) -> None:
         """Wait for as long as this worker should be slower at a micro-batch that took `seconds`.

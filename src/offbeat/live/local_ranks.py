@@ -1,7 +1,7 @@
 """The ranks of one process: their nodes, runners, transports, records and checkpoints.
 
 A process without a launcher holds every rank that the strategy needs for one worker, linked by loopback. Otherwise it
-holds one rank, linked to the others by gloo or MPI. Resuming resets node, records and clock to the same moment.
+holds one rank, linked to the others by TCP or MPI. Resuming resets node, records and clock to the same moment.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from offbeat.live.rank_allocator import RankAllocator
 from offbeat.live.runner_options import RunnerOptions
 from offbeat.live.session_options import SessionOptions
 from offbeat.records.files import HEADER, MemoryWriter, RankWriter, Writer, write_header
-from offbeat.records.schema import RECORD_DECODER, RunHeader
+from offbeat.records.schema import AnyRecord, RunHeader
 from offbeat.strategies.compressed_node import build_node
-from offbeat.transports.gloo import Admission, GlooTransport
 from offbeat.transports.link import LinkOptions
+from offbeat.transports.listener import Listener
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
-from offbeat.transports.rendezvous import Listener
+from offbeat.transports.remote_records import RemoteRecordWriter
+from offbeat.transports.tcp import Admission, TcpTransport
 from offbeat.transports.transport import Transport
 
 LIVE_SECONDS_PER_SAMPLE = 2.5e-4
@@ -156,13 +156,14 @@ class LocalRanks:
 
             return MpiTransport(elapsed=self.clock.now, **common)
         assert rank_info.address is not None
-        common["token"] = rank_info.token
+        assert rank_info.credentials is not None
+        common["credentials"] = rank_info.credentials
         if self.rank != 0:
             admission = Admission(member=rank_info.member or uuid.uuid4().hex)
-            return GlooTransport(rendezvous=rank_info.address, admission=admission, **common)
-        listener = Listener(rank_info.address, rank_info.token, rank_info.listener)
+            return TcpTransport(rendezvous=rank_info.address, admission=admission, **common)
+        listener = Listener(rank_info.address, rank_info.credentials, rank_info.listener)
         admission = Admission(assign=rank_allocator, is_peer=lambda rank: self.rank in self._peers(rank))
-        return GlooTransport(rendezvous=listener, admission=admission, **common)
+        return TcpTransport(rendezvous=listener, admission=admission, **common)
 
     def _peers(self, rank: int) -> list[int]:
         return list(self.strategy.peers(rank, max(self.processes, rank + 1)))
@@ -231,9 +232,11 @@ class LocalRanks:
                 ),
                 on_remote_records=self._write_remote_records if rank == 0 or self.strategy.is_decentralized else None,
                 irreplaceable=frozenset(self._irreplaceable(rank)),
+                hub=None if rank == 0 or self.strategy.is_decentralized else 0,
                 is_rejoining=self.rank_info.incarnation > 0 and self.strategy.is_decentralized,
                 device=self._flat.parameters.device,
                 bytes_per_second=experiment.bytes_per_second,
+                records_max_bytes=self.options.live.records_max_bytes,
             ),
         )
         seconds = self.options.live.checkpoint_seconds
@@ -270,8 +273,7 @@ class LocalRanks:
             node.restore(self.checkpoint.node)
         return writer
 
-    def _write_remote_records(self, rank: int, received: RecordLines) -> None:
-        records = map(RECORD_DECODER.decode, received.lines)
+    def _write_remote_records(self, rank: int, records: list[AnyRecord]) -> None:
         if self.rank_info.directory is not None:
             with RankWriter(self.rank_info.directory, rank) as writer:
                 for record in records:

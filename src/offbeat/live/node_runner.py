@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +36,7 @@ from offbeat.core.events import (
 from offbeat.core.messages import Buffers, Stopped
 from offbeat.core.strategy import Node
 from offbeat.engine.dispatcher import dispatch
-from offbeat.errors import OffbeatError, RunFailed, UnexpectedMessage
+from offbeat.errors import InvalidMessage, LinkLost, OffbeatError, RunFailed
 from offbeat.live.due_queue import DueQueue, Entry, OutboxDue, TimerDue
 from offbeat.live.inbox import Inbox
 from offbeat.live.live_backend import LiveBackend
@@ -46,6 +48,9 @@ from offbeat.records.schema import Ended, Notice, Round
 from offbeat.records.traffic import TrafficCounter
 from offbeat.transports.tensor_threads import TensorThread
 from offbeat.transports.transport import Transport
+
+VIOLATIONS_MAX = 3
+"""A rank that has sent so many invalid messages may not connect again."""
 
 WAIT_SECONDS_MAX = 3600.0
 """Longest single wait: system calls overflow on very large timeouts."""
@@ -80,6 +85,7 @@ class NodeRunner:
     def __init__(self, node: Node, transport: Transport, options: RunnerOptions) -> None:
         self.rank = options.rank
         self.clock = options.clock
+        self._hub = options.hub
         self._node = node
         self._transport = transport
         transport.clock = options.clock.now
@@ -89,9 +95,17 @@ class NodeRunner:
         self._outbox = LiveOutbox(transport, self._due, options.bytes_per_second)
         self._traffic = TrafficCounter(self.rank)
         self._records = RecordSink(
-            self.rank, options.writer, transport, self._outbox, self._traffic, options.on_remote_records
+            self.rank,
+            options.writer,
+            transport,
+            self._outbox,
+            self._traffic,
+            options.on_remote_records,
+            options.records_max_bytes,
         )
-        self._unexpected: set[tuple[int, str]] = set()
+        self._violations: Counter[int] = Counter()
+        self._distrusted: dict[int, int] = {}
+        """Ranks whose links are closed because of what they sent, and the incarnations of these links."""
         """Rank and kind of the unexpected messages that have been reported."""
         evaluator = None
         if options.measure is not None:
@@ -209,8 +223,9 @@ class NodeRunner:
         self.wait(None if stay else LEAVE_SECONDS)
 
     def inspect(self, read: Callable[[Node], None]) -> None:
-        """Call `read(node)` while the node handles no event, for checkpoints."""
+        """Call `read(node)` while the node handles no event and all records are written, for checkpoints."""
         with self._monitor:
+            self._records.write_pending()
             read(self._node)
 
     def linked(self) -> frozenset[int]:
@@ -254,7 +269,10 @@ class NodeRunner:
         if self._error is not None:
             raise self._error
         if self.finish is not None and self.finish.failure is not None:
-            raise RunFailed(self.finish.failure)
+            failure = self.finish.failure
+            if self._hub is not None and self._hub not in self.linked_at_end:
+                raise LinkLost(self._hub, failure, failure)
+            raise RunFailed(failure)
 
     @property
     def failure(self) -> str | None:
@@ -296,7 +314,7 @@ class NodeRunner:
             if isinstance(received, PeerJoined) and self._synchronize_clock():
                 received = dataclasses.replace(received, at=self.clock.now())
             if received is not None:
-                self._run_guarded(functools.partial(self._inbox.receive, received))
+                self._run_guarded(functools.partial(self._receive, self._inbox.receive, received))
             self._run_guarded(self._process_due)
             if self._is_draining:
                 self._monitor.notify_all()
@@ -327,7 +345,7 @@ class NodeRunner:
             case OutboxDue(peer=peer):
                 self._outbox.send_ready(peer, self.clock.now())
             case MessageArrived():
-                self._inbox.deliver(dataclasses.replace(entry, at=self.clock.now()))
+                self._receive(self._inbox.deliver, dataclasses.replace(entry, at=self.clock.now()))
             case PeerLost():
                 self._inbox.receive(dataclasses.replace(entry, at=self.clock.now()))
 
@@ -370,12 +388,7 @@ class NodeRunner:
     def _handle(self, event: Event) -> None:
         if self.ended:
             return
-        try:
-            actions = list(self._node.handle(event))
-        except UnexpectedMessage as error:  # its sender's error, which must not end this rank
-            self._report_unexpected(error)
-            return
-        for action in actions:
+        for action in list(self._node.handle(event)):
             if isinstance(action, Send) and isinstance(action.message, Stopped):  # the last message of this rank
                 self._records.send_last(self.ended_record())
             dispatch(action, self._backend)
@@ -384,8 +397,22 @@ class NodeRunner:
         if self.finish is not None or self._backend.round is not None:
             self._monitor.notify_all()
 
-    def _report_unexpected(self, error: UnexpectedMessage) -> None:
-        key = error.source, error.kind
-        if key not in self._unexpected:
-            self._unexpected.add(key)
-            self._records.write(Notice(at=self.clock.now(), rank=self.rank, text=f"{error}; it was ignored"))
+    def _receive(self, receive: Callable[[Any], None], event: Event) -> None:
+        """Receive an event; a message that is invalid is its sender's error, and must not end this rank."""
+        if not isinstance(event, MessageArrived):
+            receive(event)
+        elif self._distrusted.get(event.source) != event.incarnation:
+            try:
+                receive(event)
+            except InvalidMessage as error:
+                self._disconnect(event, error)
+
+    def _disconnect(self, event: MessageArrived, error: InvalidMessage) -> None:
+        """Close the link over which an invalid message came. A rank that sends too many is refused from then on."""
+        self._distrusted[event.source] = event.incarnation
+        self._violations[event.source] += 1
+        count = self._violations[event.source]
+        is_refused = count >= VIOLATIONS_MAX
+        end = "its link is closed" + (f", and after {count} such messages it is refused" if is_refused else "")
+        self._records.write(Notice(at=self.clock.now(), rank=self.rank, text=f"{error}; {end}"))
+        self._transport.disconnect(event.source, event.incarnation, str(error), final=is_refused)

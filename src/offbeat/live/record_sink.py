@@ -1,7 +1,7 @@
 """The records of a live rank: on the time axis of rank 0, and sent to the rank that stores them if need be.
 
 Records from before the clock was synchronized are held back, until it is or until they cannot wait any longer. Traffic
-is recorded at intervals, and at the end with the use of the links.
+is recorded at intervals, and at the end with the use of the links. Beyond a limit of size, records are aggregated.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from collections.abc import Callable
 import msgspec
 
 from offbeat.core.actions import Record
+from offbeat.errors import InvalidMessage
 from offbeat.live.live_outbox import LiveOutbox
-from offbeat.records.files import Writer
-from offbeat.records.schema import Ended
+from offbeat.records.aggregation import BoundedWriter
+from offbeat.records.files import RankWriter, Writer
+from offbeat.records.schema import RECORD_DECODER, AnyRecord, Ended
 from offbeat.records.traffic import TrafficCounter
-from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
+from offbeat.transports.remote_records import LINES_MAX, RecordLines, RemoteRecordWriter
 from offbeat.transports.transport import Transport
 
 FLUSH_SECONDS = 1.0
 """Interval between two messages with records."""
 
-OnRemoteRecords = Callable[[int, RecordLines], None]
-"""Called with the records that another rank has sent here, and with that rank."""
+OnRemoteRecords = Callable[[int, list[AnyRecord]], None]
+"""Called with another rank and the records that it has sent here."""
+
+LINE_CHARACTERS_MAX = 1 << 20
+"""The longest line of a record that another rank may send."""
 
 
 class RecordSink:
@@ -33,6 +38,7 @@ class RecordSink:
     transport, outbox: the links of this rank, over which a `RemoteRecordWriter` is emptied.
     traffic: counts the messages of this rank.
     on_remote_records: receives records of other ranks; None if this rank never stores them.
+    bytes_max: the size from which records are aggregated; None for no limit.
     """
 
     def __init__(
@@ -43,9 +49,14 @@ class RecordSink:
         outbox: LiveOutbox,
         traffic: TrafficCounter,
         on_remote_records: OnRemoteRecords | None = None,
+        bytes_max: float | None = None,
     ) -> None:
         self._rank = rank
         self._writer = writer
+        self._bounded: BoundedWriter | None = None
+        if bytes_max is not None:
+            bytes_before = writer.position() if isinstance(writer, RankWriter) else 0
+            self._bounded = BoundedWriter(writer, rank, bytes_max, bytes_before)
         self._transport = transport
         self._outbox = outbox
         self._traffic = traffic
@@ -58,15 +69,20 @@ class RecordSink:
 
     def write(self, record: Record) -> None:
         if self.is_dated:
-            self._writer.write(record)
+            (self._bounded or self._writer).write(record)
         else:
             self._undated.append(record)
+
+    def write_pending(self) -> None:
+        """Write the records that wait to be aggregated."""
+        if self._bounded is not None:
+            self._bounded.write_pending()
 
     def date(self, shift: float = 0.0) -> None:
         """Write the records held back, `shift` seconds later: the clock was adjusted by it, or they cannot wait."""
         self.is_dated, undated, self._undated = True, self._undated, []
         for record in undated:
-            self._writer.write(msgspec.structs.replace(record, at=record.at + shift))
+            self.write(msgspec.structs.replace(record, at=record.at + shift))
 
     def traffic_due(self) -> float | None:
         """When the next record of traffic is due; None if nothing is new or the clock is not synchronized."""
@@ -100,10 +116,22 @@ class RecordSink:
             self.write_last(ended)
             self.flush(ended.at)
 
-    def receive(self, source: int, lines: RecordLines) -> None:
-        """Store the records of another rank."""
-        if self._on_remote_records is not None:
-            self._on_remote_records(source, lines)
+    def receive(self, source: int, received: RecordLines) -> None:
+        """Store the records of another rank; raises InvalidMessage if they are none, or not of that rank."""
+        if self._on_remote_records is None:
+            return
+        what = None
+        if len(received.lines) > LINES_MAX or any(len(line) > LINE_CHARACTERS_MAX for line in received.lines):
+            what = f" with {len(received.lines)} lines, the longest of {max(map(len, received.lines))} characters"
+        try:
+            records = [] if what else [RECORD_DECODER.decode(line) for line in received.lines]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            what = f" with a line that is not a record ({error})"
+        if what is None and any(getattr(record, "rank", source) != source for record in records):
+            what = " with records of another rank"
+        if what is not None:
+            raise InvalidMessage(source, RecordLines.__name__, self._rank, what)
+        self._on_remote_records(source, records)
 
     def flush(self, now: float, interval_seconds: float = 0.0) -> None:
         """Send the records to the rank that stores them, unless that was done within the interval."""

@@ -41,7 +41,11 @@ class RunnerOptions:
     """Where the node's tensors are; received tensors are copied there."""
     irreplaceable: frozenset[int] = frozenset()
     """Peers that cannot come back; the run fails once all of them are lost."""
+    hub: int | None = None
+    """The rank that gives this one its work; None where there is none."""
     is_rejoining: bool = False
     """Whether this rank was restarted; the run fails if all peers are lost before it got their state."""
     bytes_per_second: float | None = None
     """Rate limit per peer; None for no limit."""
+    records_max_bytes: float | None = None
+    """The size of records from which they are aggregated; None for no limit."""

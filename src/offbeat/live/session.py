@@ -29,12 +29,13 @@ from offbeat.core.workload import Target
 from offbeat.engine.experiment import Experiment, parse_until
 from offbeat.engine.gradient_accumulator import GradientAccumulator
 from offbeat.errors import ConfigurationError
+from offbeat.failpoints import failpoint
 from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_base import LINGER_SECONDS, SessionBase, loop_options, rank_info_for
-from offbeat.live.session_options import LiveOptions
+from offbeat.live.session_options import RECORDS_MAX_BYTES, LiveOptions
 
 
 def join(
@@ -52,6 +53,7 @@ def join(
     out: str | Path | None = None,
     resume: bool = False,
     checkpoint_seconds: float | None = 30.0,
+    records_max_bytes: float | None = RECORDS_MAX_BYTES,
 ) -> Session:
     """Join the training of `model`; use it in a `with` statement. Raises `ConfigurationError` for values it cannot use.
 
@@ -72,6 +74,7 @@ def join(
     out: directory for records and checkpoints; None keeps records in memory.
     resume: continue the run in `out` from its checkpoint.
     checkpoint_seconds: interval between two checkpoints; None for no checkpoints.
+    records_max_bytes: bytes of records of each rank from which one record stands for several; None for no limit.
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
@@ -86,7 +89,7 @@ def join(
         bytes_per_second=bytes_per_second,
         seed=seed,
     )
-    live = LiveOptions(checkpoint_seconds=checkpoint_seconds)
+    live = LiveOptions(checkpoint_seconds=checkpoint_seconds, records_max_bytes=records_max_bytes)
     rank_info = rank_info_for(out)
     has_directory = rank_info.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
@@ -139,6 +142,7 @@ class Session(SessionBase):
         while (current := self._runner.next_round()) is not None:
             self._begin_round(current)
             while next_microbatch_size := current.next_microbatch_size():
+                current.inject_hang()
                 batch_and_size = source.take(current.action.draw + current.samples, next_microbatch_size)
                 if batch_and_size is None:
                     return
@@ -157,6 +161,7 @@ class Session(SessionBase):
 
     def _begin_round(self, current: LiveRound) -> None:
         self._round = current
+        failpoint("round")
         current.inject_delay()  # before the generator is seeded, which an evaluation meanwhile might use
         self._accumulator.begin(self._ranks.experiment.seed, self.rank, current.action.draw)
 

@@ -22,6 +22,7 @@ from offbeat.core.messages import Buffers
 from offbeat.core.validation import require
 from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_accumulator import copied_buffers
+from offbeat.failpoints import failpoint
 from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.rank_info import RankInfo, read_rank_info, read_report_pipe
 from offbeat.live.evaluation import Evaluation, ModelMeasure
@@ -99,6 +100,7 @@ class SessionBase(ABC):
         return self._ranks.is_main
 
     def _start(self) -> None:
+        failpoint("start")
         self._uninstall_sigterm_handler = install_sigterm_handler(self._ranks.rank_info, self.is_main)
         self._switch_seconds = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
@@ -161,6 +163,7 @@ class SessionBase(ABC):
                 runner.leave()
 
     def _close(self, linger_seconds: float, error: BaseException | None) -> None:
+        failpoint("end")
         if self._ranks.checkpoint_writer is not None:
             self._ranks.checkpoint_writer.close()
         for runner in self._ranks.runners.values():

@@ -19,6 +19,10 @@ from offbeat.errors import ConfigurationError, unknown
 from offbeat.launch.rank_info import TRANSPORTS
 from offbeat.records.files import LIVE
 from offbeat.records.schema import RunHeader
+from offbeat.transports.tls import Tls
+
+RECORDS_MAX_BYTES = 1e8
+"""Some 400,000 rounds or updates: what a machine reads into memory to draw a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +33,26 @@ class LiveOptions(Configuration):
     """HOST:PORT at which workers on other machines can join; none: this machine alone"""
     token_file: str | None = None
     """file with the secret that workers must have; needed with --listen"""
+    tls: str = "auto"
+    """which connections are encrypted: auto: those with other machines; on: all; off: none, for trusted networks"""
+    certificate: str | None = None
+    """file with a certificate of your own, in PEM, instead of one made for the run; needs --key and --ca"""
+    key: str | None = None
+    """file with the key of --certificate, in PEM"""
+    ca: str | None = None
+    """file with the authority that must have signed the certificates of all machines, in PEM"""
     local_workers: int | None = None
     """workers started here; none: all of them"""
     checkpoint_seconds: float | None = 30.0
     """seconds between checkpoints; none: no checkpoints"""
+    records_max_bytes: float | None = RECORDS_MAX_BYTES
+    """bytes of records of each rank from which one record stands for several; none: no limit"""
     restarts: int = 3
     """how often a worker that died is restarted"""
     checksum: bool = False
     """verify a checksum of every message"""
     transport: str = "auto"
-    """transport of messages: gloo, mpi, or auto: MPI under mpirun, otherwise gloo"""
+    """transport of messages: tcp, mpi, or auto: MPI under mpirun, otherwise TCP"""
     threads: int = 1
     """torch threads of each process"""
     shared_memory: bool = True
@@ -48,8 +62,12 @@ class LiveOptions(Configuration):
         check_types(self)
         if self.transport not in TRANSPORTS:
             raise unknown("transport", self.transport, TRANSPORTS)
-        require_positive(self, "checkpoint_seconds", "threads")
+        self.tls_settings()
+        require_positive(self, "checkpoint_seconds", "records_max_bytes", "threads")
         require_not_negative(self, "local_workers", "restarts")
+
+    def tls_settings(self) -> Tls:
+        return Tls(mode=self.tls, certificate=self.certificate, key=self.key, ca=self.ca)
 
     def local_ranks(self, strategy: Strategy, processes: int) -> list[int]:
         """The ranks that are started on this machine: all that do not compute, and `local_workers` that do.

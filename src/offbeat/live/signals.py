@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from offbeat.launch.rank_info import RankInfo
-from offbeat.live.checkpoints import checkpoint_path
+from offbeat.live.checkpoints import has_checkpoint
 
 EXIT_CODE = 128 + signal.SIGTERM
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -74,6 +74,6 @@ def _termination_notice(rank_info: RankInfo, ends_with_any_rank: bool) -> str:
     notice = f"{rank_info.launcher} has asked this run to end (SIGTERM)"
     if ends_with_any_rank:
         notice += ", as it does when a rank has died; with 'mpirun --with-ft ulfm' the others go on"
-    if rank_info.directory is not None and checkpoint_path(rank_info.directory).exists():
+    if rank_info.directory is not None and has_checkpoint(rank_info.directory):
         notice += f"; to resume from its checkpoint: offbeat train --resume {rank_info.directory}"
     return notice

@@ -17,7 +17,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError, RunFailed
+from offbeat.failpoints import failpoint
 
 PARTIAL = ".partial"
 
@@ -51,11 +52,16 @@ DTYPES = {
 }
 """All but the quantized ones, whose scale is not part of their bytes."""
 
+DIMENSIONS_MAX = 64
+"""Most operations of torch accept no more dimensions; with a limit, damaged shapes are refused in no time."""
+
 DTYPE_NAMES = {value: name for name, value in DTYPES.items()}
 
 
-def save(path: Path, state: Any) -> None:
+def save(path: Path, state: Any, replacing: Callable[[], None] = lambda: None) -> None:
     """Write nested dictionaries, lists, tuples, plain values and tensors, atomically.
+
+    `replacing` is called when the new file is complete, just before it takes the place of the old one.
 
     Raises `ContractViolation` for any other type in `state`, and `RunFailed` if the file cannot be written.
     """
@@ -70,7 +76,10 @@ def save(path: Path, state: Any) -> None:
         with _SAVING:
             try:
                 with partial.open("wb", buffering=0) as file:
+                    failpoint("checkpoint.write")
                     _write_all(file, [memoryview(head), memoryview(tree), *map(_raw, tensors)])
+                failpoint("checkpoint.replace")
+                replacing()
                 os.replace(partial, path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -103,14 +112,15 @@ def _pack(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
             packed += _pack(key, f"a key of {where}", None), _pack(item, f"{where}[{key!r}]", tensors)
         return packed
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES
-    if is_dense and tensors is not None:
+    if is_dense and tensors is not None and value.ndim <= DIMENSIONS_MAX:
         stored, order = _in_memory_order(value.detach().resolve_conj().resolve_neg().cpu())
         tensors.append(stored)
         return [TENSOR, DTYPE_NAMES[value.dtype], list(stored.shape), order]
     name = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     raise ContractViolation(
         f"{where} is a {name}, which a checkpoint cannot hold; "
-        "expected dictionaries, lists, tuples, numbers, texts, bytes, None and dense tensors"
+        "expected dictionaries, lists, tuples, numbers, texts, bytes, None and dense tensors "
+        f"of at most {DIMENSIONS_MAX} dimensions"
     )
 
 
@@ -249,6 +259,8 @@ class _Unpacker:
 
     def _tensor(self, dtype: torch.dtype, shape: list[Any], order: list[Any]) -> Tensor:
         dimensions = range(len(shape))
+        if len(shape) > DIMENSIONS_MAX or len(order) != len(shape):
+            raise _CorruptFile
         if any(type(number) is not int or number < 0 for number in (*shape, *order)):
             raise _CorruptFile
         nbytes = math.prod(shape) * dtype.itemsize

@@ -142,7 +142,9 @@ def steps_curve(run: RunRecords) -> Curve:
     """
     counts = sorted((record for record in run.records if isinstance(record, Update | Undone)), key=lambda one: one.at)
     ranks = len({record.rank for record in counts if isinstance(record, Update)}) or 1
-    made = [1 if isinstance(record, Update) else record.to_version + 1 - record.version for record in counts]
+    made = [
+        record.updates if isinstance(record, Update) else record.to_version + 1 - record.version for record in counts
+    ]
     times = np.array([0.0, *(record.at for record in counts)], dtype=np.float64)
     return Curve(times, np.cumsum([0.0, *made]) / ranks)
 
@@ -197,13 +199,17 @@ def thinned(curve: Curve, points: int = 400) -> Curve:
 
 
 def segments(run: RunRecords, seconds: float = float("inf")) -> dict[int, list[Segment]]:
-    """The rounds of each rank whose idle time or computing began before `seconds`, in the order of ranks."""
+    """The rounds of each rank whose idle time or computing began before `seconds`, in the order of ranks.
+
+    An aggregate is one segment, in which all idle time comes first.
+    """
     rows: dict[int, list[Segment]] = {}
     for record in of_kind(run, Round):
-        if record.start - record.idle_seconds < seconds:
+        start = record.start if record.rounds == 1 else record.at - record.seconds
+        if start - record.idle_seconds < seconds:
             working = max(0.0, record.seconds - record.induced_seconds)
             rows.setdefault(record.rank, []).append(
-                Segment(record.start, working, record.induced_seconds, record.idle_seconds)
+                Segment(start, working, record.induced_seconds, record.idle_seconds)
             )
     return {rank: sorted(rows[rank], key=lambda segment: segment.start) for rank in sorted(rows)}
 
@@ -220,7 +226,7 @@ def hub_updates(run: RunRecords) -> Array:
 def timeline_seconds(runs: Sequence[RunRecords], cycles: int = 10, rounds_max: int = 150) -> float:
     """The length of a time line: some rounds of the slowest run, and not too many of the fastest."""
     typical = [
-        statistics.median(record.seconds + record.idle_seconds for record in rounds)
+        statistics.median((record.seconds + record.idle_seconds) / record.rounds for record in rounds)
         for run in runs
         if (rounds := list(of_kind(run, Round)))
     ]
@@ -233,10 +239,13 @@ def timeline_seconds(runs: Sequence[RunRecords], cycles: int = 10, rounds_max: i
 def stalenesses(runs: Sequence[RunRecords]) -> Array:
     """The staleness of each message when it was applied, in versions, in rising order."""
     updates = (update for run in runs for update in of_kind(run, Update))
-    values = (contribution.staleness for update in updates for contribution in update.contributions)
+    values = (staleness for update in updates for part in update.parts() for staleness in part.stalenesses())
     return np.sort(np.fromiter(values, dtype=np.float64))
 
 
 def field_values(kind: type[Round | Update], field: str, runs: Sequence[RunRecords]) -> Array:
-    """The values of a field of all rounds, or of all updates."""
-    return np.fromiter((getattr(record, field) for run in runs for record in of_kind(run, kind)), dtype=np.float64)
+    """The values of a field of all rounds, or of all updates; an aggregate has its mean, once for each of them."""
+    records = [record for run in runs for record in of_kind(run, kind)]
+    counts = [record.rounds if isinstance(record, Round) else record.updates for record in records]
+    values = np.fromiter((getattr(record, field) for record in records), dtype=np.float64)
+    return np.repeat(values / np.array(counts, dtype=np.float64), counts)

@@ -50,23 +50,23 @@ def exchange_counts(run: RunRecords) -> list[list[int]]:
     peers = _peers(run, averaged) if averaged else 0
     counts = [[0] * peers for _ in range(peers)]
     for exchange in averaged:
-        counts[exchange.rank][exchange.peer] += 1
-        counts[exchange.peer][exchange.rank] += 1
+        counts[exchange.rank][exchange.peer] += exchange.exchanges
+        counts[exchange.peer][exchange.rank] += exchange.exchanges
     return counts
 
 
 def summarize_exchanges(run: RunRecords, seconds: float) -> ExchangeSummary:
     """Summarize the exchanges of a run of this duration."""
     averaged = exchanges(run)
-    lost = sum(record.outcome == "lost" for record in of_kind(run, Exchange))
+    lost = _number([record for record in of_kind(run, Exchange) if record.outcome == "lost"])
     round_trips = math.fsum(exchange.seconds for exchange in averaged)
     exact, half = _exact(run), seconds / 2
     late = [exchange for exchange in averaged if exchange.at >= half]
     distance = _time_average(exact, half, seconds) if exact else _estimate(late, _peers(run, averaged))
     return ExchangeSummary(
-        averaged=len(averaged),
+        averaged=_number(averaged),
         lost=lost,
-        round_trip_seconds=round_trips / len(averaged) if averaged else None,
+        round_trip_seconds=round_trips / _number(averaged) if averaged else None,
         consensus_distance=distance,
         estimated=None if distance is None else not exact,
     )
@@ -80,7 +80,7 @@ def consensus_series(run: RunRecords) -> ConsensusSeries:
     averaged = [exchange for exchange in exchanges(run) if exchange.distance is not None]
     if not averaged:
         return ConsensusSeries((), estimated=True)
-    bins = max(1, min(BINS_MAX, len(averaged) // PER_BIN))
+    bins = max(1, min(BINS_MAX, _number(averaged) // PER_BIN))
     start, stop = min(exchange.at for exchange in averaged), max(exchange.at for exchange in averaged)
     members: dict[int, list[Exchange]] = {}
     for exchange in averaged:
@@ -88,7 +88,10 @@ def consensus_series(run: RunRecords) -> ConsensusSeries:
         members.setdefault(min(int(bins * share), bins - 1), []).append(exchange)
     peers = _peers(run, averaged)
     points = (
-        (math.fsum(exchange.at for exchange in group) / len(group), _estimate(group, peers) or 0.0)
+        (
+            math.fsum(exchange.exchanges * exchange.at for exchange in group) / _number(group),
+            _estimate(group, peers) or 0.0,
+        )
         for _, group in sorted(members.items())
     )
     return ConsensusSeries(tuple(points), estimated=True)
@@ -109,8 +112,13 @@ def _time_average(points: Sequence[tuple[float, float]], start: float, stop: flo
 
 
 def _estimate(averaged: Sequence[Exchange], peers: int) -> float | None:
-    distances = [exchange.distance for exchange in averaged if exchange.distance is not None]
-    return (peers - 1) / (2 * peers) * math.fsum(distances) / len(distances) if distances else None
+    known = [exchange for exchange in averaged if exchange.distance is not None]
+    distances = math.fsum(exchange.exchanges * (exchange.distance or 0.0) for exchange in known)
+    return (peers - 1) / (2 * peers) * distances / _number(known) if known else None
+
+
+def _number(exchanges: Sequence[Exchange]) -> int:
+    return sum(exchange.exchanges for exchange in exchanges)
 
 
 def _peers(run: RunRecords, averaged: Sequence[Exchange]) -> int:

@@ -1,8 +1,8 @@
 """Write and read run directories.
 
-Records are appended line by line and flushed, so a killed process loses at most its last line; the reader ignores an
-incomplete last line. A simulated run has one file of records. A live run has one per rank, written by the process of
-that rank, and the reader merges them.
+Records are appended line by line and flushed, so a killed process loses at most its last line, or the last window of
+aggregated ones (`records/aggregation.py`); the reader ignores an incomplete last line. A simulated run has one file of
+records. A live run has one per rank, written by the process of that rank, and the reader merges them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ RESULT = "result.offbeat"
 """The result of a live run."""
 RANK_RECORDS = re.compile(r"records-(0|[1-9]\d*)\.jsonl")
 """The file names of the records of a live run, one per rank."""
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises for damaged JSON: it is something else, is no UTF-8, or is nested too deeply."""
 
 BLOCK_BYTES = 1 << 16
 """Bytes read at a time in search of the last end of a line."""
@@ -246,7 +249,7 @@ def read_header(directory: Path) -> RunHeader:
         raise _not_a_run(directory, error) from None
     try:
         header = msgspec.json.decode(raw, type=RunHeader)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ConfigurationError(f"{directory / HEADER} cannot be read: {error}") from None
     if header.format != FORMAT:
         raise ConfigurationError(
@@ -281,7 +284,7 @@ def _read(path: Path) -> Iterator[AnyRecord]:
     for number, line in enumerate(lines, start=1):
         try:
             yield RECORD_DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             if number == len(lines):
                 return
             raise ConfigurationError(f"{path}, line {number}, cannot be read: {error}") from None
@@ -347,6 +350,6 @@ class Tail:
         self._positions[rank] = position + len(complete)
         records: list[AnyRecord] = []
         for line in complete.splitlines():
-            with contextlib.suppress(msgspec.MsgspecError):
+            with contextlib.suppress(*UNREADABLE):
                 records.append(RECORD_DECODER.decode(line))
         return records

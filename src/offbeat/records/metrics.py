@@ -241,7 +241,8 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     curve = evaluations(run)
     reached = seconds_to_target(curve, target.metric, target.value) if target else None
     updates = list(of_kind(run, Update))
-    stalenesses = [contribution.staleness for update in updates for contribution in update.contributions]
+    made = sum(update.updates for update in updates)
+    staleness_mean, staleness_max = _staleness(updates)
     dropped = _dropped(run)
     ends = list(of_kind(run, Ended))
     ended = end_of(run)
@@ -252,7 +253,6 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     rounds = list(of_kind(run, Round))
     compute_seconds = math.fsum(record.seconds for record in rounds)
     idle_seconds = math.fsum(record.idle_seconds for record in rounds)
-    memberships = list(of_kind(run, Membership))
     exchanged = summarize_exchanges(run, seconds)
     return Summary(
         strategy=header.label,
@@ -260,23 +260,23 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         workers=header.workers,
         seed=header.seed,
         seconds=seconds,
-        updates=len(updates) - sum(map(_updates_undone, undone)),
+        updates=made - sum(map(_updates_undone, undone)),
         samples=samples,
         **_last_evaluation(curve),
         seconds_to_target=reached,
-        staleness_mean=_ratio(sum(stalenesses), len(stalenesses)),
-        staleness_max=max(stalenesses, default=None),
+        staleness_mean=staleness_mean,
+        staleness_max=staleness_max,
         idle_share=_ratio(idle_seconds, idle_seconds + compute_seconds),
         dropped=dropped.total(),
         undone=sum(record.samples for record in undone),
-        lost_peers=_lost(memberships),
-        rejoined_peers=_rejoined(memberships),
+        lost_peers=_lost(of_kind(run, Membership)),
+        rejoined_peers=_rejoined(of_kind(run, Membership)),
         bytes_sent=bytes_sent,
         directory=str(run.directory) if run.directory is not None else None,
         samples_per_second=_ratio(samples, seconds),
         bytes_per_second=_ratio(bytes_sent, seconds) if bytes_sent is not None else None,
-        samples_per_update=_ratio(sum(update.samples for update in updates), len(updates)),
-        messages_per_update=_ratio(sum(update.messages for update in updates), len(updates)),
+        samples_per_update=_ratio(sum(update.samples for update in updates), made),
+        messages_per_update=_ratio(sum(update.messages for update in updates), made),
         compute_seconds=compute_seconds,
         idle_seconds=idle_seconds,
         induced_seconds=math.fsum(record.induced_seconds for record in rounds),
@@ -288,7 +288,7 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
         traffic=sent_by_kind(run),
         failure=ended.failure if ended else "the records stop before the run's end: it was killed, or it still runs",
         exchanges=exchanged.averaged,
-        exchanges_per_gradient=_ratio(2 * exchanged.averaged, len(updates)) if exchanged.averaged else None,
+        exchanges_per_gradient=_ratio(2 * exchanged.averaged, made) if exchanged.averaged else None,
         exchanges_lost=exchanged.lost,
         round_trip_seconds=exchanged.round_trip_seconds,
         consensus_distance=exchanged.consensus_distance,
@@ -297,13 +297,21 @@ def summarize(run: RunRecords, target: Target | None = None) -> Summary:
     )
 
 
+def _staleness(updates: Sequence[Update]) -> tuple[float | None, int | None]:
+    """The mean and the maximum over all contributions."""
+    parts = [part for update in updates for part in update.parts()]
+    contributions = sum(part.contributions for part in parts)
+    mean = _ratio(sum(part.staleness_sum for part in parts), contributions)
+    return mean, max((part.staleness_max for part in parts), default=None)
+
+
 def _updates_undone(record: Undone) -> int:
     return record.version - 1 - record.to_version
 
 
 def _updates_by(seconds: float, updates: Sequence[Update], undone: Sequence[Undone]) -> float:
     """The updates made by then and not undone by then, ÷ the number of ranks that make updates."""
-    made = sum(update.at <= seconds for update in updates)
+    made = sum(update.updates_by(seconds) for update in updates)
     left = made - sum(_updates_undone(record) for record in undone if record.at <= seconds)
     return left / max(1, len({update.rank for update in updates}))
 
@@ -341,7 +349,7 @@ def _dropped(run: RunRecords) -> Counter[str]:
     """The number of dropped samples by reason."""
     dropped: Counter[str] = Counter()
     for record in of_kind(run, Dropped):
-        dropped[record.reason] += record.stop - record.first
+        dropped[record.reason] += record.samples
     return dropped
 
 
@@ -365,7 +373,7 @@ def _lost(memberships: Iterable[Membership]) -> int:
     return sum(_median_counts(memberships, lambda before, record: not record.joined))
 
 
-def _rejoined(memberships: Sequence[Membership]) -> int:
+def _rejoined(memberships: Iterable[Membership]) -> int:
     """The number of ranks that rejoined. A restarted rank sees all others join, but none of these has rejoined."""
     return sum(_median_counts(memberships, lambda before, record: record.joined and before is False))
 

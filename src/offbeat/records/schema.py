@@ -3,6 +3,9 @@
 `at` is the time of a record, in seconds since the run began. A run is a directory with `run.json` (a `RunHeader`) and
 `records.jsonl` (one record per line); a live run has one file per rank instead, `records-0.jsonl` and so on. They
 contain no times of day, host names or paths, so that a simulation with the same seed writes the same bytes.
+
+Beyond a limit of size, a record of a live run is an aggregate: it stands for several, and has their number
+(`records/aggregation.py`). Fields of aggregates alone have defaults, which are omitted in the file.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,13 +22,19 @@ from offbeat.core.actions import Record
 FORMAT = 1
 """The version of the format of run directories."""
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+"""How many records an aggregate stands for."""
 
-class Round(Record, frozen=True, tag="round"):
+
+class Round(Record, frozen=True, tag="round", omit_defaults=True):
     """One computation of one rank, written by the engine at its end (`at`).
 
     `seconds` is its duration from `start`. `induced_seconds` of it are what the straggler model and slow-down factors
     have added to the natural speed of the machine. `idle_seconds` is the time between the end of the previous round of
     the rank and `start`. `send_seconds` is how long the last message of the previous round took to be sent.
+
+    An aggregate has the number of its `rounds`, sums of seconds, samples and loss, the first `start`, the last
+    `version`, and draws from the lowest to the highest.
     """
 
     rank: int
@@ -39,6 +48,7 @@ class Round(Record, frozen=True, tag="round"):
     idle_seconds: float
     send_seconds: float
     finite: bool
+    rounds: Count = 1
 
 
 class Contribution(msgspec.Struct, frozen=True, array_like=True):
@@ -50,8 +60,33 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
     staleness: int
 
 
-class Update(Record, frozen=True, tag="update"):
-    """One update of the parameters on `rank`, which made `version`. `samples_total` counts the samples of the run."""
+class MergedContributions(msgspec.Struct, frozen=True, array_like=True):
+    """The contributions of `rank` to an aggregate of updates.
+
+    `samples` is the number of draws in [first, stop) that were applied: all of them, unless some were dropped or are in
+    other updates. `staleness_sum` and `staleness_max` are over the `contributions`, of which there are so many.
+    """
+
+    rank: int
+    first: int
+    stop: int
+    samples: int
+    contributions: Count
+    staleness_sum: int
+    staleness_max: int
+
+    def stalenesses(self) -> list[float]:
+        """One staleness for each contribution, with the same sum and maximum as the original ones."""
+        others = self.contributions - 1
+        return [self.staleness_max, *[(self.staleness_sum - self.staleness_max) / max(1, others)] * others]
+
+
+class Update(Record, frozen=True, tag="update", omit_defaults=True):
+    """One update of the parameters on `rank`, which made `version`. `samples_total` counts the samples of the run.
+
+    An aggregate has the number of its `updates`, the time of the first (`since`), sums of messages and samples, and the
+    last version, total and learning rate. It has no `contributions`, but `merged` ones, one for each rank.
+    """
 
     rank: int
     version: int
@@ -60,6 +95,25 @@ class Update(Record, frozen=True, tag="update"):
     samples_total: int
     learning_rate: float
     contributions: tuple[Contribution, ...]
+    updates: Count = 1
+    since: float | None = None
+    merged: tuple[MergedContributions, ...] = ()
+
+    def parts(self) -> Iterator[MergedContributions]:
+        """What was applied, in one form: the contributions of a single update, or the merged ones of an aggregate."""
+        for one in self.contributions:
+            yield MergedContributions(
+                one.rank, one.first, one.stop, one.stop - one.first, 1, one.staleness, one.staleness
+            )
+        yield from self.merged
+
+    def updates_by(self, seconds: float) -> float:
+        """How many of its updates were made by a time; those of an aggregate count as evenly spaced."""
+        if self.at <= seconds:
+            return self.updates
+        if self.since is None or seconds < self.since:
+            return 0
+        return self.updates * (seconds - self.since) / (self.at - self.since)
 
 
 class Undone(Record, frozen=True, tag="undone"):
@@ -79,11 +133,14 @@ Outcome = Literal["averaged", "declined", "lost"]
 Reason = Literal["stale", "late", "nonfinite", "stopped", "lost"]
 
 
-class Dropped(Record, frozen=True, tag="dropped"):
+class Dropped(Record, frozen=True, tag="dropped", omit_defaults=True):
     """Samples of `rank` that were computed and not applied, with the reason.
 
     stale: above `staleness_max`; late: a newer version existed already; nonfinite: the gradient was not finite;
     stopped: training had ended; lost: never arrived, and were not repeated by a restarted worker.
+
+    An aggregate has the number of `messages`, the highest staleness, and in `partly` the number of draws in
+    [first, stop) that were dropped, if not all of them were.
     """
 
     rank: int
@@ -91,6 +148,12 @@ class Dropped(Record, frozen=True, tag="dropped"):
     stop: int
     staleness: int
     reason: Reason
+    messages: Count = 1
+    partly: int | None = None
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.first if self.partly is None else self.partly
 
 
 class Evaluation(Record, frozen=True, tag="evaluation", omit_defaults=True):
@@ -107,11 +170,13 @@ class Evaluation(Record, frozen=True, tag="evaluation", omit_defaults=True):
     accuracy_top5: float | None = None
 
 
-class Exchange(Record, frozen=True, tag="exchange"):
+class Exchange(Record, frozen=True, tag="exchange", omit_defaults=True):
     """One exchange of two peers, written at its end by `rank`, which initiated it; `seconds` is its duration.
 
     `distance` is ‖x_rank − x_peer‖². lost: the peer was lost before it answered, and may have applied its half;
     declined: the peer was about to end, and neither has changed.
+
+    An aggregate has the number of its `exchanges`, the sum of their seconds, and the mean of their distances.
     """
 
     rank: int
@@ -119,6 +184,7 @@ class Exchange(Record, frozen=True, tag="exchange"):
     seconds: float
     distance: float | None
     outcome: Outcome
+    exchanges: Count = 1
 
 
 class Consensus(Record, frozen=True, tag="consensus"):
@@ -160,7 +226,7 @@ class Traffic(Record, frozen=True, tag="traffic"):
 
     A simulated run has one counter for all ranks, with rank 0, written before each evaluation and at the end. In a live
     run each process counts for its own rank, and writes about once a second and at its end. A restarted process starts
-    at 0, and its records have another `since`.
+    at 0, and its records have another `since`. Counts are cumulative, so beyond the limit of size some are left out.
     """
 
     rank: int

@@ -20,6 +20,7 @@ from offbeat.records.schema import (
     Ended,
     Evaluation,
     Exchange,
+    MergedContributions,
     Round,
     RunRecords,
     Traffic,
@@ -53,6 +54,13 @@ BLANKS: dict[type[Record], AnyRecord] = {
     Traffic: Traffic(at=0.0, rank=0, since=0.0, sent={}, received={}),
 }
 """The frequent kinds of record, without content."""
+
+COUNTS: Reads = {
+    Round: frozenset({"rounds"}),
+    Update: frozenset({"updates", "since"}),
+    Exchange: frozenset({"exchanges"}),
+}
+"""The fields that say what an aggregate stands for, which are always kept."""
 
 
 def fields_of(kind: type[Record], *names: str) -> Reads:
@@ -110,10 +118,16 @@ def _without_unread(record: AnyRecord, names: frozenset[str]) -> AnyRecord:
     blank = BLANKS.get(type(record))
     if blank is None:
         return record
+    names = names | COUNTS.get(type(record), frozenset()) | ({"merged"} if "contributions" in names else frozenset())
     return msgspec.structs.replace(blank, **{name: _value(record, name) for name in sorted(names)})
 
 
 def _value(record: AnyRecord, name: str) -> object:
     if name == "contributions" and isinstance(record, Update):
         return tuple(Contribution(0, 0, 0, contribution.staleness) for contribution in record.contributions)
+    if name == "merged" and isinstance(record, Update):
+        return tuple(
+            MergedContributions(0, 0, 0, 0, one.contributions, one.staleness_sum, one.staleness_max)
+            for one in record.merged
+        )
     return getattr(record, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Hang, Partition, Pause
 from offbeat.core.events import LossReason, Started
 from offbeat.core.randomness import stream
 from offbeat.core.validation import require
@@ -73,6 +73,8 @@ class FaultInjector:
                 self._crash(fault)
             case Pause():
                 self._pause(fault)
+            case Hang():
+                self._hang(fault)
             case Partition():
                 self._partition(fault)
             case Corrupt():
@@ -130,6 +132,11 @@ class FaultInjector:
         process.sleep(fault.seconds)
         pairs = [(fault.rank, peer) for peer in self._network.links(fault.rank)]
         self._silence(pairs, fault.seconds, f"pause of {fault.rank} at {self._queue.now}")
+
+    def _hang(self, fault: Hang) -> None:
+        process = self._table.processes[fault.rank]
+        if process.active and process.computation is not None:
+            self._rounds.hang(process.computation, fault.seconds)
 
     def _partition(self, fault: Partition) -> None:
         until = self._queue.now + fault.seconds

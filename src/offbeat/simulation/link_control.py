@@ -78,6 +78,12 @@ class LinkControl:
             link.restore()
             self._announce(a, b)
 
+    def reset(self, a: int, b: int) -> None:
+        """Take a link down, and up again as soon as both ends have noticed."""
+        reason = f"reset at {self._queue.now}"
+        self.cut(a, b, reason, notify=(a, b))
+        self._queue.schedule(self._queue.now + self._crash_seen_seconds, functools.partial(self.restore, a, b, reason))
+
     def _notify(self, event: Callable[..., PeerJoined | PeerLost], a: int, b: int, notify: tuple[int, ...]) -> None:
         incarnation = self._network.link(a, b).incarnation
         for rank, peer in ((a, b), (b, a)):

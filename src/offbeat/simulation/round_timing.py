@@ -105,3 +105,5 @@ class Computation:
     """torch's version counter of the parameters at the start, to detect a node that changes them meanwhile"""
     paused: float = 0.0
     """Seconds of the round during which the process was paused."""
+    hung_until: float = 0.0
+    """When a hang of the round ends, which `Cancel` cannot end."""

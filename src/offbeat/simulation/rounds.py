@@ -11,7 +11,7 @@ import functools
 
 from torch import Tensor
 
-from offbeat.cluster.faults import Corrupt
+from offbeat.cluster.faults import Corrupt, Hang
 from offbeat.core.actions import Compute, Evaluate, Seconds
 from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
 from offbeat.core.examples import Order
@@ -83,6 +83,7 @@ class Rounds:
         self._seed = experiment.seed
         self._user_optimizer = user_optimizer
         self._corruptions = [fault for fault in experiment.cluster.faults if isinstance(fault, Corrupt)]
+        self._hangs = [fault for fault in experiment.cluster.faults if isinstance(fault, Hang)]
         self._queue = queue
         self._gradient_computer = gradient_computer
         self._orders = orders
@@ -98,6 +99,9 @@ class Rounds:
         snapshot = self._snapshot(action)
         version = snapshot.parameters._version
         process.computation = Computation(snapshot, timing, samples, now, now + timing.seconds(samples), version)
+        for fault in self._hangs:
+            if fault.rank == process.rank and fault.at_seconds <= now < fault.at_seconds + fault.seconds:
+                self.hang(process.computation, fault.at_seconds + fault.seconds - now)
         self._schedule_end(process, process.computation)
 
     def _snapshot(self, action: Compute) -> Compute:
@@ -135,7 +139,9 @@ class Rounds:
         if samples >= computation.samples:
             return
         ends = computation.start + computation.paused + computation.timing.seconds(samples) if samples else 0.0
-        process.computation = dataclasses.replace(computation, samples=samples, ends=max(now, ends))
+        process.computation = dataclasses.replace(
+            computation, samples=samples, ends=max(now, ends, computation.hung_until)
+        )
         self._schedule_end(process, process.computation)
 
     def _end_round(self, process: Process, computation: Computation) -> GradientReady | StepReady:
@@ -213,3 +219,8 @@ class Rounds:
             samples = computation.timing.samples(Seconds(left, samples_max=budget.samples_max))
             computation.samples = min(computation.samples, samples)
         computation.ends = computation.start + computation.paused + computation.timing.seconds(computation.samples)
+
+    def hang(self, computation: Computation, seconds: float) -> None:
+        """Extend a round by a hang: as a pause, and `Cancel` does not end it."""
+        self.pause(computation, seconds)
+        computation.hung_until = self._queue.now + seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from offbeat.core.actions import Compute, Evaluate, Finish, Record, Send
+from offbeat.core.actions import Compute, Disconnect, Evaluate, Finish, Record, Send
 from offbeat.records.schema import Update
 from offbeat.simulation.delivery import Delivery
 from offbeat.simulation.link_control import LinkControl
@@ -55,6 +55,9 @@ class SimulatedBackend:
 
     def send(self, action: Send) -> None:
         self._delivery.send(self._process, action)
+
+    def disconnect(self, action: Disconnect) -> None:
+        self._links.reset(self.rank, action.peer)
 
     def compute(self, action: Compute) -> None:
         self._rounds.compute(self._process, action)

@@ -23,8 +23,13 @@ from offbeat.core.optimizers import Optimizer
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext
 from offbeat.core.validation import require
+from offbeat.strategies.hang_detection import HangDetector
+from offbeat.strategies.member_checks import MemberCheck
 from offbeat.strategies.server_node import ServerStrategy, shared_fields
 from offbeat.strategies.training_node import NO_OPTIMIZER, samples_limit
+
+EXCHANGES_AHEAD_MAX = 64
+"""How many exchanges of a worker can be under way, at the most; one that claims more is not believed."""
 
 DrawRange = tuple[int, int, int]
 """First draw, one past the last draw, and the oldest version at which one of their gradients was computed."""
@@ -147,6 +152,11 @@ class LocalTraining:
     in_flight_max: int
     nonfinite_max: int
     patience_seconds: float
+    hang_factor: float
+    hang_seconds: float
+
+    def hang_detector(self) -> HangDetector:
+        return HangDetector(self.hang_factor, self.hang_seconds)
 
     @classmethod
     def of(cls, strategy: ServerStrategy, context: NodeContext, **choices: Any) -> Self:
@@ -162,6 +172,16 @@ class LocalTraining:
             settings["every"] = min(settings["every"], -(-limit // samples_per_step))
         settings["every"] = max(settings["every"], settings.get("fragments", 1))
         return cls(**settings)
+
+
+def check_local(check: MemberCheck, message: LocalDelta, numel: int, like: Tensor, samples_max: int) -> None:
+    """Check a report of a worker: `numel` elements of the type of `like`, or none if it is about no samples.
+
+    A worker without answers goes on, so that nothing but time limits the samples of a report.
+    """
+    check.require(0 <= message.samples <= samples_max, f"{message.samples} samples, where {samples_max} are possible")
+    check.vector("change", message.change, like, numel if message.samples else 0)
+    check.require(message.nonfinite_in_a_row >= 0, f"{message.nonfinite_in_a_row} gradients that were not finite")
 
 
 def fragment_slices(numel: int, fragments: int) -> list[slice]:

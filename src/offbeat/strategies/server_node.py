@@ -4,6 +4,8 @@
     train      a family handles the messages of its workers
     stop       Stop(result) to all workers → Stopped from each that is still connected → Finish
 
+A worker whose computation hangs is announced, then treated as lost; see `hang_detection.py`.
+
 Every draw of every rank is accounted for once, as applied or as dropped with a reason. A worker that joins, for the
 first time or again, receives the position in its data at which to continue.
 """
@@ -11,25 +13,39 @@ first time or again, receives the position in its data at which to continue.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from offbeat.core.actions import Action, ClearTimer, Finish, Report, Send, SetTimer
+from torch import Tensor
+
+from offbeat.core.actions import Action, ClearTimer, Disconnect, Finish, Report, Send, SetTimer
 from offbeat.core.events import Evaluated, Event, Leave, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.core.flat import is_finite
 from offbeat.core.messages import Message, Stop, Stopped
 from offbeat.core.sample_ledger import Range, SampleLedger
 from offbeat.core.strategy import NodeContext, Strategy
-from offbeat.records.schema import Contribution, Membership, Reason
+from offbeat.records.schema import Contribution, Membership, Notice, Reason
+from offbeat.strategies.hang_detection import LOST_FACTOR, HangDetector, Probe, ProbeAnswer
+from offbeat.strategies.member_checks import SAMPLES_PER_SECOND_MAX, MemberCheck
 from offbeat.strategies.training_node import TrainingNode, dropped
 
 HUB = 0
+
+ROUNDS_AHEAD_MAX = 1000
+"""How many rounds a worker can be ahead of what has arrived from it, at the most; those before may be lost."""
 
 
 @dataclass(frozen=True)
 class ServerStrategy(Strategy):
     """A strategy whose rank 0 is a hub that computes no gradients; all other ranks do, and are linked to it alone."""
+
+    hang_factor: float = field(default=10.0, kw_only=True)
+    """a round of a worker hangs if it takes longer than the median of its peers, times this; 0: it never does"""
+    hang_seconds: float = field(default=30.0, kw_only=True)
+    """seconds; a shorter round never hangs"""
 
     def processes(self, workers: int) -> int:
         return workers + 1
@@ -62,10 +78,16 @@ class ServerNode(TrainingNode):
     _gather_timed_out: bool = False
     _unconfirmed: set[int] | None = None
     """After the end of training: workers that have not sent Stopped yet. None: training goes on."""
+    _hangs: HangDetector
+    _hung: dict[int, int]
+    """rank → incarnation, of workers that hung, were treated as lost, and have not answered a probe since"""
+    _is_watching: bool = False
+    """Whether the timer for workers that hang is set."""
 
-    def __init__(self, context: NodeContext, patience_seconds: float) -> None:
+    def __init__(self, context: NodeContext, patience_seconds: float, hangs: HangDetector) -> None:
         super().__init__(context)
         self._patience_seconds = patience_seconds
+        self._hangs, self._hung = hangs, {}
         self._expected = [rank for rank in context.members if rank != HUB]
         self._live, self._ledgers, self._left = {}, {}, set()
 
@@ -111,15 +133,22 @@ class ServerNode(TrainingNode):
     # Events
 
     def handle(self, event: Event) -> Iterable[Action]:
-        if self._finished:
-            return ()
+        return () if self._finished else self._watch(event.at, self._handle(event))
+
+    def _handle(self, event: Event) -> Iterable[Action]:
         match event:
             case MessageArrived(source=rank, message=Stopped() as message):
+                self._check_stopped(event, message)
                 return self._stopped(event.at, rank, message.draws_stop)
+            case MessageArrived(source=rank, message=ProbeAnswer()) if rank in self._hung:
+                return self._returned(event.at, rank)
             case MessageArrived():
-                return self._message_arrived(event)
+                actions = self._message_arrived(event)  # raises if the message is invalid
+                return itertools.chain(self._note_answer(event.at, event.source), actions)
             case TimerFired(name="until") | Leave():
                 return self._stop(event.at)
+            case TimerFired(name="hang"):
+                return self._look_for_hangs(event.at)
             case TimerFired(name="gather"):
                 self._gather_timed_out = True
                 return self._begin(event.at) if self._live else ()
@@ -151,6 +180,8 @@ class ServerNode(TrainingNode):
             self._worker_lost(rank)
         self._live = {}
         self._evaluations.reset()
+        self._hangs.reset()
+        self._hung, self._is_watching = {}, False
         self._unconfirmed = None if self._unconfirmed is None else set()
         yield SetTimer("workers", self._patience_seconds)
         yield from self._set_until_timer(at)
@@ -161,6 +192,10 @@ class ServerNode(TrainingNode):
 
     def _joined(self, event: PeerJoined) -> Iterator[Action]:
         rank = event.peer
+        if rank in self._hung:
+            self._hung[rank] = event.incarnation
+            yield Send(rank, Probe())
+            return
         yield Report(Membership(at=event.at, rank=HUB, peer=rank, incarnation=event.incarnation, joined=True))
         self._live[rank] = event.incarnation
         self._ledgers.setdefault(rank, SampleLedger())
@@ -200,6 +235,8 @@ class ServerNode(TrainingNode):
         rank = event.peer
         if self._live.pop(rank, None) is None:
             return
+        if rank not in self._hung:
+            self._hangs.forget(rank)
         self._worker_lost(rank)
         yield Report(Membership(at=event.at, rank=HUB, peer=rank, incarnation=event.incarnation, joined=False))
         if self._is_stopping:
@@ -218,6 +255,71 @@ class ServerNode(TrainingNode):
         self._failure = f"{what} {patience}; start workers, or raise patience_seconds"
         yield from self._stop(at)
 
+    # Workers that hang
+
+    def _watch(self, at: float, actions: Iterable[Action]) -> Iterator[Action]:
+        """Note which workers the actions make busy, and check on them in time."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._hangs.sent(action.to, at)
+            yield action
+        if self._hangs.busy_since and not self._is_watching and not self._finished:
+            yield from self._check_later(self._hangs.check_seconds)
+
+    def _check_later(self, seconds: float | None) -> Iterator[Action]:
+        if seconds is not None:
+            self._is_watching = True
+            yield SetTimer("hang", seconds)
+
+    def _note_answer(self, at: float, rank: int) -> Iterator[Action]:
+        seconds = self._hangs.answered(rank, at)
+        if seconds is not None:
+            yield self._notice(at, f"worker {rank} has answered after {seconds:.3g} s")
+
+    def _look_for_hangs(self, at: float) -> Iterator[Action]:
+        self._is_watching = False
+        deadlines = []
+        for rank in sorted(self._live):
+            since = self._hangs.busy_since.get(rank)
+            limit = self._hangs.limit(rank, self._live.keys() - self._hung.keys())
+            if since is None or limit is None or rank in self._hung:
+                continue
+            is_announced = rank in self._hangs.announced
+            due = since + (limit * LOST_FACTOR if is_announced else limit)
+            if due > at:
+                deadlines.append(due)
+            elif is_announced:
+                yield from self._treat_as_lost(at, rank, at - since)
+            else:
+                self._hangs.announced.add(rank)
+                deadlines.append(since + limit * LOST_FACTOR)
+                yield self._notice(at, self._hang_sentence(rank, at - since, limit * LOST_FACTOR))
+        if self._hangs.busy_since.keys() & self._live.keys() - self._hung.keys():
+            check_seconds = self._hangs.check_seconds
+            assert check_seconds is not None
+            yield from self._check_later(max(0.0, min([*deadlines, at + check_seconds]) - at))
+
+    def _hang_sentence(self, rank: int, seconds: float, lost_seconds: float) -> str:
+        return (
+            f"worker {rank} has not answered for {seconds:.3g} s, far longer than its peers need for a round; it is "
+            f"treated as lost after {lost_seconds:.3g} s; if it is merely slow, raise hang_factor or hang_seconds"
+        )
+
+    def _treat_as_lost(self, at: float, rank: int, seconds: float) -> Iterator[Action]:
+        self._hung[rank] = self._live[rank]
+        what = f"worker {rank} has not answered for {seconds:.3g} s"
+        yield self._notice(at, f"{what} and is treated as lost; it joins again when its computation has ended")
+        yield Disconnect(rank, f"{what} (hang_factor, hang_seconds)")
+
+    def _returned(self, at: float, rank: int) -> Iterator[Action]:
+        """A worker that hung has ended its computation."""
+        incarnation = self._hung.pop(rank)
+        yield from self._note_answer(at, rank)
+        yield from self._joined(PeerJoined(at, rank, incarnation))
+
+    def _notice(self, at: float, text: str) -> Report:
+        return Report(Notice(at=at, rank=HUB, text=text))
+
     # Account for samples
 
     def _drop(self, at: float, rank: int, draws: Range, reason: Reason) -> Iterator[Action]:
@@ -229,6 +331,39 @@ class ServerNode(TrainingNode):
         for draws in ranges:
             if draws[0] not in self._ledgers[rank]:
                 yield from self._drop(at, rank, draws, "stopped")
+
+    # What a worker may claim
+
+    def _round_samples_max(self) -> int | None:
+        """The most samples that one message of a worker can be about; None: unlimited."""
+        return None
+
+    def _stop_max(self, at: float, rank: int) -> int:
+        """Where the data position of a worker can be by now: after what it has sent, what is under way, and lost."""
+        size = self._round_samples_max()
+        if size is not None:
+            return self._ledgers[rank].stop + ROUNDS_AHEAD_MAX * size
+        return int(SAMPLES_PER_SECOND_MAX * max(at - self._began_at, 1.0))
+
+    def _check_draws(self, check: MemberCheck, event: MessageArrived, ranges: Iterable[Range]) -> None:
+        """After the end of training, `Stopped` may have accounted for draws of messages that it has overtaken."""
+        ledger = self._ledgers[event.source]
+        if self._is_stopping:
+            ranges = [draws for draws in ranges if draws[0] not in ledger]
+        check.draws(ranges, ledger, self._stop_max(event.at, event.source))
+
+    def _check_stopped(self, event: MessageArrived, message: Stopped) -> None:
+        check = MemberCheck(event, HUB)
+        limit = self._stop_max(event.at, event.source)
+        check.require(0 <= message.draws_stop <= limit, f"draws up to {message.draws_stop}, where {limit} is possible")
+
+    def _check_parameters(self, updated: Tensor) -> None:
+        """End training if an update has made parameters that are not finite: nothing can be learned from then on."""
+        if not is_finite(updated):
+            self._failure = (
+                f"update {self._version} has made parameters that are not finite, from gradients that were; lower the "
+                "learning rate, or clip the gradient (clip_norm)"
+            )
 
     # Stop
 

@@ -27,6 +27,7 @@ from offbeat.core.events import (
 from offbeat.core.messages import Buffers, Stop, Stopped
 from offbeat.core.sample_ledger import Range, SampleLedger
 from offbeat.core.strategy import Node, NodeContext
+from offbeat.strategies.hang_detection import Probe, ProbeAnswer
 from offbeat.strategies.message_kinds import kept
 from offbeat.strategies.node_state import Stateful
 from offbeat.strategies.server_node import HUB
@@ -44,6 +45,8 @@ class WorkerNode(Stateful, Node):
     _computing: bool = False
     _discard: bool = False
     """Whether the result of the round under way is discarded."""
+    _probed: bool = False
+    """Whether the hub asks when the computation under way has ended."""
     _in_flight: int = 0
     """Messages that have not left yet."""
     _samples: int = 0
@@ -83,6 +86,8 @@ class WorkerNode(Stateful, Node):
                 return self._round_ended(event)
             case MessageArrived(message=Stop()):
                 return self._stopping(kept(event, Stop))
+            case MessageArrived(message=Probe()):
+                return self._probe()
             case MessageArrived():
                 return self._message_arrived(event)
             case Sent():
@@ -130,13 +135,22 @@ class WorkerNode(Stateful, Node):
             yield from self._stopped()
         elif self._discard:
             self._discard = False
+            if self._probed:
+                yield from self._probe()
             yield from self._compute()
         else:
             self._draw = event.draws[1]
             yield from self._computed(event)
 
+    def _probe(self) -> Iterator[Action]:
+        """Answer the hub, which has treated this worker as lost, as soon as no computation is outstanding."""
+        self._probed = self._computing
+        if not self._computing:
+            yield Send(HUB, ProbeAnswer())
+
     def _hub_lost(self) -> Iterator[Action]:
         self._in_flight = 0
+        self._probed = False
         self._reset_hub()
         yield from self._abandon()
         yield SetTimer("hub", self._patience_seconds)

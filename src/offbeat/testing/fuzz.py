@@ -6,6 +6,7 @@ A case is a pure function of strategy and seed, so that a seed repeats it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 
 from offbeat.cluster.cluster import Cluster, Link
-from offbeat.cluster.faults import Corrupt, Crash, Fault, Partition, Pause
+from offbeat.cluster.faults import Corrupt, Crash, Fault, Hang, Partition, Pause
 from offbeat.cluster.stragglers import Lognormal, Mixture, NoStragglers, Pareto, StragglerModel
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.optimizers import SGD
@@ -54,6 +55,9 @@ def draw_case(strategy: Strategy, seed: int, *, workload: Workload | None = None
     varied = _vary(strategy, seed, random, workers)
     case_workload = workload or _workload(random)
     cluster = _cluster(random, varied, workers, samples, faults)
+    if faults:
+        hangs = tuple(_hangs(stream(seed, "fuzz hangs"), varied, workers))
+        cluster = dataclasses.replace(cluster, faults=(*cluster.faults, *hangs))
     experiment = Experiment(
         case_workload,
         varied.with_default_optimizer(SGD(lr=0.02)),
@@ -94,7 +98,13 @@ def _gone_for_good(experiment: Experiment) -> set[int]:
 def _vary(strategy: Strategy, seed: int, random: Generator, workers: int) -> Strategy:
     settings = shared_settings(random, workers) | strategy.random_settings(seed, workers)
     names = {item.name for item in dataclasses.fields(strategy)}
+    settings |= _hang_settings(stream(seed, "fuzz hang limits"))
     return dataclasses.replace(strategy, **{name: value for name, value in settings.items() if name in names})
+
+
+def _hang_settings(random: Generator) -> dict[str, float]:
+    """Limits that some rounds exceed, also without a hang."""
+    return {"hang_factor": float(random.choice([0.0, 1.0, 4.0])), "hang_seconds": float(random.uniform(0.1, 2.0))}
 
 
 def _until(random: Generator, samples: int, seconds_per_sample: float) -> Budget:
@@ -173,6 +183,12 @@ def _link(random: Generator) -> Link:
         bytes_per_second=maybe(random, float(10 ** random.uniform(3.5, 5.5))),
         delay_std_seconds=float(random.choice([0.0, 0.0, 0.2])),
     )
+
+
+def _hangs(random: Generator, strategy: Strategy, workers: int) -> Iterator[Hang]:
+    computing = [rank for rank in range(strategy.processes(workers)) if strategy.computes(rank)]
+    for _ in range(int(random.integers(0, 3))):
+        yield Hang(int(random.choice(computing)), float(random.uniform(0.0, 3.0)), float(random.uniform(0.5, 10.0)))
 
 
 def _fault(random: Generator, strategy: Strategy, workers: int, horizon: float, silence: float) -> Fault:

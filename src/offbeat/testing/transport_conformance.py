@@ -27,7 +27,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from offbeat.core.events import MessageArrived, PeerJoined, PeerLost, Sent
+from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import RunFailed
@@ -416,6 +416,20 @@ def close_unblocks_receive(case: TransportCase) -> None:
     worker.transport.close()
     _verify_ended(waiting, "receive, after close(),")
     _verify_receives_none(worker.transport, "after close()")
+
+
+@_check()
+def a_disconnected_peer_is_lost_for_the_reason_given_and_no_other_is(case: TransportCase) -> None:
+    hub, worker, other = _linked(case, 3)
+    before = hub.links[1]
+    hub.transport.disconnect(1, before + 1, "of another incarnation")
+    _exchange(hub, worker)
+    hub.transport.disconnect(1, before, "it lied", final=True)
+    lost = hub.wait_lost(1, before)
+    found = lost.reason, lost.detail
+    verify(found == (LossReason.INVALID, "it lied"), f"the loss was reported as {found}")
+    worker.wait_lost(0, before)
+    _exchange(hub, other)
 
 
 @_check("rejoin")

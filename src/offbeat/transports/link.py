@@ -1,16 +1,10 @@
-"""What all links have in common, however their bytes travel: outbox, flow control, encoding, and reading of messages.
-
-Flow control: a link sends while fewer than WINDOW of its messages are unacknowledged. Every head carries the number of
-messages received so far, and a heartbeat is sent where nothing else would carry it in time.
-"""
+"""What all links have in common, however their bytes travel: options, losses, encoding, and reading of messages."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,17 +14,12 @@ from torch import Tensor
 
 from offbeat.core.events import LossReason, MessageArrived, Sent
 from offbeat.core.memory_pool import Pool
-from offbeat.core.messages import Message
 from offbeat.core.run_identity import RunIdentity
 from offbeat.core.wire_size import HEAD_BYTES
 from offbeat.errors import ContractViolation
 from offbeat.transports import wire
+from offbeat.transports.link_protocol import LinkProtocol, Outgoing
 from offbeat.transports.transport import MESSAGE_BYTES_MAX, SILENCE_SECONDS, InboxItem
-
-WINDOW = 3
-"""Unacknowledged messages per link; further ones wait in the outbox, where newer ones can replace them. With two
-workers each receives two updates per round, which its next gradient acknowledges; a smaller window would need extra
-heartbeats."""
 
 
 class LinkLoss(NamedTuple):
@@ -92,8 +81,6 @@ class LinkOptions:
 
     silence_seconds: float = SILENCE_SECONDS
     """A peer from which nothing was received for so long is lost."""
-    chunk_bytes: int = 4 << 20
-    """Tensors are cut into pieces of this size; equal on all ranks."""
     checksum: bool = False
     """Send a checksum with every message."""
     shared_memory: bool = True
@@ -102,17 +89,8 @@ class LinkOptions:
     """The incarnation of the first link to each peer, where ranks can come back."""
 
 
-@dataclass(slots=True)
-class Outgoing:
-    """A message to be sent. It is encoded when its turn comes, since a newer one may replace it before."""
-
-    key: str | None
-    message: Message
-    encoded: wire.Encoded | None = None
-
-
 class LinkBase(ABC):
-    """State of one incarnation of a link. Subclasses move the bytes and own the lock that guards the counters."""
+    """One incarnation of a link. Subclasses move the bytes, and own the lock that guards `_protocol`."""
 
     def __init__(
         self,
@@ -128,34 +106,7 @@ class LinkBase(ABC):
         self._options = options
         self._pool = pool
         self._deliver = deliver
-        self._outbox: deque[Outgoing] = deque()
-        self._finishing = False
-        self._sent = self._acked_by_peer = 0
-        """Messages of this rank: sent, and acknowledged by the peer."""
-        self._delivered = self._acked_to_peer = 0
-        """Messages of the peer: received by the user of the transport, and acknowledged to the peer."""
-
-    # The caller holds the lock
-
-    def _supersede(self, outgoing: Outgoing) -> bool:
-        """Put a message in the place of a queued one with the same key, if there is one."""
-        if outgoing.key is not None:
-            for index, queued in enumerate(self._outbox):
-                if queued.key == outgoing.key:
-                    self._outbox[index] = outgoing
-                    return True
-        return False
-
-    def _may_leave(self) -> bool:
-        return self._finishing or self._sent - self._acked_by_peer < WINDOW
-
-    def _window_is_full(self) -> bool:
-        """Whether the peer has to stop sending until it gets an acknowledgement."""
-        return self._delivered - self._acked_to_peer >= WINDOW
-
-    def _check_acknowledgement(self, count: int) -> None:
-        if not self._acked_by_peer <= count <= self._sent:
-            raise wire.WireError(f"the peer acknowledges {count} messages, but {self._sent} were sent")
+        self._protocol = LinkProtocol(options.silence_seconds, time.monotonic())
 
     # Sending
 
@@ -167,16 +118,6 @@ class LinkBase(ABC):
             except ContractViolation as error:
                 self._deliver(error)
         return outgoing.encoded
-
-    def _pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:
-        return itertools.chain(encoded.opening, self._chunks(encoded.tensors))
-
-    def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Pieces small enough to be transferred well within `silence_seconds`. Both ends cut in the same places."""
-        nbytes = self._options.chunk_bytes
-        for tensor in tensors:
-            for first in range(0, tensor.numel(), nbytes):
-                yield tensor[first : first + nbytes]
 
     def _report_sent(self, encoded: wire.Encoded, key: str | None, begun: float) -> None:
         seconds = time.perf_counter() - begun
@@ -224,10 +165,9 @@ class LinkBase(ABC):
             )
         )
 
+    @abstractmethod
     def _read_payload(self, head: wire.Head, sizes: list[int]) -> Generator[Iterable[Tensor], None, Tensor]:
-        payload = self._pool.take(head.payload_bytes)
-        yield self._chunks(payload.split_with_sizes(sizes))
-        return payload
+        """Yield the memory to fill, in pieces, and return the whole; `sizes` are those of the tensors."""
 
     @abstractmethod
     def _on_acknowledgement(self, count: int) -> None:

@@ -83,6 +83,13 @@ class Loopback:
             if source.linked.get(to) == incarnation:
                 self._open[to].inbox.put(_Passed(self, source.rank, to, incarnation, message, key, size))
 
+    def disconnect(self, transport: LoopbackTransport, peer: int, incarnation: int, why: str) -> None:
+        """For `LoopbackTransport`: end a link for good, since both ends are in one process."""
+        with self._lock:
+            if transport.linked.get(peer) == incarnation:
+                self._unlink(transport.rank, peer, LossReason.INVALID, why)
+                self._unlink(peer, transport.rank, LossReason.BROKEN, why)
+
     def confirm(self, passed: _Passed) -> None:
         """A message was received, and so has been sent."""
         with self._lock:
@@ -133,6 +140,9 @@ class LoopbackTransport(QueuedTransport):
 
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
         self._loopback.pass_on(self, to, incarnation, message, key)
+
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        self._loopback.disconnect(self, peer, incarnation, why)
 
     def close(self, linger_seconds: float = 5.0) -> None:
         self._loopback.leave(self)

@@ -18,7 +18,6 @@ Properties of MPI and their consequences
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import threading
@@ -27,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
 from offbeat.transports.link import CLOSED, CLOSED_HERE, ConnectionLost, LinkLoss, LinkOptions, loss_of
 from offbeat.transports.mpi_link import (
-    CHUNK_BYTES,
     CONTROL_BYTES_MAX,
     INCARNATION,
     ControlMessage,
@@ -170,13 +169,14 @@ class MpiTransport(QueuedTransport):
         self._ended = threading.Event()
         self._control: deque[tuple[int, Tensor, Operation]] = deque()
         """Control messages that are being received, and their sources."""
+        self._to_drop: SimpleQueue[tuple[int, LinkLoss]] = SimpleQueue()
+        """Links that the user has ended."""
         self._broken: dict[int, LinkLoss] = {}
         """Peers that reported a broken link, and why."""
         self._awaited = len(self.peers)
         """Number of peers that have not sent a hello yet."""
         self._late: set[int] = set()
         """Peers that had not sent a hello when this transport was closed."""
-        options = dataclasses.replace(options, chunk_bytes=CHUNK_BYTES)
         self._links = {peer: MpiLink(peer, self, options, self.pool, self.inbox.put) for peer in self.peers}
         self._runtime = runtime
         self._control_tag, self.frame_tag = runtime.new_tags()
@@ -187,6 +187,11 @@ class MpiTransport(QueuedTransport):
     def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
         link = self._links.get(to)
         if link is not None and incarnation == INCARNATION and link.post(message, key):
+            self._runtime.wake()
+
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        if peer in self._links and incarnation == INCARNATION:
+            self._to_drop.put((peer, LinkLoss(LossReason.INVALID, why)))
             self._runtime.wake()
 
     def _on_receive(self, event: TransportEvent) -> None:
@@ -225,6 +230,9 @@ class MpiTransport(QueuedTransport):
     # Used by the runtime
 
     def work(self, read_control: bool = False) -> bool:
+        while not self._to_drop.empty():
+            peer, reason = self._to_drop.get()
+            self._links[peer].drop(reason)
         try:
             if not self._hello_sent:
                 self._send_hellos()

@@ -8,10 +8,11 @@ Frames of one peer arrive in the order in which they were sent. Nothing here blo
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -29,10 +30,10 @@ from offbeat.transports.link import (
     LinkBase,
     LinkLoss,
     LinkOptions,
-    Outgoing,
     difference,
     different_versions,
 )
+from offbeat.transports.link_protocol import Outgoing
 from offbeat.transports.transport import InboxItem
 
 CHUNK_BYTES = 16 << 20
@@ -70,7 +71,7 @@ def encode_control(message: ControlMessage) -> Tensor:
 def decode_control(raw: Tensor) -> ControlMessage:
     try:
         return _CONTROL.decode(raw.numpy().tobytes())
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise wire.WireError(f"a control message of the peer cannot be decoded: {error}") from None
 
 
@@ -126,13 +127,12 @@ class MpiLink(LinkBase):
         self._sending: deque[Operation] = deque()
         self._leaving: tuple[wire.Encoded, str | None, float] | None = None
         """The message that is being sent, its key, and when it was begun."""
-        self._goodbye_sent = self._goodbye_received = False
         self._frames: deque[Frame] = deque()
         self._buffers: deque[Tensor] = deque()
         """Memory for the next frames."""
         self._receiving: deque[Operation] = deque()
         self._reader = self._read()
-        self._received_at = self._sent_at = time.monotonic()
+        self._received_at = time.monotonic()
 
     # Any thread
 
@@ -140,28 +140,26 @@ class MpiLink(LinkBase):
         """Queue a message, or replace a queued one with the same key; whether it can be sent now."""
         outgoing = Outgoing(key, message)
         with self._lock:
-            if not self.linked or self.over or self._finishing or self._supersede(outgoing):
+            if not self.linked or self.over:
                 return False
-            self._outbox.append(outgoing)
-            return self._may_leave()
+            return self._protocol.post(outgoing) and self._protocol.may_send_message
 
     def acknowledge(self) -> bool:
         """The user received a message of the peer. What is sent next says so; True if a heartbeat is due for it."""
         with self._lock:
-            self._delivered += 1
-            return self._window_is_full()
+            return self._protocol.deliver()
 
     def finish(self) -> None:
         """Send what is queued, then a goodbye, and end when the peer has answered."""
         with self._lock:
-            self._finishing = True
+            self._protocol.finish()
 
     # From here on, only the thread that calls MPI
 
     def join(self) -> None:
         with self._lock:
             self.linked = True
-            self._received_at = self._sent_at = time.monotonic()
+            self._received_at = time.monotonic()
         self._deliver(functools.partial(PeerJoined, peer=self.peer, incarnation=INCARNATION))
 
     def reject(self, sentence: str) -> None:
@@ -179,7 +177,7 @@ class MpiLink(LinkBase):
     def _end(self, loss: LinkLoss) -> None:
         with self._lock:
             self.over = True
-            self._outbox.clear()
+            self._protocol.discard()
         self._leaving = None
         self._port.abandon(self.peer, [*self._sending, *self._receiving], self._frames)
         for queue in (self._sending, self._receiving, self._frames, self._buffers):
@@ -216,13 +214,7 @@ class MpiLink(LinkBase):
     def idle(self) -> bool:
         """Whether `work` would find nothing to do. Called a thousand times a second, and so without the lock."""
         return self.over or not (
-            self.sending
-            or self._outbox
-            or self._frames
-            or self.receiving
-            or self._leaving
-            or self._finishing
-            or self._window_is_full()
+            self.sending or self._frames or self.receiving or self._leaving or not self._protocol.is_quiet
         )
 
     def work(self) -> bool:
@@ -232,7 +224,7 @@ class MpiLink(LinkBase):
         moved = self._receive()
         while self._send():
             moved = True
-        if self._goodbye_received and self._goodbye_sent and not self._sending:
+        if self._protocol.goodbye_received and self._protocol.goodbye_sent and not self._sending:
             self._end(CLOSED)
         return moved
 
@@ -252,49 +244,41 @@ class MpiLink(LinkBase):
         return self._begin()
 
     def _begin(self) -> bool:
-        if self._goodbye_sent:
-            return False
         with self._lock:
-            queued = self._outbox.popleft() if self._outbox and self._may_leave() else None
-            goodbye = queued is None and self._finishing
-            quiet_seconds = time.monotonic() - self._sent_at
-            heartbeat = self._window_is_full() or quiet_seconds > self._options.silence_seconds / 4
-        if queued is not None:
-            self._begin_message(queued)
-        elif goodbye:
-            self._goodbye_sent = True
-            self._post([self._acknowledging(wire.control(wire.GOODBYE))])
-        elif heartbeat:
-            self._post([self._acknowledging(wire.control(wire.HEARTBEAT))])
-        else:
+            step = self._protocol.next_step(time.monotonic())
+        if step is None:
             return False
+        if isinstance(step, Outgoing):
+            self._begin_message(step)
+        else:
+            self._post([self._acknowledging(wire.control(step))])
         return True
 
     def _begin_message(self, outgoing: Outgoing) -> None:
         encoded = self._encode(outgoing)
         if encoded is None:
             return
-        self._sent += 1
+        with self._lock:
+            self._protocol.count_message()
         self._leaving = (encoded, outgoing.key, time.perf_counter())
         self._acknowledging(encoded.head)
-        self._post(self._pieces(encoded))
+        self._post(itertools.chain(encoded.opening, _chunks(encoded.tensors)))
 
     def _acknowledging(self, head: Tensor) -> Tensor:
         with self._lock:
-            self._acked_to_peer = self._delivered
-        wire.set_acknowledged(head, self._acked_to_peer)
+            count = self._protocol.acknowledged_with(time.monotonic())
+        wire.set_acknowledged(head, count)
         return head
 
     def _post(self, pieces: Iterable[Tensor]) -> None:
         for piece in pieces:
             self._sending.append(self._port.send_frame(self.peer, piece))
-        self._sent_at = time.monotonic()
 
     # Receiving
 
     def _receive(self) -> bool:
         moved = False
-        while not self._goodbye_received:
+        while not self._protocol.goodbye_received:
             while self._frames and self._buffers:
                 frame = self._frames[0]
                 if frame.nbytes != self._buffers[0].numel():
@@ -315,11 +299,21 @@ class MpiLink(LinkBase):
         return moved
 
     def _on_goodbye(self) -> None:
-        self._goodbye_received = True
-        with self._lock:  # the peer discards everything but a goodbye
-            self._outbox.clear()
-            self._finishing = True
+        with self._lock:
+            self._protocol.on_goodbye()
 
     def _on_acknowledgement(self, count: int) -> None:
-        self._check_acknowledgement(count)
-        self._acked_by_peer = count
+        with self._lock:
+            self._protocol.on_acknowledgement(count)
+
+    def _read_payload(self, head: wire.Head, sizes: list[int]) -> Generator[Iterable[Tensor], None, Tensor]:
+        payload = self._pool.take(head.payload_bytes)
+        yield _chunks(payload.split_with_sizes(sizes))
+        return payload
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Pieces small enough to be transferred well within `silence_seconds`. Both ends cut in the same places."""
+    for tensor in tensors:
+        for first in range(0, tensor.numel(), CHUNK_BYTES):
+            yield tensor[first : first + CHUNK_BYTES]

@@ -1,44 +1,38 @@
-"""How processes find each other: a listener that accepts clients with the right token, and the messages they exchange.
+"""How processes find each other: the messages of a connection before it becomes a link.
 
-A control connection is a plain TCP connection on which both sides first prove that they know the token, by an HMAC
-challenge. Until then nothing that a client sends is decoded, and afterwards only small typed messages are: there is no
-pickle. Every wait is limited, so a client that sends nothing occupies a thread for some seconds and no more.
-
-Messages after the challenge:
+Both sides have authenticated when the first message is sent; see `listener.py` and `authentication.py`. Only small
+typed messages are decoded, and there is no pickle. Every wait is limited.
 
     purpose      client                    listener
     all          CallRequest               Assignment, or Rejection
-    link         LinkRequest               LinkAccepted, or Rejection; then both build their link over the connection
-    register                               nothing: it stays open, so that the rank notices when rank 0 is gone
+    link         LinkRequest               LinkAccepted, or Rejection; LinkConfirmed by the client; then it is the link
+    register                               RelayRequest at any time; it stays open, so that the rank notices when rank 0
+                                           is gone
     lookup                                 Endpoint, or Rejection
+    relay                                  RelayAccepted, or Rejection; then the rank asked about is at the other end
+    relayed                                nothing: then the rank that asked is at the other end
     assignment                             nothing more
-
-Connections are authenticated, but not encrypted: trusted networks only.
 """
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import logging
-import os
-import selectors
 import socket
+import ssl
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, Literal, TypeVar, Union
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 
 from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
+from offbeat.transports.address import Address
+from offbeat.transports.authentication import NEEDS_TLS, NO_BINDING, WRONG_TOKEN, NotAuthenticated, client_steps
+from offbeat.transports.byte_stream import ByteStream, PlainStream, TlsStream
+from offbeat.transports.link import ConnectionLost
 from offbeat.transports.shared_memory import SlotTable
+from offbeat.transports.tls import Credentials, peer_binding
 from offbeat.transports.wire import WIRE_VERSION
 
 REPLY_SECONDS = 10.0
@@ -47,12 +41,7 @@ REPLY_SECONDS = 10.0
 REQUEST_BYTES_MAX = 1 << 16
 """The longest message of a connection."""
 
-CLIENTS_MAX = 64
-"""Connections that a listener serves at a time."""
-
-_NO_TOKEN = b"offbeat on this machine"
-
-_log = logging.getLogger(__name__)
+_LENGTH = struct.Struct("<I")
 
 ControlStruct = TypeVar("ControlStruct", bound=msgspec.Struct)
 
@@ -67,39 +56,6 @@ class Rejected(OffbeatError):
     def __init__(self, why: str, final: bool = True) -> None:
         super().__init__(why)
         self.final = final
-
-
-@dataclass(frozen=True)
-class Address:
-    """A host and a TCP port."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """From `HOST:PORT`, with an IPv6 host in brackets; raises ConfigurationError."""
-        host, colon, port = text.strip().rpartition(":")
-        if host.startswith("[") and host.endswith("]"):
-            host = host[1:-1]
-        elif ":" in host:
-            raise ConfigurationError(f"{text!r} is ambiguous as an address; type an IPv6 address as [HOST]:PORT")
-        if not colon or not host:
-            raise ConfigurationError(f"{text!r} is not an address; type HOST:PORT, such as 192.168.1.5:7700")
-        if not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ConfigurationError(f"{port!r} in {text!r} is not a port; type a number from 0 to 65535")
-        return cls(host, int(port))
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Assignment(msgspec.Struct, frozen=True, tag=True):
@@ -126,15 +82,16 @@ Program = Literal["training", "network test"]
 class CallRequest(msgspec.Struct, frozen=True, tag=True):
     """The first message of a client.
 
-    `about` is the rank whose listener it looks up, `listener` the listener that it registers, `program` what it is to
-    take part in.
+    `about` is the rank that it looks up or wants a relay to, `listener` the listener that it registers, `relay` the
+    number of the RelayRequest that it answers, `program` what it is to take part in.
     """
 
-    purpose: Literal["link", "assignment", "register", "lookup"]
+    purpose: Literal["link", "assignment", "register", "lookup", "relay", "relayed"]
     rank: int | None
     member: str = ""
     about: int | None = None
     listener: Endpoint | None = None
+    relay: int | None = None
     program: Program = "training"
     version: int = WIRE_VERSION
 
@@ -143,8 +100,7 @@ class LinkRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for a link with an incarnation of at least `incarnation_min`, and with `slot_table` for shared memory."""
 
     identity: RunIdentity
-    incarnation_min: int
-    chunk_bytes: int
+    incarnation_min: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     slot_table: SlotTable | None = None
 
 
@@ -155,11 +111,18 @@ class LinkAccepted(msgspec.Struct, frozen=True, tag=True):
     slot_table: SlotTable | None = None
 
 
-class StoreEntry(msgspec.Struct, frozen=True, tag=True):
-    """An entry of the store through which the two ends of a link connect by gloo."""
+class LinkConfirmed(msgspec.Struct, frozen=True, tag=True):
+    """The client has received the answer, and mapped the slot table; the connection is the link from here on."""
 
-    key: str
-    value: bytes
+
+class RelayRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks a registered rank to connect once more, for a rank that cannot reach it."""
+
+    number: int
+
+
+class RelayAccepted(msgspec.Struct, frozen=True, tag=True):
+    """The rank that was asked about is at the other end from here on."""
 
 
 class Rejection(msgspec.Struct, frozen=True, tag=True):
@@ -171,42 +134,31 @@ class Rejection(msgspec.Struct, frozen=True, tag=True):
 
 _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(Union[kind, Rejection])  # noqa: UP007 (kind is a value)
-    for kind in (CallRequest, Assignment, LinkRequest, LinkAccepted, Endpoint, StoreEntry, Rejection)
+    for kind in (
+        CallRequest,
+        Assignment,
+        LinkRequest,
+        LinkAccepted,
+        LinkConfirmed,
+        Endpoint,
+        RelayRequest,
+        RelayAccepted,
+        Rejection,
+    )
 }
 """Made at import, before there are threads: two threads that make the first decoder of a Struct at the same time crash
 the process."""
 
 
 class ControlConnection:
-    """A connection with limited waits, used by one thread; any other may call `disconnect`, which wakes that thread."""
+    """An authenticated connection, used by one thread; any other may call `disconnect`, which wakes that thread."""
 
-    def __init__(self, connected: socket.socket, limit_seconds: float = REPLY_SECONDS) -> None:
-        self._socket = connected
-        self._socket.setblocking(True)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._limit(limit_seconds)
-        self.local_host: str = self._socket.getsockname()[0]
-        self.same_host: bool = self._socket.getpeername()[0] == self.local_host
-        self._connection = Connection(os.dup(self._socket.fileno()))
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self.local_host = stream.local_host
+        self.same_host = stream.peer_host == self.local_host
         self._committed = False
         self._detached = False
-
-    def _limit(self, seconds: float) -> None:
-        """Zero means no limit. Set on the socket, since `Connection` has no timeout."""
-        span = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
-
-    def authenticate(self, token: bytes | None, first: bool) -> None:
-        """Both sides prove that they know the token; the listener challenges first."""
-        key = token or _NO_TOKEN
-        for challenge in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
-            try:
-                challenge(self._connection, key)
-            except (OSError, EOFError) as error:
-                raise Unreachable(_reason(error)) from None
-            except AssertionError:
-                raise Unreachable("what answers there is not offbeat") from None
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises Unreachable, or ConfigurationError if the message is too long."""
@@ -217,36 +169,46 @@ class ControlConnection:
                 "process joins; make the experiment's description shorter"
             )
         try:
-            self._connection.send_bytes(raw)
-        except OSError as error:
-            raise Unreachable(_reason(error)) from None
+            self._stream.write([memoryview(_LENGTH.pack(len(raw)) + raw)])
+        except ConnectionLost as error:
+            raise Unreachable(str(error)) from None
 
     def recv(self, kind: type[ControlStruct]) -> ControlStruct:
         """The next message, which must be of this kind; raises Unreachable, and Rejected for a Rejection."""
         try:
-            message = _DECODERS[kind].decode(self._connection.recv_bytes(REQUEST_BYTES_MAX))
-        except (OSError, EOFError) as error:
-            raise Unreachable(_reason(error)) from None
-        except (msgspec.MsgspecError, ValueError) as error:
+            message = _DECODERS[kind].decode(self._read())
+        except ConnectionLost as error:
+            raise Unreachable(str(error)) from None
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Unreachable(f"{kind.__name__} was expected, but something else was received: {error}") from None
         if isinstance(message, Rejection):
             raise Rejected(message.why, message.final)
         assert isinstance(message, kind)
         return message
 
-    def keep_open(self) -> None:
-        """Wait without a limit from now on; the kernel checks whether the other side is alive."""
-        self._limit(0.0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _read(self) -> bytes:
+        prefix = bytearray(_LENGTH.size)
+        self._stream.read(memoryview(prefix))
+        (length,) = _LENGTH.unpack(prefix)
+        if length > REQUEST_BYTES_MAX:
+            raise ValueError(f"{length} bytes are announced, but at most {REQUEST_BYTES_MAX} are accepted")
+        raw = bytearray(length)
+        self._stream.read(memoryview(raw))
+        return bytes(raw)
 
-    def detach(self, limit_seconds: float) -> socket.socket:
-        """The socket, for other uses; closing this object does not shut it down any more."""
-        self._limit(limit_seconds)
+    def keep_open(self, silence_seconds: float) -> None:
+        """Wait without a limit from now on; the kernel checks whether the other side is alive."""
+        self._stream.set_limit(None)
+        self._stream.watch_other_machine(silence_seconds)
+
+    def detach(self, limit_seconds: float) -> ByteStream:
+        """The stream, for other uses; closing this object does not close it any more."""
+        self._stream.set_limit(limit_seconds)
         self._detached = True
-        return self._socket.dup()
+        return self._stream
 
     def commit(self) -> None:
-        """From now on `disconnect` does nothing: the other side would wait for a connection that never comes."""
+        """From now on `disconnect` does nothing: the other side would wait for a link that never comes."""
         self._committed = True
 
     def disconnect(self) -> None:
@@ -255,15 +217,13 @@ class ControlConnection:
 
     def shut_down(self) -> None:
         """Disconnect even if committed."""
-        if self._detached:
-            return
-        with suppress(OSError):  # the other side closed it first
-            self._socket.shutdown(socket.SHUT_RDWR)
+        if not self._detached:
+            self._stream.break_off()
 
     def close(self) -> None:
-        self.shut_down()
-        self._connection.close()
-        self._socket.close()
+        if not self._detached:
+            self._stream.break_off()
+            self._stream.close()
 
     def __enter__(self) -> ControlConnection:
         return self
@@ -272,186 +232,97 @@ class ControlConnection:
         self.close()
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, BlockingIOError | TimeoutError):
-        return "no answer in time"
-    if isinstance(error, EOFError):
-        return "the connection was closed"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+def connect(address: Address, credentials: Credentials, limit_seconds: float = REPLY_SECONDS) -> ControlConnection:
+    """An authenticated connection; raises Unreachable, and Rejected if the token or the certificate is wrong.
 
-
-class Listener:
-    """Accepts clients that know the token. Before `serve`, connections wait in the socket's backlog."""
-
-    def __init__(self, address: Address, token: bytes | None, inherited: int | None = None) -> None:
-        """`inherited` is the file descriptor of a socket that listens at the address already."""
-        if token is not None and not token:
-            raise ConfigurationError("the token is empty; put some random characters into the token file")
-        self._token = token
-        self._socket = listen(address, token) if inherited is None else _inherit(inherited, address, token)
-        host, port = self._socket.getsockname()[:2]
-        self.address = Address(host, port)
-        self.name = os.urandom(8).hex()
-        self._lock = threading.Lock()
-        self._clients: dict[ControlConnection, bool] = {}
-        """Open connections, the oldest first, and whether they are authenticated."""
-        self._closed = threading.Event()
-        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self._selector.register(self._wakeup_receiver, selectors.EVENT_READ)
-        self._thread: threading.Thread | None = None
-
-    def serve(self, handler: Callable[[ControlConnection], bool]) -> None:
-        """Call `handler` with each authenticated connection, in a thread each; True keeps the connection open."""
-        self._handler = handler
-        self._thread = threading.Thread(target=self._run, name=f"offbeat listener {self.address}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            self._selector.select()
-            if self._closed.is_set():
-                return
-            try:
-                connected, _ = self._socket.accept()
-            except OSError as error:  # the client is gone, or too many files are open, of which others may close some
-                _log.debug("no connection could be accepted at %s: %s", self.address, error)
-                self._closed.wait(0.1)
-                continue
-            try:
-                self._accept(ControlConnection(connected))
-            except (OSError, RuntimeError) as error:  # the client is gone, or the limit of threads is reached
-                _log.debug("a connection at %s was closed: %s", self.address, error)
-                connected.close()
-
-    def _accept(self, connection: ControlConnection) -> None:
-        with self._lock:
-            if self._closed.is_set() or not self._has_room():
-                connection.close()
-                return
-            self._clients[connection] = False
-        try:
-            threading.Thread(target=self._handle, args=(connection,), name="offbeat client", daemon=True).start()
-        except RuntimeError:
-            with self._lock:
-                del self._clients[connection]
-            connection.close()
-            raise
-
-    def _has_room(self) -> bool:
-        """If not, the oldest connection that is not authenticated is ended."""
-        if len(self._clients) < CLIENTS_MAX:
-            return True
-        for client, is_authenticated in self._clients.items():
-            if not is_authenticated:
-                client.disconnect()
-                break
-        return False
-
-    def _handle(self, connection: ControlConnection) -> None:
-        stays_open = False
-        try:
-            connection.authenticate(self._token, first=True)
-            with self._lock:
-                self._clients[connection] = True
-            stays_open = self._handler(connection)
-        except (AuthenticationError, Unreachable, Rejected) as error:
-            _log.debug("a connection at %s ended: %s", self.address, error)
-        except Exception:
-            _log.exception("internal error, a connection at %s is closed", self.address)
-        finally:
-            with self._lock:
-                del self._clients[connection]
-            if not stays_open:
-                connection.close()
-
-    def close(self) -> None:
-        """Stop listening, and end all connections that are being handled. Idempotent."""
-        with self._lock:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            for client in self._clients:
-                client.disconnect()
-        self._wakeup_sender.send(b"!")
-        if self._thread is not None:
-            self._thread.join()
-        self._selector.close()
-        for end in (self._socket, self._wakeup_receiver, self._wakeup_sender):
-            end.close()
-
-
-def _inherit(number: int, address: Address, token: bytes | None) -> socket.socket:
-    """A socket that the parent process opened."""
-    try:
-        listener = socket.socket(fileno=number)
-        host = listener.getsockname()[0]
-    except OSError as error:
-        raise ConfigurationError(
-            f"the inherited socket {number} that listens at {address} cannot be used ({error.strerror}); "
-            "start the run with 'offbeat launch' or 'offbeat train'"
-        ) from None
-    _require_token(host, token, address)
-    listener.setblocking(False)
-    return listener
-
-
-def _require_token(host: str, token: bytes | None, address: Address) -> None:
-    if token is None and not ipaddress.ip_address(host).is_loopback:
-        raise ConfigurationError(
-            f"listening on {address} lets other machines in, which needs a token; give one with --token-file FILE, or "
-            "listen on 127.0.0.1"
-        )
-
-
-def listen(address: Address, token: bytes | None) -> socket.socket:
-    """A listening socket; port 0 means any free one. Raises ConfigurationError; beyond loopback a token is needed."""
-    listener = None
-    try:
-        family, kind, protocol, _, sockaddr = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        _require_token(str(sockaddr[0]), token, address)
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(sockaddr)
-        listener.listen(128)
-        listener.setblocking(False)  # a client that is gone before `accept` must not block the thread
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"port {address.port} of {address.host} is taken; choose another, or 0 for any that is free"
-            ) from None
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigurationError(
-            f"cannot listen on {address}: {reason}; type an address of this machine, such as 127.0.0.1:0"
-        ) from None
-    return listener
-
-
-def connect(address: Address, token: bytes | None, limit_seconds: float = REPLY_SECONDS) -> ControlConnection:
-    """An authenticated connection; raises Unreachable, and Rejected if the token is wrong."""
+    `limit_seconds` is for all of it, and then for each wait.
+    """
+    deadline = time.monotonic() + limit_seconds
+    connected: socket.socket | None = None
     try:
         connected = socket.create_connection((address.host, address.port), timeout=limit_seconds)
-    except OSError as error:
-        raise Unreachable(_reason(error)) from None
-    connection: ControlConnection | None = None
-    try:
-        connection = ControlConnection(connected, limit_seconds)
-        connection.authenticate(token, first=False)
+        binding = NO_BINDING
+        if credentials.tls.covers(connected.getpeername()[0]):
+            connected = _encrypted(connected, credentials, deadline)
+            binding = peer_binding(connected)
+        _take_steps(connected, credentials.token, binding, deadline)
+        kind = TlsStream if isinstance(connected, ssl.SSLSocket) else PlainStream
+        return ControlConnection(kind(connected, limit_seconds))  # type: ignore[arg-type]
     except BaseException as error:
-        connected.close() if connection is None else connection.close()
-        if isinstance(error, AuthenticationError):
-            problem = "requires a token" if token is None else "does not accept the token"
-            sentence = f"the process at {address} {problem}; give the one of the run with --token-file FILE"
-            raise Rejected(sentence) from None
+        if connected is not None:
+            connected.close()
+        if isinstance(error, NotAuthenticated):
+            raise _refused(address, error) from None
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            raise _not_encrypted(address, error) from None
         if isinstance(error, OSError):
             raise Unreachable(_reason(error)) from None
+        if isinstance(error, ValueError | OverflowError):  # a host or a port that no system call accepts
+            raise Unreachable(f"host {address.host[:80]!r} and port {address.port} are not an address") from None
         raise
-    return connection
+
+
+def _encrypted(connected: socket.socket, credentials: Credentials, deadline: float) -> ssl.SSLSocket:
+    context = credentials.tls.client_side()
+    wrapped = context.wrap_socket(connected, do_handshake_on_connect=False)
+    try:
+        wrapped.settimeout(max(deadline - time.monotonic(), 0.01))
+        wrapped.do_handshake()
+    except BaseException:
+        wrapped.close()
+        raise
+    return wrapped
+
+
+def _take_steps(connected: socket.socket, token: bytes, binding: bytes, deadline: float) -> None:
+    steps = client_steps(token, binding)
+    wanted = next(steps)
+    while True:
+        connected.settimeout(max(deadline - time.monotonic(), 0.01))
+        received = b""
+        if isinstance(wanted, bytes):
+            connected.sendall(wanted)
+        else:
+            while len(received) < wanted:
+                more = connected.recv(wanted - len(received))
+                if not more:
+                    raise ConnectionResetError(0, "the connection was closed")
+                received += more
+        try:
+            wanted = steps.send(received)
+        except StopIteration:
+            return
+
+
+def _refused(address: Address, error: NotAuthenticated) -> OffbeatError:
+    if error.status == WRONG_TOKEN:
+        return Rejected(
+            f"the process at {address} does not accept the token; give the one of the run with --token-file FILE"
+        )
+    if error.status == NEEDS_TLS:
+        return Rejected(f"the process at {address} wants encrypted connections; type --tls on")
+    return Unreachable(f"what answers there is not a process of this run ({error})")
+
+
+def _not_encrypted(address: Address, error: ssl.SSLError) -> OffbeatError:
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    if "certificate" in reason or "unknown ca" in reason or "bad cert" in reason:
+        return Rejected(
+            f"the process at {address} and this one do not accept each other's certificates ({reason}); start both "
+            "with --certificate FILE --key FILE --ca FILE of one authority, or both without"
+        )
+    return Rejected(
+        f"the process at {address} does not answer with TLS ({reason}); if it was started with --tls off, type that "
+        "here as well"
+    )
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLError):
+        return "the connection was closed"
+    return error.strerror or str(error) or type(error).__name__
 
 
 def backoff() -> Iterator[float]:
@@ -464,7 +335,7 @@ def backoff() -> Iterator[float]:
 
 def request_assignment(
     address: Address,
-    token: bytes | None,
+    credentials: Credentials,
     *,
     member: str,
     rank: int | None,
@@ -475,7 +346,7 @@ def request_assignment(
 
     Args:
         address: of rank 0's listener.
-        token: secret of the run.
+        credentials: of the run.
         member: name of this process, by which rank 0 recognises it.
         rank: the rank it wants; None for any.
         wait_seconds: how long to retry while rank 0 cannot be reached.
@@ -488,7 +359,7 @@ def request_assignment(
     for pause in backoff():
         left = max(deadline - time.monotonic(), 0.1)
         try:
-            with connect(address, token, min(left, REPLY_SECONDS)) as connection:
+            with connect(address, credentials, min(left, REPLY_SECONDS)) as connection:
                 connection.send(CallRequest("assignment", rank, member, program=program))
                 return connection.recv(Assignment)
         except Rejected as error:

@@ -73,6 +73,13 @@ class Transport(ABC):
         """Make a waiting `receive`, or else the next one, return None."""
 
     @abstractmethod
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        """End a link, because of what the peer sent: it is reported as lost, with `why`.
+
+        The peer may connect again, unless `final`: then it is refused with `why`, where ranks can connect again.
+        """
+
+    @abstractmethod
     def close(self, linger_seconds: float = 5.0) -> None:
         """Send what is queued, for at most `linger_seconds`, then end all links: peers see `PeerLost`. Idempotent."""
 

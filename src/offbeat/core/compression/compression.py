@@ -19,6 +19,7 @@ from torch import Tensor
 
 from offbeat.core.compression.encoded_tensor import (
     ENCODED_HEADER_BYTES,
+    NUMEL_MAX,
     EncodedHeader,
     encoded_body,
     memory,
@@ -33,8 +34,6 @@ BLOCK = 1 << 17
 
 LARGEST = torch.finfo(torch.float32).max / 2**16
 """Vectors with larger elements are not encoded: scales and residuals could overflow."""
-
-_NUMEL_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def check_size(header: EncodedHeader, body: Tensor, nbytes: int) -> None:
 def _is_encodable(vector: Tensor) -> bool:
     if vector.dtype not in (torch.float32, torch.float64) or vector.dim() != 1 or not vector.is_contiguous():
         return False
-    if vector.numel() > _NUMEL_MAX:
+    if vector.numel() > NUMEL_MAX:
         return False
     low, high = torch.aminmax(vector)
     return bool(low >= -LARGEST) and bool(high <= LARGEST)

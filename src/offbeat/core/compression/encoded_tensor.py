@@ -20,6 +20,8 @@ from offbeat.errors import ContractViolation
 
 _HEADER = struct.Struct("<8sB3xIQ")
 ENCODED_HEADER_BYTES = _HEADER.size
+NUMEL_MAX = (1 << 31) - 1
+"""The largest vector that is encoded."""
 DTYPES = {4: torch.float32, 8: torch.float64}
 
 
@@ -61,6 +63,8 @@ def parse_header(blob: Tensor) -> EncodedHeader:
     name, itemsize, number, numel = _HEADER.unpack_from(blob.numpy())  # type: ignore[arg-type]
     if itemsize not in DTYPES:
         raise ContractViolation(f"a compressed tensor has elements of {itemsize} bytes, but 4 or 8 were expected")
+    if numel > NUMEL_MAX:
+        raise ContractViolation(f"a compressed tensor claims {numel} elements, but {NUMEL_MAX} is the maximum")
     return EncodedHeader(name.rstrip(b"\0").decode("ascii", "replace"), DTYPES[itemsize], number, numel)
 
 

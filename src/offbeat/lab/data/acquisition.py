@@ -34,6 +34,7 @@ DAMAGED_ARCHIVE_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
     NotImplementedError,  # a .zip with an unknown compression method
+    UnicodeDecodeError,  # a name that is not in the encoding that the archive claims
 )
 
 

@@ -20,6 +20,7 @@ import json
 import math
 import re
 import struct
+import tokenize
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -156,7 +157,7 @@ def _decode_cifar_batch(entry: DatasetEntry, member: ArchiveMember, rows: Labele
 def _json_labels(member: ArchiveMember, count: int) -> NDArray[np.int64]:
     try:
         labels = json.loads(member.read(16 * count + 1024))
-    except ValueError:
+    except (ValueError, RecursionError):
         labels = None
     return _int64_labels(labels, count, member.name)
 
@@ -218,12 +219,13 @@ def _decode_imagenet32_batch(
     """Fill the first of these rows from a batch. Returns how many images it holds."""
     for member in members(path):
         if _batch_number(member) == number:
-            data, name = member.read(2 * entry.train * (entry.image_bytes + 8)), member.name
+            bytes_max = 2 * entry.train * (entry.image_bytes + 8)
+            data, name = member.read(bytes_max), member.name
             break
     else:
         raise ConfigurationError(f"{path} has changed while it was read; try again")
     if data.startswith(ZIP):
-        images, labels = _npz_array(data, "data", name), _npz_array(data, "labels", name)
+        images, labels = (_npz_array(data, key, name, bytes_max) for key in ("data", "labels"))
     else:
         images, labels = _pickled_batch(data, name)
     count = len(images) if images.ndim else 0
@@ -235,8 +237,11 @@ def _decode_imagenet32_batch(
     return count
 
 
-def _npz_array(data: bytes, key: str, name: str) -> NDArray[Any]:
-    """One array of an .npz. Its size in the header must equal the size of the file before memory is allocated."""
+def _npz_array(data: bytes, key: str, name: str, bytes_max: int) -> NDArray[Any]:
+    """One array of an .npz. Its size in the header must equal the size of the file before memory is allocated.
+
+    Both can lie, so they must not be larger than `bytes_max` either.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if f"{key}.npy" not in archive.namelist():
             raise ConfigurationError(f"{name} has no array called {key}; expected {IMAGENET32_EXPECTED}")
@@ -244,7 +249,7 @@ def _npz_array(data: bytes, key: str, name: str) -> NDArray[Any]:
         try:
             with open_in_zip(archive, info) as file:
                 announced = _announced_bytes(file) + file.tell()
-            if announced == info.file_size:
+            if announced == info.file_size <= bytes_max:
                 with open_in_zip(archive, info) as file:
                     return np.lib.format.read_array(file, allow_pickle=False)
         except ValueError:
@@ -253,12 +258,17 @@ def _npz_array(data: bytes, key: str, name: str) -> NDArray[Any]:
 
 
 def _announced_bytes(file: Any) -> int:
-    """The size of an array by the header of its .npy file."""
-    if np.lib.format.read_magic(file) == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    return math.prod(shape) * dtype.itemsize
+    """The size of an array by the header of its .npy file, which is Python; raises `ValueError` if it is damaged."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it was written by Python 2, or looks like that
+            if np.lib.format.read_magic(file) == (1, 0):
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            else:
+                shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        return math.prod(shape) * dtype.itemsize
+    except (SyntaxError, tokenize.TokenError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _pickled_batch(data: bytes, name: str) -> tuple[NDArray[Any], Any]:
@@ -283,6 +293,9 @@ def _channels_last(entry: DatasetEntry, images: NDArray[Any], count: int, name: 
 
 
 def _int64_labels(labels: Any, count: int, name: str) -> NDArray[np.int64]:
+    """A list is looked through before NumPy expands it: in a pickle a few bytes can stand for lists within lists."""
+    if isinstance(labels, list | tuple) and (len(labels) != count or any(type(label) is not int for label in labels)):
+        labels = None
     try:
         array = np.asarray(labels)
         if array.shape == (count,) and array.dtype.kind in "iu":
@@ -297,13 +310,13 @@ def _png_pixels(stream: Any, width: int, height: int, name: str) -> NDArray[np.u
     image: Any = pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", image.DecompressionBombWarning)  # the size is checked here
+            warnings.simplefilter("ignore")  # the size is checked here, and the pixels by their checksum
             opened = image.open(stream, formats=["PNG"])
-        if opened.size != (width, height):
-            raise ConfigurationError(
-                f"{name} is a picture of {opened.size[0]} × {opened.size[1]}, but expected is {width} × {height}"
-            )
-        return np.asarray(opened.convert("RGB"))
+            if opened.size != (width, height):
+                raise ConfigurationError(
+                    f"{name} is a picture of {opened.size[0]} × {opened.size[1]}, but expected is {width} × {height}"
+                )
+            return np.asarray(opened.convert("RGB"))
     except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
         raise ConfigurationError(f"{name} is no PNG, or a damaged one ({error}); get it again") from None
 

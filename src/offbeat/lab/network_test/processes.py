@@ -37,10 +37,13 @@ from offbeat.launch.mpirun_command import mpirun_command
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import RankInfo, environment_of
 from offbeat.launch.run_failure import COMMAND_WAS_WRONG, signal_name
-from offbeat.transports.gloo import Admission, GlooTransport
+from offbeat.transports.address import Address
 from offbeat.transports.link import LinkOptions
+from offbeat.transports.listener import Listener
 from offbeat.transports.mpi import MpiTransport
-from offbeat.transports.rendezvous import Address, Assignment, CallRequest, Listener, request_assignment
+from offbeat.transports.rendezvous import Assignment, CallRequest, request_assignment
+from offbeat.transports.tcp import Admission, TcpTransport
+from offbeat.transports.tls import Credentials, Tls
 from offbeat.transports.transport import Transport
 
 IDENTITY = RunIdentity(model="none", strategy="offbeat network 2")
@@ -131,18 +134,21 @@ def _transport(info: RankInfo, test: NetworkTest, assign: Assign | None) -> Tran
     if info.transport == "mpi":
         return MpiTransport(rank=info.rank, processes=info.processes, peers=peers, identity=IDENTITY)
     assert info.address is not None
-    gloo = functools.partial(
-        GlooTransport,
+    assert info.credentials is not None
+    tcp = functools.partial(
+        TcpTransport,
         rank=info.rank,
         processes=info.processes,
         peers=peers,
-        token=info.token,
+        credentials=info.credentials,
         identity=IDENTITY,
         options=LinkOptions(shared_memory=test.shared_memory),
     )
     if info.rank == 0:
-        return gloo(rendezvous=Listener(info.address, info.token, info.listener), admission=Admission(assign=assign))
-    return gloo(rendezvous=info.address, admission=Admission(member=info.member or uuid.uuid4().hex))
+        return tcp(
+            rendezvous=Listener(info.address, info.credentials, info.listener), admission=Admission(assign=assign)
+        )
+    return tcp(rendezvous=info.address, admission=Admission(member=info.member or uuid.uuid4().hex))
 
 
 def run_local(
@@ -153,6 +159,7 @@ def run_local(
     local: int,
     listen: str | None = None,
     token: bytes | None = None,
+    tls: Tls = Tls(),  # noqa: B008 (frozen)
     on_listen: Callable[[Address], None] = lambda address: None,
 ) -> NetworkResult:
     """Run rank 0 in this process, and start more ranks on this machine.
@@ -164,13 +171,14 @@ def run_local(
         local: how many ranks run on this machine, rank 0 included; the others join by hand.
         listen: the address to listen at, HOST:PORT; none for this machine alone.
         token: the secret that ranks authenticate with; none makes one, where only this machine can connect.
+        tls: which connections are encrypted.
         on_listen: called with the address once it is open, where `listen` is given.
     """
     children = range(1, local)
     check_memory(test, [describe_machine()] * local, ranks)
-    listener, address, token = open_listener(listen, token)
+    listener, address, credentials = open_listener(listen, token, tls)
     with listener:
-        info = RankInfo(0, ranks, address, token, launcher="offbeat")
+        info = RankInfo(0, ranks, address, credentials, launcher="offbeat")
         if listen is not None:
             on_listen(address)
         with _started(info, test, children) as check_processes:
@@ -247,13 +255,14 @@ def _reason(child: Child) -> str:
     return f"rank {child.rank}: {child.failure_reason() or f'it ended with exit code {code} and printed nothing'}"
 
 
-def join_by_hand(address: Address, token: bytes | None, test: NetworkTest) -> None:
+def join_by_hand(address: Address, credentials: Credentials, test: NetworkTest) -> None:
     """Join the network test that listens at an address, as one of its free ranks."""
     member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
     assigned = request_assignment(
-        address, token, member=member, rank=None, wait_seconds=test.wait_seconds, program="network test"
+        address, credentials, member=member, rank=None, wait_seconds=test.wait_seconds, program="network test"
     )
-    run_test_rank(RankInfo(assigned.rank, assigned.processes, address, token, launcher="offbeat", member=member), test)
+    info = RankInfo(assigned.rank, assigned.processes, address, credentials, launcher="offbeat", member=member)
+    run_test_rank(info, test)
 
 
 def run_mpirun(test: NetworkTest, ranks: int, on_line: OnLine) -> NetworkResult:

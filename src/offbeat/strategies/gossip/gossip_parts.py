@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.core.configuration import Family
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.strategy import Strategy
-from offbeat.core.validation import check_types, require, require_positive
+from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.errors import ConfigurationError
 from offbeat.topology.graphs import Complete, Cycle, Graph
 from offbeat.topology.topology import Topology
@@ -93,10 +93,13 @@ class GossipBase(Strategy):
     """gradients in a row that may be NaN or infinite before a peer fails"""
     patience_seconds: float = 60.0
     """seconds that peers wait for all others at the start"""
+    hang_seconds: float = field(default=30.0, kw_only=True)
+    """seconds after the end of training, and at least two rounds, that a peer waits for a computation that hangs"""
 
     def __post_init__(self) -> None:
         check_types(self)
         require_positive(self, "rate", "batch", "microbatch", "nonfinite_max", "patience_seconds")
+        require_not_negative(self, "hang_seconds")
         require(
             self.momentum is None or not isinstance(self.graph, Complete),
             "acid has nothing to gain on a complete graph, where every peer is a neighbour of all others; choose "

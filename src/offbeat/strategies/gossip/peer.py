@@ -21,6 +21,7 @@ from offbeat.strategies.gossip.averaging import Averaging
 from offbeat.strategies.gossip.global_averages import GlobalAverages
 from offbeat.strategies.gossip.gossip_parts import GossipBase
 from offbeat.strategies.gossip.membership_view import MembershipView
+from offbeat.strategies.gossip.peer_checks import check_peer_message
 from offbeat.strategies.gossip.peer_membership import PeerMembership
 from offbeat.strategies.gossip.peer_training import PeerTraining
 from offbeat.strategies.gossip.phases import Phase, Signal, Trigger, Unhandled, trigger_of
@@ -75,6 +76,7 @@ class Peer(Stateful, Node):
         if isinstance(event, MessageArrived):
             if trigger is None:
                 raise unexpected(event, self._view.rank)
+            check_peer_message(event, self._view, self._replica)
             return self._message_arrived(trigger, event)
         return () if trigger is None else self._perform(trigger, event)
 

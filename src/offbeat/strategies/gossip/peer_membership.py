@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from offbeat.core.actions import Action, ClearTimer, Report, Send, SetTimer
-from offbeat.core.events import Event, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
+from offbeat.core.events import Event, LossReason, MessageArrived, PeerJoined, PeerLost, Started, TimerFired
 from offbeat.records.schema import Membership, Notice
 from offbeat.strategies.gossip.global_averages import GlobalAverages
 from offbeat.strategies.gossip.gossip_messages import CopyRequest, MemberList, Status
@@ -90,6 +90,14 @@ class PeerMembership(Stateful):
     def lost(self, event: PeerLost) -> Iterator[Step]:
         if event.peer in self._view.live:
             yield self._record(event, joined=False)
+            self._view.remove(event.peer)
+            yield Signal(Trigger.RANK_REMOVED, event.at, event.peer)
+
+    def lost_at_end(self, event: PeerLost) -> Iterator[Step]:
+        """A rank that closes its link when all hold the result has finished: its loss is not recorded."""
+        if event.reason is not LossReason.CLOSED:
+            yield from self.lost(event)
+        elif event.peer in self._view.live:
             self._view.remove(event.peer)
             yield Signal(Trigger.RANK_REMOVED, event.at, event.peer)
 

@@ -16,12 +16,12 @@ from offbeat.core.actions import (
     Send,
     SetTimer,
 )
-from offbeat.core.events import Event, GradientReady, Leave, MessageArrived, Started, StepReady
+from offbeat.core.events import Event, GradientReady, Leave, MessageArrived, Started, StepReady, TimerFired
 from offbeat.core.messages import Buffers
 from offbeat.core.optimizers import Stepper
 from offbeat.core.strategy import NodeContext
 from offbeat.errors import ConfigurationError
-from offbeat.records.schema import Contribution, Reason, Update
+from offbeat.records.schema import Contribution, Notice, Reason, Update
 from offbeat.strategies.evaluations import Evaluations
 from offbeat.strategies.gossip.averaging import TIMER, Averaging
 from offbeat.strategies.gossip.gossip_messages import CopyReply, SampleCounts, Status
@@ -33,6 +33,8 @@ from offbeat.strategies.message_kinds import matched
 from offbeat.strategies.node_state import Stateful
 from offbeat.strategies.training_node import NO_OPTIMIZER, dropped, samples_limit
 
+HANG_ROUNDS = 2.0
+"""A computation hangs if it has not ended when it was cancelled so many rounds ago."""
 PROGRESS_REPORTS = 100
 """`SampleCounts` messages that a peer sends to the root in a run."""
 
@@ -61,6 +63,8 @@ class PeerTraining(Stateful):
     """Own samples at the last `SampleCounts` message to the root."""
     loop_ended: bool = False
     """Whether the user's training loop has ended; this peer goes on averaging with the others."""
+    last_round_seconds: float = 0.0
+    """How long the last computation took."""
     leaving: bool = False
     """Whether this peer finishes without the others, as soon as nothing is outstanding."""
     began_at: float = 0.0
@@ -159,6 +163,7 @@ class PeerTraining(Stateful):
             yield from self.drop_computed(event)
             return
         self.computing = False
+        self.last_round_seconds = event.seconds
         self.draw = event.draws[1]
         if event.finite and event.samples:
             self.nonfinite_in_a_row = 0
@@ -181,6 +186,7 @@ class PeerTraining(Stateful):
     def drop_computed(self, event: GradientReady | StepReady) -> Iterator[Step]:
         """Training has ended before this computation."""
         self.computing = False
+        yield ClearTimer("hang")
         yield from self._drop(event, "stopped")
         yield from self.check_idle(event)
 
@@ -248,6 +254,19 @@ class PeerTraining(Stateful):
         yield ClearTimer("until")
         if self.computing:
             yield Cancel()
+            yield SetTimer("hang", max(self._config.hang_seconds, HANG_ROUNDS * self.last_round_seconds))
+
+    def give_up_computation(self, event: TimerFired) -> Iterator[Step]:
+        """The computation hangs: the others do not wait for it, and nothing of it would be used."""
+        if not self.computing:
+            return
+        self.computing = False
+        text = (
+            f"the computation of peer {self._view.rank} has not ended since the end of training (hang_seconds); the "
+            "run ends without it"
+        )
+        yield Report(Notice(at=event.at, rank=self._view.rank, text=text))
+        yield from self.check_idle(event)
 
     def check_idle(self, occurrence: Event | Signal) -> Iterator[Step]:
         """Announce that nothing is under way, for what had to wait until then."""

@@ -52,6 +52,7 @@ class Trigger(Enum):
     GATHER_TIMER = auto()
     LINKS_TIMER = auto()
     UNTIL_TIMER = auto()
+    HANG_TIMER = auto()
     EVALUATED = auto()
     PEER_JOINED = auto()
     PEER_LOST = auto()
@@ -152,6 +153,7 @@ _TIMERS = {
     "gather": Trigger.GATHER_TIMER,
     "links": Trigger.LINKS_TIMER,
     "until": Trigger.UNTIL_TIMER,
+    "hang": Trigger.HANG_TIMER,
 }
 
 _MESSAGES: dict[type[Message], Trigger] = {

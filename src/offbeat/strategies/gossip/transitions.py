@@ -49,7 +49,7 @@ waiting_too, first_round = (m.note_start, r.resend_start), (m.note_start, r.join
 forget = (a.rank_lost, r.rank_lost, e.rank_lost)
 removed_early, removed = (*forget, m.copy_source_lost, m.after_loss), (*forget, m.after_loss)
 new_root = (m.set_root, r.abandon, e.root_changed, a.root_changed)
-contribute = r.contribute_if_due
+contribute, give_up = r.contribute_if_due, t.give_up_computation
 begin = enter(Phase.TRAINING, r.abandon, m.begin, a.begin, t.begin, m.send_member_list, t.train)
 late = enter(Phase.ENDING, r.mark_late, r.start_final)
 late_round = enter(Phase.ENDING, r.mark_late, r.join_round)
@@ -68,9 +68,10 @@ _ROWS: dict[Trigger, tuple[Cell, Cell, Cell, Cell, Cell]] = {
     T.GATHER_TIMER:     (m.gather_timeout,    _,                   _,                   _,                   _),
     T.LINKS_TIMER:      (e.links_timeout,     e.forget_links,      e.links_timeout,     e.links_timeout,     _),
     T.UNTIL_TIMER:      (_,                   t.end,               _,                   _,                   _),
+    T.HANG_TIMER:       (_,                   _,                   give_up,             give_up,             _),
     T.EVALUATED:        (X,                   v.report,            v.report,            last_evaluated,      _),
     T.PEER_JOINED:      (m.joined,            m.joined_later,      m.joined_later,      m.joined_later,      _),
-    T.PEER_LOST:        (m.lost,              m.lost,              m.lost,              m.lost,              _),
+    T.PEER_LOST:        (m.lost,              m.lost,              m.lost,              m.lost_at_end,       _),
     T.LEAVE:            (t.leave_early,       t.leave,             _,                   _,                   _),
     # messages           GATHERING            TRAINING             ENDING               COMPLETE          FINISHED
     T.OFFER:            (a.on_offer,          a.on_offer,          a.on_offer,          a.on_offer,          _),

@@ -169,7 +169,7 @@ class HubSettings(ServerStrategy):
         check_types(self)
         require_positive(self, "microbatch", "in_flight_max", "nonfinite_max", "patience_seconds")
         require_positive(self, "checkpoint_interval_seconds")
-        require_not_negative(self, "staleness_max", "damping", "staleness_free")
+        require_not_negative(self, "staleness_max", "damping", "staleness_free", "hang_factor", "hang_seconds")
 
     @classmethod
     def random_settings(cls, seed: int, workers: int) -> dict[str, Any]:

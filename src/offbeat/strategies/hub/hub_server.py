@@ -8,13 +8,14 @@ that version share it. How workers join and how the run ends is in `server_node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from offbeat.core.actions import Action, Report, Send, SetTimer
+from offbeat.core.actions import Action, Report, Samples, Send, SetTimer
 from offbeat.core.buffer_merge import BufferMerge
 from offbeat.core.events import MessageArrived, TimerFired
 from offbeat.core.memory_pool import Pool
@@ -23,11 +24,13 @@ from offbeat.core.optimizers import Stepper
 from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Notice, Reason
 from offbeat.strategies.divergence import DivergenceWatch
+from offbeat.strategies.hang_detection import HangDetector
 from offbeat.strategies.hub.damping import free_staleness, gradient_weight
 from offbeat.strategies.hub.hub_parts import CollectStatus, Every, HubSettings, Share, TargetBatch
 from offbeat.strategies.hub.hub_worker import Gradient, Parameters, Welcome
 from offbeat.strategies.hub.pending_gradients import PendingGradients
 from offbeat.strategies.hub.work_sizing import Effort, ShareSizing, TargetBatchSizing, WorkSizing
+from offbeat.strategies.member_checks import MemberCheck
 from offbeat.strategies.message_kinds import unexpected
 from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 from offbeat.strategies.training_node import dropped, samples_limit
@@ -58,7 +61,7 @@ class HubServer(ServerNode):
     _damping_noticed: bool = False
 
     def __init__(self, config: HubSettings, context: NodeContext) -> None:
-        super().__init__(context, config.patience_seconds)
+        super().__init__(context, config.patience_seconds, HangDetector(config.hang_factor, config.hang_seconds))
         self._config = config
         self._parameters = context.parameters.clone()
         self._buffers = context.buffers
@@ -117,9 +120,35 @@ class HubServer(ServerNode):
     def _message_arrived(self, event: MessageArrived) -> Iterable[Action]:
         match event.message:
             case Gradient() as message:
+                self._check(event, message)
                 return self._gradient_arrived(event, message)
             case _:
                 raise unexpected(event, HUB)
+
+    def _round_samples_max(self) -> int | None:
+        match self._config.compute:
+            case Samples(count=count) | Share(samples=count):
+                return count
+            case TargetBatch(first=first, samples_max=samples_max):
+                return max(first, samples_max)
+            case budget:
+                return getattr(budget, "samples_max", None)
+
+    def _check(self, event: MessageArrived, message: Gradient) -> None:
+        check, rank = MemberCheck(event, HUB), event.source
+        check.require(self._started and rank in self._ledgers, "no work to do")
+        check.vector("gradient", message.gradient, self._parameters, self._parameters.numel() if message.finite else 0)
+        check.buffers(message.buffers, self._buffers)
+        check.version(message.version, self._version)
+        check.number("seconds", message.seconds)
+        first, stop = message.draws
+        check.require(stop - first == message.samples, f"{message.samples} samples for draws {first} to {stop}")
+        limit = self._round_samples_max()
+        check.require(limit is None or message.samples <= limit, f"{message.samples} samples, where {limit} were due")
+        self._check_draws(check, event, [message.draws])
+        if message.finite:
+            check.require(math.isfinite(message.loss), f"a loss of {message.loss}, which is said to be finite")
+            check.finite("gradient", message.gradient)
 
     def _gradient_arrived(self, event: MessageArrived, message: Gradient) -> Iterator[Action]:
         rank = event.source
@@ -192,7 +221,8 @@ class HubServer(ServerNode):
             self._snapshot = None
             yield from self._updated(at, len(collected.contributions), rate, collected.contributions)
             yield from self._notices(at, collected)
-        if self._has_enough():
+            self._check_parameters(self._parameters)
+        if self._has_enough() or self._failure is not None:
             yield from self._stop(at)
         else:
             yield from self._answers()

@@ -29,14 +29,17 @@ from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution
 from offbeat.strategies.local_steps.local_steps_parts import Everyone, Merge, Quorum
 from offbeat.strategies.local_training import (
+    EXCHANGES_AHEAD_MAX,
     Begin,
     GlobalUpdate,
     Gradients,
     LocalDelta,
     LocalParameters,
     LocalTraining,
+    check_local,
     fragment_slices,
 )
+from offbeat.strategies.member_checks import MemberCheck
 from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.server_node import HUB, ServerNode, nonfinite_failure
 
@@ -148,7 +151,7 @@ class LocalStepsServer(ServerNode):
 
     def __init__(self, context: NodeContext, training: LocalTraining, merge: Merge, optimizer: Optimizer) -> None:
         """`optimizer` is the outer one, which steps here; that of the workers is in `training`."""
-        super().__init__(context, training.patience_seconds)
+        super().__init__(context, training.patience_seconds, training.hang_detector())
         self.timers = tuple(_timer(fragment) for fragment in range(training.fragments))  # type: ignore[misc]
         self._training = training
         self._merge = merge
@@ -211,9 +214,27 @@ class LocalStepsServer(ServerNode):
             case LocalParameters():
                 raise unexpected(event, HUB)
             case LocalDelta():
+                self._check(event, event.message)
                 return self._delta_arrived(event.at, event.source, kept(event, LocalDelta))
             case _:
                 raise unexpected(event, HUB)
+
+    def _check(self, event: MessageArrived, message: LocalDelta) -> None:
+        rank = event.source
+        check = MemberCheck(event, HUB)
+        check.require(self._started and rank in self._ledgers, "no work to do")
+        check.require(0 <= message.fragment < len(self._places), f"fragment {message.fragment}")
+        place = self._places[message.fragment]
+        check_local(check, message, place.stop - place.start, self._parameters, self._stop_max(event.at, rank))
+        check.buffers(message.buffers, self._buffers)
+        expected = self._next[rank]
+        check.require(
+            expected <= message.exchange < expected + EXCHANGES_AHEAD_MAX
+            and message.exchange not in self._early.get(rank, {}),
+            f"exchange {message.exchange}, where {expected} is the next",
+        )
+        check.version(max((version for _, _, version in message.complete), default=0), self._version)
+        self._check_draws(check, event, message.all_draws)
 
     def _delta_arrived(self, at: float, rank: int, message: LocalDelta) -> Iterator[Action]:
         if self._is_stopping:
@@ -310,7 +331,8 @@ class LocalStepsServer(ServerNode):
                 self._included[rank][index] = entry.exchange
         if collected.samples:
             yield from self._update(at, index, collected)
-        if self._has_enough():
+            self._check_parameters(self._parameters[self._places[index]])
+        if self._has_enough() or self._failure is not None:
             yield from self._stop(at)
         else:
             yield from self._send_update(index)

@@ -71,7 +71,7 @@ class LocalSteps(ServerStrategy):
         check_types(self)
         require_positive(self, "every", "fragments", "batch", "microbatch", "in_flight_max", "nonfinite_max")
         require_positive(self, "patience_seconds")
-        require_not_negative(self, "delay")
+        require_not_negative(self, "delay", "hang_factor", "hang_seconds")
         require(
             self.fragments <= self.every,
             f"{self.fragments} fragments cannot all be sent in {self.every} steps, one a step at the most; "

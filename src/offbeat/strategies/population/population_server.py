@@ -27,7 +27,8 @@ from offbeat.core.messages import Buffers, Message
 from offbeat.core.schedules import rate_at
 from offbeat.core.strategy import NodeContext
 from offbeat.records.schema import Contribution, Notice
-from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters, LocalTraining
+from offbeat.strategies.local_training import Begin, GlobalUpdate, LocalParameters, LocalTraining, check_local
+from offbeat.strategies.member_checks import MemberCheck
 from offbeat.strategies.message_kinds import kept, unexpected
 from offbeat.strategies.population.population_member import (
     GradientReport,
@@ -83,7 +84,7 @@ class PopulationServer(ServerNode):
         rates: Rates,
         sends_gradients: bool,
     ) -> None:
-        super().__init__(context, training.patience_seconds)
+        super().__init__(context, training.patience_seconds, training.hang_detector())
         self._training = training
         self._sources = sources
         self._preempt_above = preempt_above
@@ -136,11 +137,30 @@ class PopulationServer(ServerNode):
             case Replace():
                 raise unexpected(event, HUB)
             case Snapshot():
+                self._check_snapshot(event, event.message)
                 return self._snapshot_arrived(event.source, kept(event, Snapshot))
             case LocalParameters():
+                self._check(event, event.message)
                 return self._parameters_arrived(event.at, event.source, kept(event, LocalParameters))
             case _:
                 raise unexpected(event, HUB)
+
+    def _check(self, event: MessageArrived, message: LocalParameters) -> None:
+        check, rank = MemberCheck(event, HUB), event.source
+        check.require(self._started and rank in self._ledgers, "no work to do")
+        check_local(check, message, self._initial.numel(), self._initial, self._stop_max(event.at, rank))
+        if isinstance(message, GradientReport) and message.gradient.numel():
+            check.vector("gradient", message.gradient, self._initial, self._initial.numel())
+        check.buffers(message.buffers, self._context.buffers)
+        limit = self._replacements[rank]
+        check.require(0 <= message.replacements <= limit, f"{message.replacements} replacements, of {limit}")
+        check.version(max((version for _, _, version in message.complete), default=0), self._version)
+        self._check_draws(check, event, message.all_draws)
+
+    def _check_snapshot(self, event: MessageArrived, message: Snapshot) -> None:
+        check = MemberCheck(event, HUB)
+        check.vector("copy", message.parameters, self._initial, self._initial.numel())
+        check.buffers(message.buffers, self._context.buffers)
 
     def _parameters_arrived(self, at: float, rank: int, message: LocalParameters) -> Iterator[Action]:
         if self._is_stopping:

@@ -10,7 +10,7 @@ from offbeat.core.optimizers import Optimizer
 from offbeat.core.random_settings import maybe
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
-from offbeat.core.validation import check_types, require, require_positive
+from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.strategies.initial_parameters import Initial, Shuffled
 from offbeat.strategies.local_training import Content, Differences, Gradients, LocalTraining, Values
 from offbeat.strategies.population.population_member import PopulationMember
@@ -56,6 +56,7 @@ class Population(ServerStrategy, name="population"):
         check_types(self)
         require_positive(self, "every", "batch", "microbatch", "in_flight_max", "nonfinite_max")
         require_positive(self, "patience_seconds")
+        require_not_negative(self, "hang_factor", "hang_seconds")
         require(
             not isinstance(self.send, Differences),
             "workers of a population send values or gradients; for differences use offbeat.DelayedExchange()",

@@ -1,13 +1,10 @@
-"""Messages over gloo, the library that comes with torch: one group of two ranks per link.
+"""Messages over TCP, encrypted between machines: one authenticated connection per link, to the one port of a listener.
 
-With a group per link, a peer that dies breaks its own link and nothing else, and one that comes back gets a new group.
 For each pair of ranks the higher one connects. It asks rank 0 for the address of the lower one; see `rendezvous.py`.
-The connection on which both authenticated stays open for headers and small tensors; large tensors go through gloo,
-whose sockets are not authenticated. Nothing is encrypted: trusted networks only. Where both ends have the same
-address, they are on one machine, and tensors go through memory that they share; see `shared_memory.py`.
+The connection on which both authenticated becomes the link. Where both ends have the same address, they are on one
+machine, and large tensors go through memory that they share; see `shared_memory.py`.
 
-Gloo's threads must not be waiting when Python exits. So a transport that was not closed is closed at exit; see also
-`tensor_threads.py`.
+A transport that was not closed is closed at exit; see also `tensor_threads.py`.
 """
 
 from __future__ import annotations
@@ -27,31 +24,40 @@ from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import OffbeatError, RunFailed
-from offbeat.transports.channel_link import ChannelLink
-from offbeat.transports.gloo_channel import CONNECT_SECONDS, GlooChannel
+from offbeat.transports.address import Address
+from offbeat.transports.byte_stream import ByteStream
 from offbeat.transports.link import CLOSED_HERE, LinkLoss, LinkOptions, difference, different_versions
+from offbeat.transports.listener import Listener
+from offbeat.transports.relay import Relays
 from offbeat.transports.rendezvous import (
-    Address,
+    REPLY_SECONDS,
     Assignment,
     CallRequest,
     ControlConnection,
     Endpoint,
     LinkAccepted,
+    LinkConfirmed,
     LinkRequest,
-    Listener,
     Rejected,
     Rejection,
+    RelayAccepted,
+    RelayRequest,
     Unreachable,
     backoff,
     connect,
 )
 from offbeat.transports.shared_memory import SharedSlots
+from offbeat.transports.stream_link import StreamLink
 from offbeat.transports.tensor_threads import TensorThread
+from offbeat.transports.tls import Credentials
 from offbeat.transports.transport import QueuedTransport, TransportEvent
 from offbeat.transports.wire import WIRE_VERSION
 
 _STABLE_SECONDS = 2.0
 """After a link that lasted so long, the first attempt to reconnect follows soon."""
+
+_DIRECT_ATTEMPTS = 3
+"""A peer that could not be reached so often, is asked for through rank 0, every other time."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +74,15 @@ class Admission:
     """Whether a rank beyond the expected ones is a peer."""
 
 
-class GlooTransport(QueuedTransport):
-    """The links of one rank over gloo. Starts to connect at once; its threads end with `close`.
+class TcpTransport(QueuedTransport):
+    """The links of one rank over TCP. Starts to connect at once; its threads end with `close`.
 
     Args:
         rank: of this process.
         processes: number of ranks that are expected.
         peers: ranks to have links with.
         rendezvous: for rank 0 its listener, for all others the address of that listener.
-        token: secret that all ranks share; None on one machine only.
+        credentials: which all ranks share: the token, and TLS.
         identity: of the run; ranks with different ones are rejected.
         admission: how processes are admitted to the run.
         options: settings of the links.
@@ -89,7 +95,7 @@ class GlooTransport(QueuedTransport):
         processes: int,
         peers: Iterable[int],
         rendezvous: Address | Listener,
-        token: bytes | None,
+        credentials: Credentials,
         identity: RunIdentity,
         admission: Admission = Admission(),  # noqa: B008 (frozen)
         options: LinkOptions = LinkOptions(),  # noqa: B008 (frozen)
@@ -101,20 +107,23 @@ class GlooTransport(QueuedTransport):
         self.processes = processes
         self.peers = frozenset(peers) - {rank}
         self.pool = Pool()
-        self._token = token
+        self._credentials = credentials
         self._identity = identity
         self._admission = admission
         self._assign = admission.assign or self._default_assignment
         self._options = options
         self._lock = threading.Lock()
-        self._links: dict[int, ChannelLink] = {}
+        self._links: dict[int, StreamLink] = {}
         self._next_incarnation = dict.fromkeys(self.peers, options.first_incarnation)
         self._connections: set[ControlConnection] = set()
         """Connections that this rank opened and that are not links yet."""
         self._connecting: set[ControlConnection] = set()
-        """Connections that become links: a thread is inside gloo for each, which must not outlive the interpreter."""
+        """Connections that become links."""
         self._connected = threading.Condition(self._lock)
         self._registered: dict[int, tuple[Endpoint, ControlConnection]] = {}
+        self._refused: dict[int, str] = {}
+        """Ranks that may not connect again, and why."""
+        self._relays = Relays(options.silence_seconds)
         self._closing = threading.Event()
         self._threads: list[TensorThread] = []
         self._listener = rendezvous if isinstance(rendezvous, Listener) else None
@@ -133,6 +142,7 @@ class GlooTransport(QueuedTransport):
                 self._start_thread(self._keep_connected, f"connects to {peer}", peer)
 
     def _start_thread(self, target: Callable[..., None], name: str, *arguments: object) -> None:
+        self._threads = [thread for thread in self._threads if thread.ident is None or thread.is_alive()]
         thread = TensorThread(functools.partial(target, *arguments), f"offbeat rank {self.rank} {name}")
         self._threads.append(thread)
         thread.start()
@@ -144,6 +154,14 @@ class GlooTransport(QueuedTransport):
             link = self._links.get(to)
         if link is not None and link.incarnation == incarnation:
             link.post(message, key)
+
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        with self._lock:
+            link = self._links.get(peer)
+            if final:
+                self._refused[peer] = why
+        if link is not None and link.incarnation == incarnation:
+            link.drop(LinkLoss(LossReason.INVALID, why))
 
     def _on_receive(self, event: TransportEvent) -> None:
         if isinstance(event, MessageArrived):
@@ -172,10 +190,11 @@ class GlooTransport(QueuedTransport):
         deadline = time.monotonic() + 1.0
         for link in links:
             link.ended.wait(max(0.0, deadline - time.monotonic()))
+        self._relays.close()
         with self._lock:
             for connection in self._connecting:
                 connection.shut_down()
-            self._connected.wait_for(lambda: not self._connecting, CONNECT_SECONDS + 1.0)
+            self._connected.wait_for(lambda: not self._connecting, REPLY_SECONDS + 1.0)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._closed = True
@@ -188,12 +207,12 @@ class GlooTransport(QueuedTransport):
 
     # Links
 
-    def _add_link(self, peer: int, incarnation: int, channel: GlooChannel, shared: SharedSlots) -> ChannelLink | None:
+    def _add_link(self, peer: int, incarnation: int, stream: ByteStream, shared: SharedSlots) -> StreamLink | None:
         """Start a link, after an older one has ended; None if there is a newer one, or the transport is closing."""
-        link = ChannelLink(
+        link = StreamLink(
             peer,
             incarnation,
-            channel,
+            stream,
             options=self._options,
             pool=self.pool,
             deliver=self.inbox.put,
@@ -214,14 +233,14 @@ class GlooTransport(QueuedTransport):
             if not old.ended.wait(self._options.silence_seconds + 1.0):
                 break
         if self._links.get(peer) is not link:
-            channel.break_off()
-            channel.close()
+            stream.break_off()
+            stream.close()
             shared.close()
             return None
         link.start()
         return link
 
-    def _on_link_end(self, link: ChannelLink) -> None:
+    def _on_link_end(self, link: StreamLink) -> None:
         with self._lock:
             del self._links[link.peer]
             reason, detail = link.loss or LinkLoss(LossReason.BROKEN, "ended")
@@ -243,13 +262,6 @@ class GlooTransport(QueuedTransport):
                 self._connecting.discard(connection)
                 self._connected.notify_all()
 
-    def _channel(self, connection: ControlConnection, index: int) -> GlooChannel:
-        connection.commit()
-        try:
-            return GlooChannel(connection, index, self._options.silence_seconds)
-        except RuntimeError as error:  # the other side died while both were connecting
-            raise Unreachable(str(error)) from None
-
     # The listener: ranks that connect to this one. Each connection is served by a thread of its own.
 
     def _serve(self, connection: ControlConnection) -> bool:
@@ -264,7 +276,12 @@ class GlooTransport(QueuedTransport):
             elif request.purpose == "register":
                 return self._accept_registration(connection, request)
             elif request.purpose == "lookup":
-                connection.send(self._look_up(request.about))
+                connection.send(self._look_up(request.about)[0])
+            elif request.purpose == "relay" and request.rank is not None and request.about is not None:
+                registered = self._look_up(request.about)[1]
+                self._relays.ask(connection, request.rank, request.about, registered.send)
+            elif request.purpose == "relayed" and request.relay is not None:
+                self._relays.answer(connection, request.relay)
         except Rejected as error:
             connection.send(Rejection(str(error), error.final))
         return False
@@ -292,16 +309,13 @@ class GlooTransport(QueuedTransport):
     def _accept_link(self, connection: ControlConnection, request: CallRequest) -> None:
         peer = request.rank
         link_request = connection.recv(LinkRequest)
+        if peer in self._refused:
+            raise Rejected(f"rank {self.rank} refuses rank {peer}: {self._refused[peer]}")
         is_late = peer is not None and peer >= self.processes and self._admission.is_peer(peer)
         if peer is None or not (is_late or peer in self.peers) or peer < self.rank:
             raise Rejected(f"rank {peer} is no peer of rank {self.rank}; give every rank the same strategy")
         if (sentence := difference(self.rank, self._identity, peer, link_request.identity)) is not None:
             raise Rejected(sentence)
-        if link_request.chunk_bytes != self._options.chunk_bytes:
-            raise Rejected(
-                f"rank {peer} sends in chunks of {link_request.chunk_bytes} bytes, but rank {self.rank} of "
-                f"{self._options.chunk_bytes}; give every rank the same chunk_bytes"
-            )
         with self._lock:
             next_incarnation = self._next_incarnation.get(peer, self._options.first_incarnation)
             incarnation = max(next_incarnation, link_request.incarnation_min)
@@ -313,9 +327,10 @@ class GlooTransport(QueuedTransport):
                 if link_request.slot_table is not None and self._options.shared_memory and connection.same_host:
                     shared.accept(link_request.slot_table)
                     slot_table = shared.offer()
+                connection.commit()
                 connection.send(LinkAccepted(incarnation, slot_table))
-                channel = self._channel(connection, 0)
-            self._add_link(peer, incarnation, channel, shared)
+                connection.recv(LinkConfirmed)
+            self._add_link(peer, incarnation, connection.detach(self._options.silence_seconds), shared)
 
     def _accept_registration(self, connection: ControlConnection, request: CallRequest) -> bool:
         if request.listener is None or request.rank is None or not 0 < request.rank < self.processes:
@@ -324,18 +339,18 @@ class GlooTransport(QueuedTransport):
             if self._closing.is_set():
                 return False
             before = self._registered.get(request.rank)
-            connection.keep_open()
+            connection.keep_open(self._options.silence_seconds)
             self._registered[request.rank] = (request.listener, connection)
         if before is not None:
             before[1].close()
         return True
 
-    def _look_up(self, rank: int | None) -> Endpoint:
+    def _look_up(self, rank: int | None) -> tuple[Endpoint, ControlConnection]:
         with self._lock:
             entry = self._registered.get(-1 if rank is None else rank)
         if entry is None:
             raise Rejected(f"rank {rank} is not registered yet", final=False)
-        return entry[0]
+        return entry
 
     # The client: ranks to which this one connects. Each has a thread of its own.
 
@@ -343,10 +358,16 @@ class GlooTransport(QueuedTransport):
         """Keep a link to a lower rank, until rank 0 sends a goodbye or the peer rejects this rank."""
         pauses = backoff()
         left_listener: str | None = None
+        tried: str | None = None
+        attempts = 0
         while not self._closing.is_set():
             try:
                 endpoint = self._resolve(peer, left_listener)
-                link = self._connect(peer, Address(endpoint.host, endpoint.port))
+                if endpoint.name != tried:  # a restarted process, which can perhaps be reached
+                    tried, attempts = endpoint.name, 0
+                attempts += 1
+                is_relayed = peer != 0 and attempts >= _DIRECT_ATTEMPTS and attempts % 2
+                link = self._connect_by_relay(peer) if is_relayed else self._connect(peer, endpoint)
             except Exception as error:
                 if self._is_final(peer, error):
                     return
@@ -358,6 +379,7 @@ class GlooTransport(QueuedTransport):
                         if peer == 0:
                             return
                         left_listener = endpoint.name
+                    attempts = 0
                     if time.monotonic() - joined > _STABLE_SECONDS:
                         pauses = backoff()
             self._closing.wait(next(pauses))
@@ -384,20 +406,31 @@ class GlooTransport(QueuedTransport):
             raise Rejected(f"rank {peer} has left", final=False)
         return endpoint
 
-    def _connect(self, peer: int, address: Address) -> ChannelLink | None:
-        with self._connection_to(address) as connection:
-            self._request(connection, CallRequest("link", self.rank, self._admission.member), from_rank_0=peer == 0)
-            shared = SharedSlots()
-            with self._becoming_link(connection):
-                with shared.handshake():
-                    slot_table = shared.offer() if self._options.shared_memory and connection.same_host else None
-                    incarnation_min = self._next_incarnation[peer]
-                    connection.send(LinkRequest(self._identity, incarnation_min, self._options.chunk_bytes, slot_table))
-                    accepted = connection.recv(LinkAccepted)
-                    if accepted.slot_table is not None and slot_table is not None:
-                        shared.accept(accepted.slot_table)
-                    channel = self._channel(connection, 1)
-                return self._add_link(peer, accepted.incarnation, channel, shared)
+    def _connect(self, peer: int, endpoint: Endpoint) -> StreamLink | None:
+        with self._connection_to(Address(endpoint.host, endpoint.port)) as connection:
+            return self._link_over(connection, peer)
+
+    def _connect_by_relay(self, peer: int) -> StreamLink | None:
+        with self._connection_to(self._rendezvous) as connection:
+            request = CallRequest("relay", self.rank, self._admission.member, about=peer)
+            self._request(connection, request, from_rank_0=True)
+            connection.recv(RelayAccepted)
+            return self._link_over(connection, peer)
+
+    def _link_over(self, connection: ControlConnection, peer: int) -> StreamLink | None:
+        self._request(connection, CallRequest("link", self.rank, self._admission.member), from_rank_0=peer == 0)
+        shared = SharedSlots()
+        with self._becoming_link(connection):
+            with shared.handshake():
+                slot_table = shared.offer() if self._options.shared_memory and connection.same_host else None
+                connection.send(LinkRequest(self._identity, self._next_incarnation[peer], slot_table))
+                accepted = connection.recv(LinkAccepted)
+                if accepted.slot_table is not None and slot_table is not None:
+                    shared.accept(accepted.slot_table)
+                connection.commit()
+                connection.send(LinkConfirmed())
+            stream = connection.detach(self._options.silence_seconds)
+            return self._add_link(peer, accepted.incarnation, stream, shared)
 
     def _keep_registered(self) -> None:
         """Listen for the higher ranks and register the listener at rank 0; again whenever rank 0 was restarted."""
@@ -410,12 +443,24 @@ class GlooTransport(QueuedTransport):
                     request = CallRequest("register", self.rank, self._admission.member, listener=endpoint)
                     self._request(connection, request, from_rank_0=True)
                     pauses = backoff()
-                    connection.keep_open()
-                    connection.recv(Rejection)
+                    connection.keep_open(self._options.silence_seconds)
+                    while True:
+                        relay = connection.recv(RelayRequest)
+                        self._start_thread(self._answer_relay, "is relayed", relay.number)
             except Exception as error:
                 if self._is_final(0, error):
                     return
             self._closing.wait(next(pauses))
+
+    def _answer_relay(self, number: int) -> None:
+        """Serve a rank that cannot reach this one, over rank 0."""
+        try:
+            with self._connection_to(self._rendezvous) as connection:
+                request = CallRequest("relayed", self.rank, self._admission.member, relay=number)
+                self._request(connection, request, from_rank_0=True)
+                self._serve(connection)
+        except (Unreachable, Rejected) as error:
+            _log.debug("rank %d: relay %d ended: %s", self.rank, number, error)
 
     def _open_listener(self, host: str) -> Listener:
         """At the local address of the connection to rank 0: ranks that reach rank 0 are likely to reach it as well."""
@@ -423,14 +468,14 @@ class GlooTransport(QueuedTransport):
             if self._closing.is_set():
                 raise Unreachable("closing")
             if self._listener is None:
-                self._listener = Listener(Address(host, 0), self._token)
+                self._listener = Listener(Address(host, 0), self._credentials)
                 self._listener.serve(self._serve)
             return self._listener
 
     @contextmanager
     def _connection_to(self, address: Address) -> Iterator[ControlConnection]:
         """A connection that `close` ends."""
-        with connect(address, self._token) as connection:
+        with connect(address, self._credentials) as connection:
             with self._lock:
                 if self._closing.is_set():
                     raise Unreachable("closing")

@@ -1,7 +1,7 @@
-"""A link over a channel, with one thread that sends and one that receives.
+"""A link over a byte stream, with one thread that sends and one that receives.
 
 The link ends when both threads have ended, and only then is its loss reported, so that no event of it can follow.
-`drop` ends it at once: it breaks the channel, which wakes any thread that waits on it. `finish` ends it in order: what
+`drop` ends it at once: it breaks the stream, which wakes any thread that waits on it. `finish` ends it in order: what
 is queued is sent, then a goodbye, and the peer answers with its own goodbye, so that neither side closes a connection
 on which data is still in transit.
 """
@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import Protocol
 
 from torch import Tensor
 
@@ -22,52 +21,32 @@ from offbeat.core.events import LossReason
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.transports import wire
-from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, Outgoing, loss_of
+from offbeat.transports.byte_stream import ByteStream
+from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, loss_of
+from offbeat.transports.link_protocol import Outgoing
 from offbeat.transports.shared_memory import SharedSlots
 from offbeat.transports.tensor_threads import TensorThread
 from offbeat.transports.transport import InboxItem
 
 COPY_NOW_BYTES_MAX = 1 << 20
-"""A larger payload is copied into shared memory by the sending thread: `post` must not wait for that."""
+"""A larger payload is copied, into shared memory or the kernel's, by the sending thread: `post` must not wait."""
 
 _log = logging.getLogger(__name__)
 
 
-class Channel(Protocol):
-    """A stream of tensors in both directions. Both ends know the size of each tensor in advance."""
-
-    def send(self, pieces: Iterable[Tensor]) -> None:
-        """Return when all are sent; ConnectionLost if that fails or takes too long."""
-
-    def send_now(self, pieces: Iterable[Tensor]) -> list[memoryview] | None:
-        """Send what can be sent without blocking, and return the rest, for `send_rest`; None if nothing was sent."""
-
-    def send_rest(self, rest: list[memoryview]) -> None:
-        """Send what `send_now` returned, before anything else."""
-
-    def receive(self, pieces: Iterable[Tensor]) -> None:
-        """Return when all are filled; ConnectionLost if that fails or takes too long."""
-
-    def break_off(self) -> None:
-        """Make all sends and receives fail now, at both ends. From any thread, any number of times."""
-
-    def close(self) -> None:
-        """Release all resources. No thread may be sending or receiving any more."""
-
-
-class ChannelLink(LinkBase):
+class StreamLink(LinkBase):
     """The link to one incarnation of a peer. `post`, `acknowledge`, `finish` and `drop` may be called by any thread."""
 
     def __init__(
         self,
         peer: int,
         incarnation: int,
-        channel: Channel,
+        stream: ByteStream,
         *,
         options: LinkOptions,
         pool: Pool,
         deliver: Callable[[InboxItem], None],
-        on_end: Callable[[ChannelLink], None],
+        on_end: Callable[[StreamLink], None],
         shared: SharedSlots | None = None,
     ) -> None:
         """A link that `start` sets in motion.
@@ -75,7 +54,7 @@ class ChannelLink(LinkBase):
         Args:
             peer: rank of the other end.
             incarnation: number of this link among those to the same peer.
-            channel: moves the bytes; closed by the link.
+            stream: moves the bytes; closed by the link.
             options: settings of the transport's links.
             pool: buffers for received payloads.
             deliver: takes events and encoding errors, from any thread.
@@ -88,13 +67,12 @@ class ChannelLink(LinkBase):
         self.left = False
         """Whether the peer sent a goodbye."""
         self.ended = threading.Event()
-        self._channel = channel
+        self._stream = stream
         self._on_end = on_end
         self._shared = shared or SharedSlots()
         self._changed = threading.Condition()
         self._busy = False
         """Whether the sending thread has something to send, which nothing may overtake."""
-        self._ack_due = False
         self._rest: tuple[list[memoryview], wire.Encoded, str | None, float] | None = None
         """What is left of a message that `post` could send only in part; it precedes the outbox."""
         name = f"offbeat link to {peer}.{incarnation}"
@@ -115,74 +93,73 @@ class ChannelLink(LinkBase):
         """Queue a message, or replace a queued one with the same key."""
         outgoing = Outgoing(key, message)
         with self._changed:
-            if self._finishing or self.loss is not None or self._supersede(outgoing):
+            if self.loss is not None or not self._protocol.post(outgoing):
                 return
-            is_free = not (self._busy or self._outbox or self._rest) and self._may_leave()
-            if not (is_free and self._send_now(outgoing)):
-                self._outbox.append(outgoing)
+            is_free = not (self._busy or self._rest) and self._protocol.is_next(outgoing)
+            if is_free and self._send_now(outgoing):
+                self._protocol.discard()  # it was the only one
+            else:
                 self._changed.notify()
 
     def acknowledge(self) -> None:
         """The user received a message of the peer. What is sent next says so; a heartbeat, if the window is full."""
         with self._changed:
-            self._delivered += 1
-            if self._window_is_full() and self.loss is None:
-                self._ack_due = True
+            if self._protocol.deliver():
                 self._changed.notify()
 
     def finish(self) -> None:
         """Send what is queued, then a goodbye, and end when the peer has answered."""
         with self._changed:
-            self._finishing = True
+            self._protocol.finish()
             self._changed.notify()
 
     def drop(self, loss: LinkLoss) -> None:
         """End now. The first reason counts."""
         with self._changed:
             self._set_broken(loss)
-        self._channel.break_off()
+        self._stream.break_off()
 
     def _set_broken(self, loss: LinkLoss) -> None:
         self.loss = self.loss or loss
-        self._outbox.clear()
+        self._protocol.discard()
         self._changed.notify()
 
     # Sending without the sending thread, which saves a thread switch; the caller of `post` holds the lock
 
     def _send_now(self, outgoing: Outgoing) -> bool:
-        """Send what the channel accepts at once; False if the message has to be queued."""
+        """Send what the stream accepts at once; False if the message has to stay in the queue."""
         try:
             encoded = self._encode(outgoing)
             if encoded is None:
                 return True
             begun = time.perf_counter()
-            wire.set_acknowledged(encoded.head, self._delivered)
+            if encoded.payload_bytes > COPY_NOW_BYTES_MAX:
+                return False
+            wire.set_acknowledged(encoded.head, self._protocol.delivered)
             if self._shared.accepts(encoded.payload_bytes):
                 rest = self._send_shared_now(encoded)
             else:
-                rest = self._channel.send_now(self._pieces(encoded))
+                rest = self._stream.write_now(_memory_of(_pieces(encoded)))
             if rest is None:
                 return False
-            self._sent += 1
-            self._count_acked()
+            self._protocol.count_message()
+            self._protocol.acknowledged_with(time.monotonic())
             if rest:
                 self._rest = (rest, encoded, outgoing.key, begun)
                 self._changed.notify()
             else:
                 self._report_sent(encoded, outgoing.key, begun)
         except ConnectionLost as error:
-            self._set_broken(error.loss)  # the receiving thread finds the channel broken, and ends the link
-            self._channel.break_off()
+            self._set_broken(error.loss)  # the receiving thread finds the stream broken, and ends the link
+            self._stream.break_off()
         return True
 
     def _send_shared_now(self, encoded: wire.Encoded) -> list[memoryview] | None:
-        """As the channel's `send_now`, with the payload in shared memory."""
-        if encoded.payload_bytes > COPY_NOW_BYTES_MAX:
-            return None
+        """As the stream's `write_now`, with the payload in shared memory."""
         slot = self._write_slot(encoded)
         if slot is None:
             return None
-        rest = self._channel.send_now(encoded.opening)
+        rest = self._stream.write_now(_memory_of(encoded.opening))
         if rest is None:
             self._shared.release(slot)
             wire.set_slot(encoded.head, None)
@@ -200,12 +177,13 @@ class ChannelLink(LinkBase):
     def _run_receiver(self) -> None:
         try:
             for pieces in self._read():
-                self._channel.receive(pieces)
-            self.left = True
-            with self._changed:  # the peer discards everything but a goodbye
+                for memory in _memory_of(pieces):
+                    self._stream.read(memory)
+            with self._changed:
+                self.left = True
                 self.loss = self.loss or CLOSED
-                self._outbox.clear()
-            self.finish()
+                self._protocol.on_goodbye()
+                self._changed.notify()
         except BaseException as error:
             self.drop(_logged_loss(error))
         self._sender.join()
@@ -213,7 +191,7 @@ class ChannelLink(LinkBase):
 
     def _end(self) -> None:
         try:
-            self._channel.close()
+            self._stream.close()
             self._shared.close()
         finally:
             self._on_end(self)
@@ -222,15 +200,16 @@ class ChannelLink(LinkBase):
     def _read_payload(self, head: wire.Head, sizes: list[int]) -> Generator[Iterable[Tensor], None, Tensor]:
         if head.slot is not None:
             return self._shared.read(head.slot, head.payload_bytes)
-        return (yield from super()._read_payload(head, sizes))
+        payload = self._pool.take(head.payload_bytes)
+        yield [payload]
+        return payload
 
     def _on_acknowledgement(self, count: int) -> None:
         with self._changed:
-            self._check_acknowledgement(count)
-            if count > self._acked_by_peer:
-                self._acked_by_peer = count
-                if self._outbox:
-                    self._changed.notify()
+            waited = not self._protocol.may_send_message
+            self._protocol.on_acknowledgement(count)
+            if waited and self._protocol.may_send_message:
+                self._changed.notify()
 
     def _on_slot(self, head: wire.Head) -> None:
         self._shared.map(wire.read_slot(head))
@@ -242,8 +221,6 @@ class ChannelLink(LinkBase):
             while (step := self._next_step()) is not None:
                 step()
                 del step  # it references a message, which must not live until the next one comes
-            if self.loss is None or self.left:
-                self._send_control(wire.GOODBYE)
         except BaseException as error:
             self.drop(_logged_loss(error))
 
@@ -251,18 +228,19 @@ class ChannelLink(LinkBase):
         """What to send next; None at the end."""
         with self._changed:
             self._busy = False
-            while True:
-                if self._rest is not None and (self.loss is None or self.left):  # a goodbye follows a whole message
+            while self.loss is None or self.left:
+                if self._rest is not None:
                     self._busy = True
                     return self._send_rest
-                if self._outbox and self._may_leave():
+                step = self._protocol.next_step(time.monotonic())
+                if step is not None:
                     self._busy = True
-                    return functools.partial(self._send, self._outbox.popleft())
-                if self._finishing or self.loss is not None:
+                    send = self._send if isinstance(step, Outgoing) else self._send_control
+                    return functools.partial(send, step)  # type: ignore[arg-type]
+                if self._protocol.goodbye_sent:
                     return None
-                if self._ack_due or not self._changed.wait(self._options.silence_seconds / 4):
-                    self._busy = True
-                    return functools.partial(self._send_control, wire.HEARTBEAT)
+                self._changed.wait(self._protocol.seconds_to_heartbeat(time.monotonic()))
+            return None
 
     def _send(self, outgoing: Outgoing) -> None:
         encoded = self._encode(outgoing)
@@ -270,41 +248,48 @@ class ChannelLink(LinkBase):
             begun = time.perf_counter()
             pieces = self._shared_pieces(encoded)
             with self._changed:
-                self._sent += 1
-                wire.set_acknowledged(encoded.head, self._count_acked())
-            self._channel.send(pieces)
+                self._protocol.count_message()
+            self._acknowledging(encoded.head)
+            self._stream.write(map(_memory, pieces))
             self._report_sent(encoded, outgoing.key, begun)
 
     def _send_control(self, kind: int) -> None:
-        self._channel.send([self._acknowledging(wire.control(kind))])
+        self._stream.write([_memory(self._acknowledging(wire.control(kind)))])
 
     def _send_rest(self) -> None:
         assert self._rest is not None
         rest, encoded, key, begun = self._rest
-        self._channel.send_rest(rest)
+        self._stream.write(rest)
         self._rest = None
         self._report_sent(encoded, key, begun)
 
     def _acknowledging(self, head: Tensor) -> Tensor:
         with self._changed:
-            wire.set_acknowledged(head, self._count_acked())
+            wire.set_acknowledged(head, self._protocol.acknowledged_with(time.monotonic()))
         return head
 
-    def _count_acked(self) -> int:
-        """The count that the head now leaving acknowledges; the caller holds the lock."""
-        self._acked_to_peer, self._ack_due = self._delivered, False
-        return self._delivered
-
     def _shared_pieces(self, encoded: wire.Encoded) -> Iterable[Tensor]:
-        """What has to go through the channel. Without a free slot that is all, after the offer of a new slot if any."""
+        """What has to go through the stream. Without a free slot that is all, after the offer of a new slot if any."""
         nbytes = encoded.payload_bytes
         if not self._shared.accepts(nbytes):
-            return self._pieces(encoded)
+            return _pieces(encoded)
         if self._write_slot(encoded) is not None:
             return encoded.opening
         slot = self._shared.grow(nbytes)
         offers = [] if slot is None else [self._acknowledging(wire.offer(slot))]
-        return itertools.chain(offers, self._pieces(encoded))
+        return itertools.chain(offers, _pieces(encoded))
+
+
+def _pieces(encoded: wire.Encoded) -> Iterable[Tensor]:
+    return itertools.chain(encoded.opening, encoded.tensors)
+
+
+def _memory_of(pieces: Iterable[Tensor]) -> list[memoryview]:
+    return [_memory(piece) for piece in pieces]
+
+
+def _memory(piece: Tensor) -> memoryview:
+    return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
 def _logged_loss(error: BaseException) -> LinkLoss:

@@ -1,4 +1,4 @@
-"""A link over a channel: what it sends when the channel or the shared memory has no room."""
+"""A link over a byte stream: what it sends when the stream or the shared memory has no room."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from offbeat.core.events import LossReason, Sent
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.transports import wire
-from offbeat.transports.channel_link import Channel, ChannelLink
+from offbeat.transports.byte_stream import ByteStream
 from offbeat.transports.link import ConnectionLost, LinkLoss, LinkOptions
 from offbeat.transports.shared_memory import SharedSlots
+from offbeat.transports.stream_link import StreamLink
 from offbeat.transports.transport import InboxItem
 
 LIMIT_SECONDS = 60.0
@@ -29,25 +30,22 @@ class Numbered(Message):
     body: Tensor
 
 
-class FullChannel(Channel):
+class FullStream(ByteStream):
     """Never sends at once. The sending thread waits until `open` is set; nothing is ever received."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self.sent: list[Tensor] = []
+        self.sent: list[bytes] = []
         self._broken = threading.Event()
 
-    def send(self, pieces: Iterable[Tensor]) -> None:
+    def write(self, parts: Iterable[memoryview]) -> None:
         assert self.open.wait(LIMIT_SECONDS)
-        self.sent += [piece.clone() for piece in pieces]
+        self.sent += [bytes(part) for part in parts]
 
-    def send_now(self, pieces: Iterable[Tensor]) -> list[memoryview] | None:
+    def write_now(self, parts: list[memoryview]) -> list[memoryview] | None:
         return None
 
-    def send_rest(self, rest: list[memoryview]) -> None:
-        raise AssertionError("there is no rest")
-
-    def receive(self, pieces: Iterable[Tensor]) -> None:
+    def _receive(self, into: memoryview, flags: int) -> int:
         assert self._broken.wait(LIMIT_SECONDS)
         raise ConnectionLost(LossReason.BROKEN, "broken off")
 
@@ -82,16 +80,16 @@ class OneSlot(SharedSlots):
 
 
 class End:
-    """A link over a full channel, the events it has delivered, and the messages it has encoded."""
+    """A link over a full stream, the events it has delivered, and the messages it has encoded."""
 
     def __init__(self, shared: SharedSlots | None = None) -> None:
-        self.channel = FullChannel()
+        self.stream = FullStream()
         self.items: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.encoded: list[Message] = []
-        self.link = ChannelLink(
+        self.link = StreamLink(
             1,
             0,
-            self.channel,
+            self.stream,
             options=LinkOptions(silence_seconds=4 * LIMIT_SECONDS),
             pool=Pool(),
             deliver=self.items.put,
@@ -130,11 +128,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., End]]:
 
 def test_a_message_that_cannot_leave_at_once_is_queued_as_encoded(make: Callable[..., End]) -> None:
     end, message = make(), Numbered(1, torch.arange(4.0))
-    end.channel.open.set()
+    end.stream.open.set()
     end.link.post(message, "key")
     assert end.wait_sent().key == "key"
     assert end.encoded == [message]
-    assert torch.cat(end.channel.sent[1:]).equal(message.body.view(torch.uint8))
+    assert b"".join(end.stream.sent[1:]) == message.body.numpy().tobytes()
 
 
 def test_a_queued_message_that_is_superseded_is_not_encoded(make: Callable[..., End]) -> None:
@@ -143,7 +141,7 @@ def test_a_queued_message_that_is_superseded_is_not_encoded(make: Callable[..., 
     end.link.post(first, None)  # occupies the sending thread, or waits in front of the others
     for message in others:
         end.link.post(message, "newest")
-    end.channel.open.set()
+    end.stream.open.set()
     assert [end.wait_sent().key, end.wait_sent().key] == [None, "newest"]
     assert end.encoded == [first, others[-1]]
 
@@ -151,10 +149,10 @@ def test_a_queued_message_that_is_superseded_is_not_encoded(make: Callable[..., 
 def test_a_slot_that_was_not_used_is_no_longer_named_in_the_head(make: Callable[..., End]) -> None:
     shared = OneSlot()
     end = make(shared)
-    end.channel.open.set()
+    end.stream.open.set()
     end.link.post(Numbered(1, torch.ones(4)), None)
     end.wait_sent()
-    head = wire.read_head(end.channel.sent[0], 1 << 20)
+    head = wire.read_head(torch.frombuffer(bytearray(end.stream.sent[0]), dtype=torch.uint8), 1 << 20)
     assert (head.slot, shared.released, shared.written) == (None, [3], 2)
-    assert sum(piece.numel() for piece in end.channel.sent[1:]) == head.payload_bytes == 16
+    assert sum(len(part) for part in end.stream.sent[1:]) == head.payload_bytes == 16
     assert len(end.encoded) == 1

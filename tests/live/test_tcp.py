@@ -1,4 +1,4 @@
-"""Links over gloo when things go wrong. What every transport must do is in `conformance/test_transports.py`.
+"""Links over TCP when things go wrong. What every transport must do is in `conformance/test_transports.py`.
 
 Run as a script, this file is a rank in a process of its own.
 """
@@ -24,23 +24,26 @@ from offbeat.core.messages import Message
 from offbeat.core.run_identity import RunIdentity
 from offbeat.errors import ContractViolation, RunFailed
 from offbeat.testing.transport_conformance import NumberedMessage, TransportMonitor
-from offbeat.transports import shared_memory
-from offbeat.transports.gloo import Admission, GlooTransport
+from offbeat.transports import shared_memory, tcp
+from offbeat.transports.address import Address
 from offbeat.transports.link import LinkLoss, LinkOptions
+from offbeat.transports.listener import Listener
 from offbeat.transports.rendezvous import (
-    Address,
     Assignment,
     CallRequest,
     ControlConnection,
     LinkAccepted,
     LinkRequest,
-    Listener,
+    Unreachable,
+    connect,
     request_assignment,
 )
 from offbeat.transports.shared_memory import SLOTS_MAX
+from offbeat.transports.tcp import Admission, TcpTransport
+from offbeat.transports.tls import Credentials, Tls
 from offbeat.transports.transport import TransportEvent
 
-TOKEN = b"only for tests"
+CREDENTIALS = Credentials(b"a token only for these tests")
 IDENTITY = RunIdentity("m", "s")
 SMALL = torch.ones(3)
 
@@ -49,18 +52,18 @@ class Ranks:
     """Ranks in this process, and some in others; all are ended by `close`."""
 
     def __init__(self) -> None:
-        self.listener = Listener(Address("127.0.0.1", 0), TOKEN)
-        self.transports: list[GlooTransport] = []
+        self.listener = Listener(Address("127.0.0.1", 0), CREDENTIALS)
+        self.transports: list[TcpTransport] = []
         self.children: list[subprocess.Popen[str]] = []
 
-    def open(self, rank: int, peers: list[int], **options: Any) -> GlooTransport:
-        """`options` are arguments of `GlooTransport`, or fields of `Admission` or `LinkOptions`."""
-        settings = {"processes": 4, "token": TOKEN, "identity": IDENTITY, **options}
+    def open(self, rank: int, peers: list[int], **options: Any) -> TcpTransport:
+        """`options` are arguments of `TcpTransport`, or fields of `Admission` or `LinkOptions`."""
+        settings = {"processes": 4, "credentials": CREDENTIALS, "identity": IDENTITY, **options}
         for name, kind in (("admission", Admission), ("options", LinkOptions)):
             names = {item.name for item in dataclasses.fields(kind)} & settings.keys()
             settings[name] = kind(**{field: settings.pop(field) for field in names})
         rendezvous = self.listener if rank == 0 else self.listener.address
-        self.transports.append(GlooTransport(rank=rank, peers=peers, **{"rendezvous": rendezvous, **settings}))
+        self.transports.append(TcpTransport(rank=rank, peers=peers, **{"rendezvous": rendezvous, **settings}))
         return self.transports[-1]
 
     def watch(self, rank: int, peers: list[int], **options: Any) -> TransportMonitor:
@@ -99,7 +102,7 @@ def exchange(one: TransportMonitor, other: TransportMonitor, number: int = 0) ->
     other.expect(one.rank, number)
 
 
-def rejection(transport: GlooTransport) -> str:
+def rejection(transport: TcpTransport) -> str:
     try:
         while transport.receive(60) is not None:
             pass
@@ -113,7 +116,7 @@ def stop(child: subprocess.Popen[str]) -> None:
     os.waitpid(child.pid, os.WUNTRACED)
 
 
-def vanish(transport: GlooTransport) -> None:
+def vanish(transport: TcpTransport) -> None:
     """End without a goodbye, as a killed process does."""
     listener = transport._listener
     assert listener is not None
@@ -163,7 +166,7 @@ def test_a_restarted_rank_0_learns_again_where_all_ranks_listen(ranks: Ranks) ->
         one.wait_linked(other)
     vanish(ranks.transports[0])
     middle.wait_lost(0, 0)
-    ranks.listener = Listener(ranks.listener.address, TOKEN)
+    ranks.listener = Listener(ranks.listener.address, CREDENTIALS)
     again = ranks.watch(0, [1])
     assert again.wait_linked(1) == middle.wait_linked(0, above=0) == 1  # rank 0 has restarted, the dialer has not
     ranks.transports[2].close()
@@ -178,14 +181,51 @@ def test_incarnations_start_with_the_first_one_that_was_given(ranks: Ranks) -> N
     assert hub.wait_linked(1) == worker.wait_linked(0) == 7
 
 
+# Relays
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_peers_that_cannot_reach_each_other_are_relayed_by_rank_0(
+    ranks: Ranks, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if rank 0 is no peer of theirs."""
+    credentials = Credentials(CREDENTIALS.token, Tls(mode=mode))
+    ranks.listener.close()
+    ranks.listener = Listener(Address("127.0.0.1", 0), credentials)
+    tried: list[Address] = []
+
+    def only_rank_0(address: Address, *arguments: Any) -> ControlConnection:
+        if address.port != ranks.listener.address.port:
+            tried.append(address)
+            raise Unreachable("a firewall stands in the way")
+        return connect(address, *arguments)
+
+    monkeypatch.setattr(tcp, "connect", only_rank_0)
+    ranks.open(0, [], credentials=credentials)
+    lower, higher = ranks.watch(1, [2], credentials=credentials), ranks.watch(2, [1], credentials=credentials)
+    before = lower.wait_linked(2)
+    assert higher.wait_linked(1) == before
+    assert tried
+    exchange(lower, higher)
+    large = torch.arange(2_000_000.0)
+    higher.send(1, NumberedMessage(1, large))
+    assert torch.equal(lower.expect(2, 1).body, large)
+    assert "ranks 1 and 2 cannot reach each other; their messages go through rank 0" in caplog.text
+    ranks.transports[2]._links[1].drop(LinkLoss(LossReason.LOCAL, "dropped by a test"))
+    assert lower.wait_linked(2, above=before) == higher.wait_linked(1, above=before)
+    exchange(lower, higher, 2)
+    ranks.transports[2].close()
+    assert lower.wait_lost(2, before + 1).reason is LossReason.CLOSED
+    assert caplog.text.count("cannot reach each other") == 1
+
+
 # Rejections
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"token": b"a guess"}, "does not accept the token"),
-        ({"token": None}, "requires a token"),
+        ({"credentials": Credentials(b"a guess that is long enough")}, "does not accept the token"),
         (
             {"identity": RunIdentity("n", "s")},
             "rank 1 has a different model: its fingerprint is n, that of rank 0 is m; every rank must build the same",
@@ -194,12 +234,8 @@ def test_incarnations_start_with_the_first_one_that_was_given(ranks: Ranks) -> N
             {"identity": RunIdentity("m", "t")},
             "rank 1 has a different strategy: t, and rank 0 has s; give every rank the same strategy",
         ),
-        (
-            {"chunk_bytes": 1000},
-            "rank 1 sends in chunks of 1000 bytes, but rank 0 of 4194304; give every rank the same",
-        ),
     ],
-    ids=["wrong token", "no token", "other model", "other strategy", "other chunks"],
+    ids=["wrong token", "other model", "other strategy"],
 )
 def test_a_rejected_rank_reports_why(ranks: Ranks, options: dict[str, Any], sentence: str) -> None:
     hub = ranks.watch(0, [1, 2])
@@ -230,7 +266,7 @@ def test_rank_0_decides_on_assignments(ranks: Ranks) -> None:
 
     hub = ranks.watch(0, [1, 2], assign=assignment)
     address = ranks.listener.address
-    assigned = request_assignment(address, TOKEN, member="one", rank=None, wait_seconds=60)
+    assigned = request_assignment(address, CREDENTIALS, member="one", rank=None, wait_seconds=60)
     assert assigned == Assignment(2, 4, 12.5, b"plan")
     worker = ranks.watch(assigned.rank, [0], member="one")
     hub.wait_linked(2)
@@ -243,7 +279,7 @@ def test_rank_0_decides_on_assignments(ranks: Ranks) -> None:
         ("link", 2, "one"),
     ]
     with pytest.raises(RunFailed, match="all ranks are in use"):
-        request_assignment(address, TOKEN, member="unwanted", rank=None, wait_seconds=60)
+        request_assignment(address, CREDENTIALS, member="unwanted", rank=None, wait_seconds=60)
     assert rejection(ranks.open(1, [0], member="unwanted")) == "all ranks are in use"
     assert "failed to answer: ZeroDivisionError: oh" in rejection(ranks.open(1, [0], member="broken"))
 
@@ -251,7 +287,7 @@ def test_rank_0_decides_on_assignments(ranks: Ranks) -> None:
 def test_without_an_allocator_no_rank_is_assigned(ranks: Ranks) -> None:
     ranks.open(0, [1])
     with pytest.raises(RunFailed, match="assigns no ranks"):
-        request_assignment(ranks.listener.address, TOKEN, member="", rank=None, wait_seconds=60)
+        request_assignment(ranks.listener.address, CREDENTIALS, member="", rank=None, wait_seconds=60)
 
 
 def test_a_silent_client_does_not_delay_others(ranks: Ranks) -> None:
@@ -297,6 +333,7 @@ def test_a_peer_that_was_stopped_finds_its_link_closed_and_reconnects(ranks: Ran
     hub.expect(1, 1)
 
 
+@pytest.mark.slow
 def test_a_peer_killed_in_the_middle_of_100_mb_is_lost_and_can_join_again(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1, 2])
     other = ranks.watch(2, [0])
@@ -340,7 +377,7 @@ def test_both_ends_drop_a_link_at_once_and_reconnect(ranks: Ranks) -> None:
 
 def test_links_that_come_and_go_leave_no_file_open() -> None:
     def come_and_go(times: int) -> int:
-        """Open files afterwards; gloo has some for each of its threads."""
+        """Open files afterwards."""
         ranks = Ranks()
         hub = ranks.watch(0, [1])
         above = -1
@@ -362,7 +399,7 @@ def test_links_that_come_and_go_leave_no_file_open() -> None:
 def test_every_link_that_was_joined_is_lost_once_even_if_the_hub_closes_while_others_connect() -> None:
     for round_ in range(8):
         ranks = Ranks()
-        seen: dict[GlooTransport, list[TransportEvent]] = {}
+        seen: dict[TcpTransport, list[TransportEvent]] = {}
         threads = []
         for rank in range(4):
             transport = ranks.open(rank, [1, 2, 3] if rank == 0 else [0])
@@ -387,12 +424,12 @@ def test_every_link_that_was_joined_is_lost_once_even_if_the_hub_closes_while_ot
             assert len(set(joined)) == len(joined)
 
 
-def collect(transport: GlooTransport, into: list[TransportEvent]) -> None:
+def collect(transport: TcpTransport, into: list[TransportEvent]) -> None:
     while (item := transport.receive()) is not None:
         into.append(item)
 
 
-def left_over(transport: GlooTransport) -> Iterator[TransportEvent]:
+def left_over(transport: TcpTransport) -> Iterator[TransportEvent]:
     """Events that were not received before it was closed."""
     while not transport.inbox.empty():
         item = transport.inbox.get()
@@ -435,7 +472,7 @@ def test_an_exception_in_a_thread_becomes_the_loss_of_its_link(
 # Shared memory
 
 
-def shared_slots(transport: GlooTransport, peer: int) -> tuple[int, int]:
+def shared_slots(transport: TcpTransport, peer: int) -> tuple[int, int]:
     """How many slots a link has to send from, and how many to receive from."""
     shared = transport._links[peer]._shared
     return len(shared._own._slots) if shared._own else 0, len(shared._peer._slots) if shared._peer else 0
@@ -458,6 +495,7 @@ def test_processes_of_one_machine_share_memory(ranks: Ranks) -> None:
     assert shared_slots(ranks.transports[0], 1)[0] > 0
 
 
+@pytest.mark.slow
 def test_tensors_of_a_dead_process_stay_valid(ranks: Ranks) -> None:
     hub = ranks.watch(0, [1])
     child = ranks.spawn("echo", 1)
@@ -526,7 +564,14 @@ def test_memory_that_cannot_be_shared_is_logged_once_and_costs_only_time(
 
 
 @pytest.mark.parametrize(
-    "role", ["close-on-stopped", "careless", "careless-while-connecting", "close-while-connecting"]
+    "role",
+    [
+        "careless",
+        *(
+            pytest.param(role, marks=pytest.mark.slow)
+            for role in ("close-on-stopped", "careless-while-connecting", "close-while-connecting")
+        ),
+    ],
 )
 def test_a_process_ends_well(role: str) -> None:
     with start(role, 0, Address("127.0.0.1", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -536,12 +581,12 @@ def test_a_process_ends_well(role: str) -> None:
 
 def be_echo(rank: int, rendezvous: Address) -> None:
     """Send back what comes, until the hub is closed."""
-    transport = GlooTransport(
+    transport = TcpTransport(
         rank=rank,
         processes=4,
         peers=[0],
         rendezvous=rendezvous,
-        token=TOKEN,
+        credentials=CREDENTIALS,
         identity=IDENTITY,
         options=LinkOptions(silence_seconds=2.0),
     )
@@ -555,7 +600,9 @@ def be_echo(rank: int, rendezvous: Address) -> None:
 
 def be_flood(rank: int, rendezvous: Address) -> None:
     """Send 100 MB after 100 MB."""
-    transport = GlooTransport(rank=rank, processes=4, peers=[0], rendezvous=rendezvous, token=TOKEN, identity=IDENTITY)
+    transport = TcpTransport(
+        rank=rank, processes=4, peers=[0], rendezvous=rendezvous, credentials=CREDENTIALS, identity=IDENTITY
+    )
     large = torch.ones(25_000_000)
     while True:
         match transport.receive():
@@ -564,9 +611,9 @@ def be_flood(rank: int, rendezvous: Address) -> None:
                     transport.send(peer, incarnation, NumberedMessage(number, large))
 
 
-def hub_with_echo() -> tuple[GlooTransport, subprocess.Popen[str], int]:
-    listener = Listener(Address("127.0.0.1", 0), TOKEN)
-    hub = GlooTransport(rank=0, processes=4, peers=[1], rendezvous=listener, token=TOKEN, identity=IDENTITY)
+def hub_with_echo() -> tuple[TcpTransport, subprocess.Popen[str], int]:
+    listener = Listener(Address("127.0.0.1", 0), CREDENTIALS)
+    hub = TcpTransport(rank=0, processes=4, peers=[1], rendezvous=listener, credentials=CREDENTIALS, identity=IDENTITY)
     child = start("echo", 1, listener.address)
     while not isinstance(item := hub.receive(), PeerJoined):
         pass
@@ -599,9 +646,9 @@ def be_careless(rank: int, rendezvous: Address) -> None:
 
 def be_careless_while_connecting(rank: int, rendezvous: Address) -> None:
     """Exit without closing while nothing answers."""
-    listener = Listener(Address("127.0.0.1", 0), TOKEN)
-    worker = GlooTransport(
-        rank=1, processes=4, peers=[0, 2], rendezvous=listener.address, token=TOKEN, identity=IDENTITY
+    listener = Listener(Address("127.0.0.1", 0), CREDENTIALS)
+    worker = TcpTransport(
+        rank=1, processes=4, peers=[0, 2], rendezvous=listener.address, credentials=CREDENTIALS, identity=IDENTITY
     )
     assert worker.receive(0.3) is None
     listener.close()
@@ -609,7 +656,7 @@ def be_careless_while_connecting(rank: int, rendezvous: Address) -> None:
 
 
 def be_close_while_connecting(rank: int, rendezvous: Address) -> None:
-    """Close and exit while a thread is inside gloo, where it waits for the other end, which never connects."""
+    """Close and exit while a thread has agreed to a link whose other end does not go on."""
     accepted, over = threading.Event(), threading.Event()
 
     def handle(connection: ControlConnection) -> bool:
@@ -621,9 +668,11 @@ def be_close_while_connecting(rank: int, rendezvous: Address) -> None:
         over.wait()
         return False
 
-    listener = Listener(Address("127.0.0.1", 0), TOKEN)
+    listener = Listener(Address("127.0.0.1", 0), CREDENTIALS)
     listener.serve(handle)
-    worker = GlooTransport(rank=1, processes=2, peers=[0], rendezvous=listener.address, token=TOKEN, identity=IDENTITY)
+    worker = TcpTransport(
+        rank=1, processes=2, peers=[0], rendezvous=listener.address, credentials=CREDENTIALS, identity=IDENTITY
+    )
     accepted.wait()
     while not worker._connecting:
         pass

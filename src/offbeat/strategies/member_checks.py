@@ -1,0 +1,71 @@
+"""What a hub checks in a message of a worker before it uses any of it: the worker may be wrong, or lie.
+
+Each check raises `InvalidMessage`, with the sentence for the records. The engine then closes the link of that worker,
+and training goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from offbeat.core.events import MessageArrived
+from offbeat.core.flat import is_finite
+from offbeat.core.messages import Buffers
+from offbeat.core.sample_ledger import Range, SampleLedger
+from offbeat.errors import InvalidMessage
+
+SAMPLES_PER_SECOND_MAX = 1e9
+"""A worker that claims more is not believed, where nothing else limits how much it computes."""
+
+
+class MemberCheck:
+    """The checks of one message, received by rank `receiver`."""
+
+    def __init__(self, event: MessageArrived, receiver: int) -> None:
+        self._event = event
+        self._receiver = receiver
+
+    def require(self, condition: bool, what: str) -> None:
+        """`what` completes the sentence: rank 2 sent Gradient to rank 0 with …"""
+        if not condition:
+            raise InvalidMessage(
+                self._event.source, type(self._event.message).__name__, self._receiver, f" with {what}"
+            )
+
+    def vector(self, name: str, vector: Tensor, like: Tensor, numel: int) -> None:
+        """A flat tensor of `numel` elements, of the type of `like`."""
+        self.require(
+            vector.dim() == 1 and vector.numel() == numel and vector.dtype == like.dtype,
+            f"a {name} of shape {tuple(vector.shape)} and type {vector.dtype}, where ({numel},) and {like.dtype} are "
+            "expected",
+        )
+
+    def finite(self, name: str, vector: Tensor) -> None:
+        """No NaN and no infinity."""
+        self.require(is_finite(vector), f"a {name} that is not finite, and is said to be")
+
+    def buffers(self, buffers: Buffers, expected: Buffers) -> None:
+        """None, or as many as are expected, with their sizes and types."""
+        found = [(buffer.shape, buffer.dtype) for buffer in buffers]
+        known = [(buffer.shape, buffer.dtype) for buffer in expected]
+        self.require(not found or found == known, "buffers that are not those of the model")
+
+    def version(self, version: int, newest: int) -> None:
+        self.require(0 <= version <= newest, f"version {version}, where {newest} is the newest")
+
+    def number(self, name: str, value: float) -> None:
+        self.require(math.isfinite(value) and value >= 0, f"{name} {value}")
+
+    def draws(self, ranges: Iterable[Range], ledger: SampleLedger, stop_max: int) -> None:
+        """Ranges that were not accounted for before, do not overlap, and end where the worker can be by now."""
+        end = 0
+        for first, stop in sorted(ranges):
+            self.require(0 <= first <= stop, f"draws {first} to {stop}")
+            self.require(stop <= stop_max, f"draws up to {stop}, where {stop_max} is possible by now")
+            self.require(
+                first >= end and not ledger.overlaps(first, stop), f"draws {first} to {stop}, which it sent before"
+            )
+            end = stop
