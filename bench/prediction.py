@@ -7,8 +7,9 @@ being told of `cedar`; train each strategy live; simulate the same experiments, 
 measured, with `cedar`. Nothing else goes from the live runs to the simulated ones. There are several turns, since
 machines drift; a ratio is taken within a turn, and the median over the turns is printed.
 
-Samples per second and seconds per update are of the updates after the first seconds, in which live processes warm up.
-Time to target counts from the first round; its interval is from the fastest to the slowest of all turns.
+Samples per second, seconds per update and mean staleness are of the updates after the first seconds, in which live
+processes warm up. Time to target counts from the first round; its interval is from the fastest to the slowest of all
+turns.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Pace:
     samples_per_second: float
     seconds_per_update: float
     seconds_to_target: float | None
+    staleness: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class Pair:
     @property
     def update_ratio(self) -> float:
         return self.simulated.seconds_per_update / self.live.seconds_per_update
+
+    @property
+    def staleness_difference(self) -> float:
+        return self.simulated.staleness - self.live.staleness
 
 
 def main() -> None:
@@ -123,6 +129,7 @@ def pace_of(run: ob.Run) -> Pace:
         samples_per_second=(last.samples_total - first.samples_total) / seconds,
         seconds_per_update=seconds / (last.version - first.version),
         seconds_to_target=None if reached is None else reached - began,
+        staleness=statistics.fmean(part.staleness for update in updates for part in update.contributions),
     )
 
 
@@ -132,6 +139,8 @@ def row_of(name: str, pairs: Sequence[Pair]) -> dict[str, Any]:
         "strategy": name,
         "samples_per_second_ratio": round(statistics.median(pair.samples_ratio for pair in pairs), 4),
         "seconds_per_update_ratio": round(statistics.median(pair.update_ratio for pair in pairs), 4),
+        "live_staleness": round(statistics.median(pair.live.staleness for pair in pairs), 4),
+        "staleness_difference": round(statistics.median(pair.staleness_difference for pair in pairs), 4),
         "live_samples_per_second": round(statistics.median(pair.live.samples_per_second for pair in pairs), 1),
         "simulated_samples_per_second": round(
             statistics.median(pair.simulated.samples_per_second for pair in pairs), 1
@@ -153,7 +162,8 @@ def interval(times: Sequence[float | None]) -> dict[str, Any]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="simulated over live")
-    for head in ("strategy", "samples/s", "s/update", "live samples/s", "live s to target", "simulated s to target"):
+    heads = ("strategy", "samples/s", "s/update", "live samples/s", "live staleness", "simulated less live")
+    for head in (*heads, "live s to target", "simulated s to target"):
         table.add_column(head, justify="left" if head == "strategy" else "right")
     for row in rows:
         table.add_row(
@@ -161,6 +171,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['samples_per_second_ratio']:.3f}",
             f"{row['seconds_per_update_ratio']:.3f}",
             f"{row['live_samples_per_second']:,.0f}",
+            f"{row['live_staleness']:.2f}",
+            f"{row['staleness_difference']:+.3f}",
             shown(row["live_seconds_to_target"]),
             shown(row["simulated_seconds_to_target"]),
         )
