@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from made_records import a_round
 
 import offbeat as ob
@@ -19,7 +20,14 @@ from offbeat.cli import ARGUMENTS_BEFORE_SCRIPT, BOOLEAN_FLAGS, _separate_script
 from offbeat.errors import ConfigurationError, ContractViolation, RunFailed
 from offbeat.lab.live_runs import _truncate_records, workers_for_processes
 from offbeat.launch.children import Child, start_command, start_forked
-from offbeat.launch.failure_reports import SENTENCE_CHARACTERS_MAX, FailureKind, FailureReport, find_pipe, report_of
+from offbeat.launch.failure_reports import (
+    OUT_OF_MEMORY,
+    SENTENCE_CHARACTERS_MAX,
+    FailureKind,
+    FailureReport,
+    find_pipe,
+    report_of,
+)
 from offbeat.launch.run_monitor import RunMonitor
 from offbeat.live.clock import Clock
 from offbeat.live.rank_allocator import RankAllocator
@@ -391,7 +399,11 @@ def test_what_a_script_prints_is_shown_and_decides_nothing(capfd: pytest.Capture
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
     ids=["Python", "a GPU", "torch"],
 )
 def test_a_process_that_runs_out_of_memory_says_so_in_a_sentence(error: BaseException) -> None:
