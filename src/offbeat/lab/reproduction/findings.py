@@ -87,13 +87,20 @@ def _finding(study: Study, claim: Claim, runs: Sequence[StudyRun]) -> Finding:
 
 
 def _explanation(claim: Claim, values: ValuesBySeed) -> str:
-    """Why ours differs, with the number of the runs where that cause is switched off; or what was tried."""
+    """Why ours differs, with the number of the runs where that cause is switched off; or what was tried.
+
+    A supposed cause without which ours still differs explains a part at most, and is called that.
+    """
+    tried = f"tried: {claim.tried}" if claim.tried else "nothing was tried"
     if claim.cause is None:
-        return f"Cause unknown; tried: {claim.tried}." if claim.tried else "Cause unknown; nothing was tried."
+        return f"Cause unknown; {tried}."
     without = interval(_side_values(claim.cause.of, claim.cause.over, values))
     number = "–" if without is None else spell_interval(without, claim_unit(claim))
     verdict = verdict_of(claim, without)
-    return f"Cause: {claim.cause.text}; with that switched off {number}: {verdict}."
+    experiment = f"{claim.cause.text}; with that switched off {number}: {verdict}."
+    if verdict is None or verdict.word != "differs":
+        return f"Cause: {experiment}"
+    return f"Not the whole cause: {experiment} The rest is unknown; {tried}."
 
 
 def claim_unit(claim: Claim) -> Quantity | None:

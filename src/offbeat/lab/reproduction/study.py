@@ -107,7 +107,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cause: Cause | None = None
     """Why ours differs, if that is known."""
     tried: str = ""
-    """What was tried to find the cause, if it is not known."""
+    """What was tried to find the cause, if it is not known, or what it leaves unexplained."""
 
     @property
     def sides(self) -> list[RunSelection]:
