@@ -130,6 +130,8 @@ def test_a_difference_names_its_cause_and_the_number_without_it() -> None:
         "Not the whole cause: small batches; with that switched off 0.610 (0.585–0.635): differs (worse). "
         "The rest is unknown; nothing was tried."
     )
+    wide = finding([0.50, 0.51, 0.52], [0.5, 0.9, 1.3], low=0.9, high=0.9, cause=cause)
+    assert "Perhaps the cause: small batches; with that switched off 0.900" in wide.sentence
 
 
 @pytest.mark.parametrize(

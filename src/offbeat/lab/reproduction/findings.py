@@ -89,7 +89,8 @@ def _finding(study: Study, claim: Claim, runs: Sequence[StudyRun]) -> Finding:
 def _explanation(claim: Claim, values: ValuesBySeed) -> str:
     """Why ours differs, with the number of the runs where that cause is switched off; or what was tried.
 
-    A supposed cause without which ours still differs explains a part at most, and is called that.
+    Only what makes ours agree when it is switched off is called the cause: without another one ours may still differ,
+    or the interval may be too wide to tell.
     """
     tried = f"tried: {claim.tried}" if claim.tried else "nothing was tried"
     if claim.cause is None:
@@ -98,9 +99,10 @@ def _explanation(claim: Claim, values: ValuesBySeed) -> str:
     number = "–" if without is None else spell_interval(without, claim_unit(claim))
     verdict = verdict_of(claim, without)
     experiment = f"{claim.cause.text}; with that switched off {number}: {verdict}."
-    if verdict is None or verdict.word != "differs":
+    if verdict is not None and verdict.word == "agrees":
         return f"Cause: {experiment}"
-    return f"Not the whole cause: {experiment} The rest is unknown; {tried}."
+    doubt = "Not the whole cause" if verdict is not None and verdict.word == "differs" else "Perhaps the cause"
+    return f"{doubt}: {experiment} The rest is unknown; {tried}."
 
 
 def claim_unit(claim: Claim) -> Quantity | None:
