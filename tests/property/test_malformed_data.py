@@ -36,8 +36,8 @@ from malformed import DIGITS, EDITS, PLAIN, Edit, edited, malformed, refused_in_
 
 from offbeat.errors import ConfigurationError
 from offbeat.lab.data.acquisition import get
-from offbeat.lab.data.arrays import load
-from offbeat.lab.data.catalogue import CATALOGUE
+from offbeat.lab.data.arrays import load_images
+from offbeat.lab.data.catalogue import IMAGES
 from offbeat.lab.data.pickles import read_pickle
 
 
@@ -99,11 +99,11 @@ def check(name: str, write: Callable[[Path], Path]) -> None:
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         cache = Path(place) / "cache"
         patch.setenv("OFFBEAT_DATA", str(cache))
-        patch.setitem(CATALOGUE, name, one.entry)
+        patch.setitem(IMAGES, name, one.entry)
         path = write(Path(place))
         with refused_in_a_sentence():
             get(one.entry, NoProgress(), path=path)
-            for file, array in load(name).arrays().items():
+            for file, array in load_images(name).arrays().items():
                 assert np.array_equal(array, one.arrays[file])
             return
         assert all(left.name.endswith(".lock") for left in cache.iterdir())

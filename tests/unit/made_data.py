@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offbeat.lab.data.arrays import FILES
-from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry
+from offbeat.lab.data.catalogue import IMAGE_FILES, IMAGES, ImageEntry
 
 SIDE = 4
 COUNTS = {"train": 50, "test": 20}
@@ -31,7 +30,7 @@ COUNTS = {"train": 50, "test": 20}
 class Made:
     """A smaller version of a data set of the catalogue, and the arrays that it must decode to."""
 
-    entry: DatasetEntry
+    entry: ImageEntry
     arrays: dict[str, Any]
 
     def part(self, part: str) -> tuple[Any, Any]:
@@ -40,7 +39,7 @@ class Made:
 
 def made(name: str, monkeypatch: pytest.MonkeyPatch | None = None, pinned: bool = True) -> Made:
     """Put a small data set into the catalogue, in the place of the real one."""
-    real = CATALOGUE[name]
+    real = IMAGES[name]
     draw = np.random.default_rng(len(name))
     classes = min(real.classes, 10)
     shape = (SIDE, SIDE, real.image_shape[-1])
@@ -54,13 +53,13 @@ def made(name: str, monkeypatch: pytest.MonkeyPatch | None = None, pinned: bool 
     entry = replace(
         real,
         **{"image_shape": shape, "classes": classes, **COUNTS, "means_tolerance": 1e-9},
-        means=tuple(arrays[FILES[0]].reshape(-1, shape[-1]).astype(float).mean(0) / 255),
+        means=tuple(arrays[IMAGE_FILES[0]].reshape(-1, shape[-1]).astype(float).mean(0) / 255),
         sha256={file: hashlib.sha256(array.tobytes()).hexdigest() for file, array in arrays.items()} if pinned else {},
     )
     if monkeypatch is None:
-        CATALOGUE[name] = entry
+        IMAGES[name] = entry
     else:
-        monkeypatch.setitem(CATALOGUE, name, entry)
+        monkeypatch.setitem(IMAGES, name, entry)
     return Made(entry, arrays)
 
 

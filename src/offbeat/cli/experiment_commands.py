@@ -150,7 +150,7 @@ def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> li
                 shown.share(0, share_done(experiment, record), f"{experiment.name}, seed {experiment.seed}")
 
         def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
-            records = simulate_experiment(experiment, place, on_record).records
+            records = simulate_experiment(experiment, place, on_record, keep_result=True).records
             shown.ended(0, summarize(records))
             if not quiet:
                 _print_notices(records, f"{experiment.name}, seed {experiment.seed}: ")

@@ -2,7 +2,7 @@
 
 `optimizer.build(parameters, layout)` passes shaped views of the flat parameters to `torch.optim`, fused where torch
 supports it, so that every torch optimizer and parameter groups work. It returns a `Stepper`, which makes one update per
-mean gradient.
+mean gradient. Optimizers and schedulers of a user's own are in `torch_optimizers.py`.
 
 Weight decay is part of the update: it is applied once per update, at the current parameters.
 """
@@ -10,10 +10,10 @@ Weight decay is part of the update: it is applied once per update, at the curren
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,20 @@ from torch import Tensor, nn
 from offbeat.core.configuration import Family
 from offbeat.core.flat import Layout
 from offbeat.core.schedules import Milestones, Schedule, WarmUp, rate_at
+from offbeat.core.torch_optimizers import (
+    EXAMPLE,
+    Groups,
+    TorchParts,
+    Views,
+    build_parts,
+    check_scheduler,
+    described,
+    instances_of,
+    is_usable,
+)
 from offbeat.core.validation import require, require_field, require_not_negative, require_positive
 from offbeat.errors import ConfigurationError
 
-Groups = list[dict[str, Any]]
-"""Parameter groups of `torch.optim`."""
 DAMPED_KEYS = ("lr", "betas", "momentum")
 """The keys of a parameter group that the damping of one update changes."""
 HEAVY_BALL = (torch.optim.SGD, torch.optim.RMSprop)
@@ -51,6 +60,29 @@ class Optimizer(Family):
     def build(self, parameters: Tensor, layout: Layout) -> Stepper:
         """A stepper that updates `parameters`, a flat vector of this layout, in place."""
         return Stepper(self, parameters, layout)
+
+    @classmethod
+    def adopt(cls, given: Any) -> Optimizer | None:
+        """The configuration for what a PyTorch user has; None if this is nothing of the kind."""
+        named = isinstance(given, Optimizer) or (isinstance(given, type) and issubclass(given, Optimizer))
+        return TorchOptimizer(given) if is_usable(given) and not named else None
+
+    def for_module(self, module: nn.Module) -> Self:
+        """This configuration for the parameters of a module, which an optimizer that is built already refers to."""
+        return self
+
+    def describe(self) -> str:
+        """Class and settings in one line, for records."""
+        return repr(self)
+
+    def torch_parts(self, views: Views, groups: Groups, fused: bool | None) -> TorchParts:
+        """The torch optimizers of these views, and their schedulers.
+
+        views: the parameters by name
+        groups: the same, as groups of one optimizer
+        fused: True if torch has fused kernels, otherwise None
+        """
+        return TorchParts([self.torch_optimizer(groups, fused)])
 
     def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
         """The torch optimizer of these groups. `fused` is True if torch has fused kernels, otherwise None."""
@@ -178,19 +210,54 @@ class AMSGrad(Adam, name="amsgrad"):
 
 @dataclass(frozen=True)
 class TorchOptimizer(Optimizer):
-    """Any optimizer that follows torch's interface and steps without a closure.
+    """Any torch optimizer that steps without a closure, or several, with their schedulers.
 
-        TorchOptimizer(lambda groups: torch.optim.NAdam(groups, lr=2e-3))
+        TorchOptimizer(functools.partial(torch.optim.NAdam, lr=2e-3))
+        TorchOptimizer(optimizer, scheduler)  # both built on the model
+        TorchOptimizer({"layers.*.weight": functools.partial(torch.optim.Muon, lr=0.02), "*": torch.optim.AdamW})
 
-    It has no name, so it cannot be written to a file or selected on the command line. `lr`, if given, overrides the
-    rate that `make` sets.
+    Where a strategy has a field `optimizer`, the first argument alone will do. It has no name, so it cannot be written
+    to a file or selected on the command line. `lr`, if given, overrides the rates of all groups.
     """
 
-    make: Callable[[Groups], torch.optim.Optimizer]
-    """creates the torch optimizer from parameter groups"""
+    make: Any
+    """a function of parameters, an optimizer that is built on the model, several of these, or functions by name"""
+    scheduler: Any = None
+    """of `torch.optim.lr_scheduler`: built on the optimizer, or a function of it; none: constant rates"""
+    scheduler_samples: int | None = None
+    """samples per step of the scheduler; none: one step per update"""
+    names: Mapping[int, str] | None = field(default=None, repr=False, compare=False)
+    """parameter names of the model by the id of the parameter; filled in by `for_module`"""
 
-    def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
-        return self.make(groups)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            is_usable(self.make),
+            f"TorchOptimizer takes what makes a torch optimizer, such as {EXAMPLE}, but got {self.make!r}",
+        )
+        check_scheduler(self.make, self.scheduler)
+        require_positive(self, "scheduler_samples")
+        one = not isinstance(self.make, Mapping) and not instances_of(self.make)
+        require(
+            self.decay_1d or one,
+            "decay_1d=False divides all parameters into two groups, but these optimizers have their own; set "
+            "weight_decay=0 in theirs",
+        )
+        require(
+            self.lr is None or self.scheduler is None,
+            "TorchOptimizer has a rate of its own and a scheduler of torch's; leave out one of them",
+        )
+
+    def for_module(self, module: nn.Module) -> Self:
+        if self.names is not None or not instances_of(self.make):
+            return self  # that of a copy of the module would not be the one that the optimizer refers to
+        return replace(self, names={id(parameter): name for name, parameter in module.named_parameters()})
+
+    def describe(self) -> str:
+        return described(self.make)
+
+    def torch_parts(self, views: Views, groups: Groups, fused: bool | None) -> TorchParts:
+        return build_parts(self.make, self.scheduler, views, self.names, groups, fused)
 
 
 CIFAR_MILESTONES = (0.5, 0.75)
@@ -269,16 +336,18 @@ class Stepper:
         self._clipped: Tensor | None = None
         self._views = [nn.Parameter(view) for view in layout.shaped(parameters)]
         fused = True if parameters.device.type in ("cpu", "cuda") and parameters.is_floating_point() else None
-        self._torch = config.torch_optimizer(self._groups(), fused)
+        views = {part.name: view for part, view in zip(layout.parameters, self._views, strict=True)}
+        self._torch = config.torch_parts(views, self._groups(), fused)
+        self._scheduler_steps = 0
 
     @property
     def is_adaptive(self) -> bool:
         """Whether steps are divided by the size of past gradients, as by Adam; in torch these have an `eps`."""
-        return "eps" in self._torch.defaults
+        return any("eps" in optimizer.defaults for optimizer in self._torch.optimizers)
 
     @property
     def has_momentum(self) -> bool:
-        return any(group.get("momentum", 0.0) > 0 for group in self._torch.param_groups)
+        return any(group.get("momentum", 0.0) > 0 for group in self._torch.groups)
 
     def step(self, gradient: Tensor, samples: int, damping: float = 1.0) -> float:
         """Make one update with a flat mean gradient, which is not changed, and return the learning rate.
@@ -286,9 +355,10 @@ class Stepper:
         gradient: the flat mean gradient
         samples: samples applied in the run before this update: the argument of the schedule
         damping: factor on the learning rate of this update alone. Decoupled weight decay and momentum are damped with
-            it, see `_damp`.
+            it, see `_damp` below.
         """
-        groups: Groups = self._torch.param_groups
+        self._schedule(samples)
+        groups = self._torch.groups
         if self._config.lr is not None:
             rate = rate_at(self._config.lr, samples) * self.rate_factor
             for group in groups:
@@ -296,12 +366,14 @@ class Stepper:
         undamped = [{key: group[key] for key in DAMPED_KEYS if key in group} for group in groups]
         applied = float(groups[0]["lr"]) * damping
         if damping != 1.0:
-            self._damp(groups, damping)
+            for optimizer in self._torch.optimizers:
+                _damp(optimizer, damping)
         self._config.before_step(groups, self._updates + 1)
         # New views are cheaper than a copy of the gradient: 0.6 against 3.5 ms for 12 M parameters.
         for parameter, view in zip(self._views, self._layout.shaped(self._clip(gradient)), strict=True):
             parameter.grad = view
-        self._torch.step()
+        for optimizer in self._torch.optimizers:
+            optimizer.step()
         for parameter in self._views:
             parameter.grad = None  # the gradient may be a lease, whose memory is reused
         self._updates += 1
@@ -309,45 +381,51 @@ class Stepper:
             group.update(values)  # a scheduler of the torch optimizer continues from the rate
         return applied
 
-    def _damp(self, groups: Groups, damping: float) -> None:
-        """Damp the learning rate, and the share of earlier gradients in a step.
-
-        Momentum adds to the delay of a gradient: with μ = 0.9, as much as nine updates. With constant gradients, the
-        length of a step is multiplied by `damping`, whatever the momentum: the weights of a running mean (`betas`) add
-        up to 1; those of heavy-ball momentum to 1/(1 − μ), so its rate is multiplied by (1 − damping·μ)/(1 − μ).
-        """
-        for group in groups:
-            group["lr"] = group["lr"] * damping
-            if "betas" in group:
-                first, *others = group["betas"]
-                group["betas"] = (first * damping, *others)
-            elif isinstance(self._torch, HEAVY_BALL) and 0 < (momentum := group["momentum"]) < 1:
-                group["momentum"] = momentum * damping
-                group["lr"] = group["lr"] * (1.0 - momentum * damping) / (1.0 - momentum)
+    def _schedule(self, samples: int) -> None:
+        """Bring the schedulers to the present: to the number of updates, or of samples."""
+        every = getattr(self._config, "scheduler_samples", None)
+        due = self._updates if every is None else samples // every
+        while self._scheduler_steps < due and self._torch.schedulers:
+            self._scheduler_steps += 1
+            for scheduler in self._torch.schedulers:
+                scheduler.step()
 
     def state(self) -> dict[str, Any]:
         """A copy of everything that the next update depends on, except the parameters."""
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in self._torch.param_groups]
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in self._torch.groups]
         return {
             "updates": self._updates,
             "rate_factor": self.rate_factor,
             "groups": _copy(groups),
             "slots": {
-                part.name: {key: _copy(value) for key, value in self._torch.state.get(parameter, {}).items()}
+                part.name: {key: _copy(value) for key, value in self._slots(parameter).items()}
                 for part, parameter in zip(self._layout.parameters, self._views, strict=True)
             },
+            "scheduler_steps": self._scheduler_steps,
+            "schedulers": [_copy(scheduler.state_dict()) for scheduler in self._torch.schedulers],
         }
+
+    def _slots(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What an optimizer remembers of a parameter."""
+        states = (optimizer.state.get(parameter) for optimizer in self._torch.optimizers)
+        return next((state for state in states if state), {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`, bit for bit."""
         self._updates, self.rate_factor = state["updates"], state["rate_factor"]
-        for group, saved in zip(self._torch.param_groups, state["groups"], strict=True):
+        self._scheduler_steps = state["scheduler_steps"]
+        for scheduler, saved in zip(self._torch.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(_copy(saved))
+        for group, saved in zip(self._torch.groups, state["groups"], strict=True):
             group.update(_copy(saved))
         # Not through load_state_dict, which casts state to the dtype of the parameters.
-        self._torch.state.clear()
-        for part, parameter in zip(self._layout.parameters, self._views, strict=True):
-            if values := state["slots"][part.name]:
-                self._torch.state[parameter] = {key: _copy(value) for key, value in values.items()}
+        named = zip(self._layout.parameters, self._views, strict=True)
+        slots = {parameter: state["slots"][part.name] for part, parameter in named}
+        for optimizer in self._torch.optimizers:
+            optimizer.state.clear()
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if values := slots[parameter]:
+                    optimizer.state[parameter] = {key: _copy(value) for key, value in values.items()}
 
     def _groups(self) -> Groups:
         if self._config.decay_1d:
@@ -366,6 +444,23 @@ class Stepper:
         if self._clipped is None:
             self._clipped = torch.empty_like(gradient)
         return torch.mul(gradient, self._config.clip_norm / norm, out=self._clipped)
+
+
+def _damp(optimizer: torch.optim.Optimizer, damping: float) -> None:
+    """Damp the learning rate, and the share of earlier gradients in a step.
+
+    Momentum adds to the delay of a gradient: with μ = 0.9, as much as nine updates. With constant gradients, the length
+    of a step is multiplied by `damping`, whatever the momentum: the weights of a running mean (`betas`) add up to 1;
+    those of heavy-ball momentum to 1/(1 − μ), so its rate is multiplied by (1 − damping·μ)/(1 − μ).
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * damping
+        if "betas" in group:
+            first, *others = group["betas"]
+            group["betas"] = (first * damping, *others)
+        elif isinstance(optimizer, HEAVY_BALL) and 0 < (momentum := group["momentum"]) < 1:
+            group["momentum"] = momentum * damping
+            group["lr"] = group["lr"] * (1.0 - momentum * damping) / (1.0 - momentum)
 
 
 def _copy(value: Any) -> Any:

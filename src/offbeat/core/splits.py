@@ -76,6 +76,24 @@ class ByLabel(Split, name="by-label"):
 
 
 @dataclass(frozen=True)
+class ByGroup(Split, name="by-group"):
+    """Every worker has its own whole groups: plays, presidents or decades of a text, labels of images.
+
+    The groups are dealt out at random, to each worker as many, or one less. Parts are as uneven as the groups are.
+    """
+
+    def indices(self, targets: Tensor, worker: int, workers: int, seed: int) -> Indices:
+        labels = _labels(targets, self.name)
+        groups, group_of = np.unique(labels, return_inverse=True)
+        require(
+            len(groups) >= workers,
+            f"{len(groups)} groups cannot be divided among {workers} workers; use the split 'sharded' or fewer workers",
+        )
+        dealt = stream(seed, "split").permutation(len(groups))
+        return np.flatnonzero(np.isin(group_of, dealt[worker % workers :: workers]))
+
+
+@dataclass(frozen=True)
 class Dirichlet(Split, name="dirichlet"):
     """Every worker has its own part, with a random share of each label.
 

@@ -28,10 +28,10 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat.core.actions import Action, Budget
 from offbeat.core.compression import Compression
@@ -201,3 +201,15 @@ class Strategy(Family, ABC):
         if getattr(self, "optimizer", optimizer) is None:
             return dataclasses.replace(self, optimizer=optimizer)  # type: ignore[call-arg]
         return self
+
+    def for_module(self, module: nn.Module) -> Self:
+        """This strategy for the parameters of a module, which optimizers that are built already refer to."""
+        before = self.optimizers()
+        after = {name: optimizer.for_module(module) for name, optimizer in before.items()}
+        changed = any(after[name] is not before[name] for name in before)
+        return dataclasses.replace(self, **cast(dict[str, Any], after)) if changed else self
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The fields that are optimizers, by name."""
+        values = ((item.name, getattr(self, item.name)) for item in dataclasses.fields(self) if item.init)
+        return {name: value for name, value in values if isinstance(value, Optimizer)}

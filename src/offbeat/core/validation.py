@@ -14,9 +14,14 @@ from offbeat.errors import ConfigurationError, FieldError
 
 
 def check_types(config: Any) -> None:
-    """Check that every field has a value of its declared type, recursively."""
+    """Check that every field has a value of its declared type, recursively.
+
+    A class may have `adopt`, a class method that makes its objects of other things that users have, or None of what it
+    does not know: fields of that type are converted.
+    """
     for item in options(type(config)):
-        value = getattr(config, item.path)
+        value = _adopted(item.kind, getattr(config, item.path))
+        object.__setattr__(config, item.path, value)
         if not _fits(item.kind, value):
             raise FieldError(
                 type(config).__name__,
@@ -26,6 +31,15 @@ def check_types(config: Any) -> None:
         for inner in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
                 check_types(inner)
+
+
+def _adopted(kind: Any, value: Any) -> Any:
+    if value is None or _fits(kind, value):
+        return value
+    for choice in typing.get_args(kind) or (kind,):
+        if hasattr(choice, "adopt") and (adopted := choice.adopt(value)) is not None:
+            return adopted
+    return value
 
 
 def check_instance(value: Any, kinds: tuple[type[Any], ...], what: str, example: str) -> None:
@@ -54,7 +68,7 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if kind is float:
         return isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return isinstance(value, kind) if isinstance(kind, type) else True
+    return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
 
 
 def _described(kind: Any) -> str:

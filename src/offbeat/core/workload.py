@@ -126,6 +126,7 @@ class Workload(Configuration):
             f"Workload.recalibrate must be 0, or 2 training examples or more, but is {self.recalibrate!r}",
         )
         check_instance(self.split, (Split,), "Workload.split", "offbeat.workloads.Sharded()")
+        object.__setattr__(self, "optimizer", Optimizer.adopt(self.optimizer) or self.optimizer)
         check_instance(self.optimizer, (Optimizer,), "Workload.optimizer", "offbeat.SGD(lr=0.1)")
         check_instance(self.target, (Target, type(None)), "Workload.target", 'offbeat.Target("accuracy", 0.9)')
         check_instance(self.until, (Samples,), "Workload.until", "offbeat.Samples(60_000)")
@@ -296,7 +297,7 @@ class NamedWorkload(Family, ABC):
     """The publication of the data or the problem."""
 
     split: Split = Shared()
-    """which examples each worker draws from: shared, sharded, by-label, dirichlet"""
+    """which examples each worker draws from: shared, sharded, by-label, by-group, dirichlet"""
 
     layers: ClassVar[str] = ""
     """Description of the model in a few words."""

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from offbeat.cluster.cluster import Cluster
 from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE
@@ -104,9 +105,12 @@ class Experiment(RunSettings):
         assert self.workload is not None
         workload = self.build_workload()
         speed = seconds_per_sample or self.cluster.seconds_per_sample or SECONDS_PER_SAMPLE
+        strategy = self.strategy.with_default_optimizer(workload.optimizer).with_default_timing(speed)
+        if isinstance(workload.model, nn.Module):
+            strategy = strategy.for_module(workload.model)
         resolved = dataclasses.replace(
             self,
-            strategy=self.strategy.with_default_optimizer(workload.optimizer).with_default_timing(speed),
+            strategy=strategy,
             until=workload.until if self.until is None else self.until,
             target=workload.target if self.target is None else self.target,
         )
@@ -135,6 +139,7 @@ class Experiment(RunSettings):
             parameters=parameters,
             target=None if self.target is None else to_plain(self.target),
             experiment=self.to_plain(),
+            optimizers={name: optimizer.describe() for name, optimizer in strategy.optimizers().items()},
             offbeat=__version__,
             torch=str(torch.__version__),
         )

@@ -29,8 +29,9 @@ from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.engine.experiment import Experiment, workers_for
 from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.lab.run_results import read_result, save_result
 from offbeat.lab.simulated_runs import Run, check_new
-from offbeat.lab.worker_main import read_result, run_rank, save_result
+from offbeat.lab.worker_main import run_rank
 from offbeat.launch.children import Child, start_command, start_forked
 from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.listeners import advertised_address, open_listener

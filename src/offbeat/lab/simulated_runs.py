@@ -21,6 +21,7 @@ from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment_plan import Plan, unique_labels
+from offbeat.lab.run_results import save_result
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
@@ -91,7 +92,7 @@ def simulate(
     workers: workers that compute; None: as many as the cluster says, or else 10
     evaluate: how often to evaluate; None: only at the end
     bytes_per_second: bandwidth limit of each direction of each link; None: what the link can carry
-    out: a new directory that the records are written to as well; None: they stay in memory
+    out: a new directory that the records and the trained parameters are written to; None: they stay in memory
     """
     experiment = Experiment(
         workload,
@@ -103,13 +104,22 @@ def simulate(
         evaluate=evaluate,
         bytes_per_second=bytes_per_second,
     )
-    return simulate_experiment(experiment, out)
+    return simulate_experiment(experiment, out, keep_result=True)
 
 
 def simulate_experiment(
-    experiment: Experiment, out: str | Path | None = None, on_record: OnRecord | None = None
+    experiment: Experiment,
+    out: str | Path | None = None,
+    on_record: OnRecord | None = None,
+    *,
+    keep_result: bool = False,
 ) -> Run:
-    """Run one experiment in virtual time; `out` is a new directory for the records, or None."""
+    """Run one experiment in virtual time.
+
+    out: a new directory for the records, or None.
+    on_record: called with every record.
+    keep_result: write the trained parameters to that directory, too.
+    """
     experiment, workload = experiment.resolved()
     assert experiment.until is not None
     directory = None if out is None else Path(out)
@@ -123,6 +133,8 @@ def simulate_experiment(
         outcome = simulation.run()
     records = RunRecords(directory, header, tuple(recorder.records))  # type: ignore[arg-type]
     finish = outcome.finishes[min(outcome.finishes)] if outcome.finishes and outcome.failure is None else None
+    if keep_result and directory is not None and finish is not None:
+        save_result(directory, finish)
     return Run(records, finish, workload, experiment.seed)
 
 
@@ -153,7 +165,7 @@ def simulate_all(experiments: Iterable[Experiment] | Plan, out: str | Path | Non
     runs = []
     for experiment in experiments.experiments() if isinstance(experiments, Plan) else _with_unique_labels(experiments):
         directory = None if out is None else Path(out) / f"{file_name(experiment.name)}-seed{experiment.seed}"
-        runs.append(simulate_experiment(experiment, directory).records)
+        runs.append(simulate_experiment(experiment, directory, keep_result=True).records)
     return runs
 
 

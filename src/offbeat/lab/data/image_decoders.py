@@ -1,4 +1,4 @@
-"""Decoders: archives and folders in the published formats become the arrays of `offbeat.lab.data.arrays`.
+"""Decoders of images: archives and folders in the published formats become the arrays of `offbeat.lab.data.arrays`.
 
     IDX          MNIST, Fashion-MNIST: four files, a header with the shape, then bytes; plain or gzipped. A file is
                  recognized by its number of examples, not by its name.
@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 
 from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.lab.data.archives import ZIP, ArchiveMember, Stream, members, open_in_zip
-from offbeat.lab.data.arrays import FILES, Dataset, LabeledImages, create
-from offbeat.lab.data.catalogue import DatasetEntry
+from offbeat.lab.data.arrays import ImageDataset, LabeledImages, create_images
+from offbeat.lab.data.catalogue import IMAGE_FILES, ImageEntry
 from offbeat.lab.data.pickles import read_pickle
 
 OnDecoded = Callable[[int], None]
 """Called with the number of bytes decoded since the last call."""
-Decoder = Callable[[DatasetEntry, Path, Path, OnDecoded], Dataset]
+Decoder = Callable[[ImageEntry, Path, Path, OnDecoded], ImageDataset]
 
 GZIP = b"\x1f\x8b"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -59,11 +59,11 @@ IMAGENET32_BATCH = re.compile(r"(?:train_data_batch_(\d+)|val_data)(?:\.npz)?")
 IMAGENET32_EXPECTED = "train_data_batch_1 to 10 and val_data, as pickles or .npz, in a folder or in .zip files of one"
 
 
-def decode_idx(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> Dataset:
+def decode_idx(entry: ImageEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> ImageDataset:
     """Decode the four IDX files, in any order."""
-    data = create(entry, directory)
-    files_by_shape = {entry.shape_of(file)[:3]: file for file in FILES}
-    missing = set(FILES)
+    data = create_images(entry, directory)
+    files_by_shape = {entry.shape_of(file)[:3]: file for file in IMAGE_FILES}
+    missing = set(IMAGE_FILES)
     for member in members(path):
         with closing(member.open()) as stream:
             content: Any = gzip.GzipFile(fileobj=stream) if stream.peek(2)[:2] == GZIP else stream  # type: ignore[call-overload]
@@ -75,7 +75,7 @@ def decode_idx(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnD
                 missing.discard(file)
                 on_decoded(array.nbytes)
     if missing:
-        raise _incomplete(entry, path, missing if len(missing) < len(FILES) else (), IDX_EXPECTED)
+        raise _incomplete(entry, path, missing if len(missing) < len(IMAGE_FILES) else (), IDX_EXPECTED)
     return data
 
 
@@ -102,9 +102,9 @@ def _idx_bytes(content: Stream, shape: tuple[int, ...], name: str) -> NDArray[np
     return np.frombuffer(data, np.uint8)
 
 
-def decode_cifar(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> Dataset:
+def decode_cifar(entry: ImageEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> ImageDataset:
     """Decode the batches. Labels are in the batches, or in JSON files beside PNG batches."""
-    data = create(entry, directory)
+    data = create_images(entry, directory)
     batches = {*(f"data_batch_{number}" for number in range(1, CIFAR_BATCHES + 1)), "test_batch"}
     missing = {*batches, "train_labels", "test_labels"}
     for member in members(path):
@@ -124,7 +124,7 @@ def decode_cifar(entry: DatasetEntry, path: Path, directory: Path, on_decoded: O
     return data
 
 
-def _cifar_rows(entry: DatasetEntry, data: Dataset, number: str | None) -> LabeledImages:
+def _cifar_rows(entry: ImageEntry, data: ImageDataset, number: str | None) -> LabeledImages:
     """The rows of a training batch by its number; None is the test batch."""
     if number is None:
         return data.test
@@ -132,7 +132,7 @@ def _cifar_rows(entry: DatasetEntry, data: Dataset, number: str | None) -> Label
     return data.train.rows((int(number) - 1) * count, int(number) * count)
 
 
-def _decode_cifar_batch(entry: DatasetEntry, member: ArchiveMember, rows: LabeledImages) -> bool:
+def _decode_cifar_batch(entry: ImageEntry, member: ArchiveMember, rows: LabeledImages) -> bool:
     """Fill the images, and the labels if the batch holds them. Returns whether it does."""
     count = len(rows.labels)
     record = entry.image_bytes + 1
@@ -162,7 +162,7 @@ def _json_labels(member: ArchiveMember, count: int) -> NDArray[np.int64]:
     return _int64_labels(labels, count, member.name)
 
 
-def decode_cinic(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> Dataset:
+def decode_cinic(entry: ImageEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> ImageDataset:
     """Read all names first, since they give the order, then decode the images."""
     images = sorted({match.groups() for member in members(path) if (match := CINIC_IMAGE.fullmatch(member.name))})
     if not images:
@@ -175,7 +175,7 @@ def decode_cinic(entry: DatasetEntry, path: Path, directory: Path, on_decoded: O
         missing = wrong or [f"{entry.classes} classes (it has {len(classes)})"]
         raise _incomplete(entry, path, missing, CINIC_EXPECTED)
     rows = {image: index if image[0] == "test" else index - entry.test for index, image in enumerate(images)}
-    data = create(entry, directory)
+    data = create_images(entry, directory)
     height, width, _ = entry.image_shape
     for member in members(path):
         if match := CINIC_IMAGE.fullmatch(member.name):
@@ -188,14 +188,14 @@ def decode_cinic(entry: DatasetEntry, path: Path, directory: Path, on_decoded: O
     return data
 
 
-def decode_imagenet32(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> Dataset:
+def decode_imagenet32(entry: ImageEntry, path: Path, directory: Path, on_decoded: OnDecoded) -> ImageDataset:
     """Decode training batches in the order of their numbers, however many images each holds, then validation."""
     numbers = {number for member in members(path) if (number := _batch_number(member)) is not None}
     training = sorted(numbers - {0})
     if not training or 0 not in numbers:
         missing = [*(() if training else ["train_data_batch_1"]), *(() if 0 in numbers else ["val_data"])]
         raise _incomplete(entry, path, missing if numbers else (), IMAGENET32_EXPECTED)
-    data = create(entry, directory)
+    data = create_images(entry, directory)
     filled = 0
     for number in training:
         filled += _decode_imagenet32_batch(entry, path, number, data.train.rows(filled, entry.train), on_decoded)
@@ -214,7 +214,7 @@ def _batch_number(member: ArchiveMember) -> int | None:
 
 
 def _decode_imagenet32_batch(
-    entry: DatasetEntry, path: Path, number: int, rows: LabeledImages, on_decoded: OnDecoded
+    entry: ImageEntry, path: Path, number: int, rows: LabeledImages, on_decoded: OnDecoded
 ) -> int:
     """Fill the first of these rows from a batch. Returns how many images it holds."""
     for member in members(path):
@@ -281,7 +281,7 @@ def _pickled_batch(data: bytes, name: str) -> tuple[NDArray[Any], Any]:
     return plain["data"], plain["labels"]
 
 
-def _channels_last(entry: DatasetEntry, images: NDArray[Any], count: int, name: str) -> NDArray[np.uint8]:
+def _channels_last(entry: ImageEntry, images: NDArray[Any], count: int, name: str) -> NDArray[np.uint8]:
     """Rows with one plane per channel, as N × H × W × C."""
     if images.shape != (count, entry.image_bytes) or images.dtype != np.uint8:
         raise ConfigurationError(
@@ -330,7 +330,7 @@ def pillow() -> Any:
     return Image
 
 
-def _incomplete(entry: DatasetEntry, path: Path, missing: Iterable[str], expected: str) -> ConfigurationError:
+def _incomplete(entry: ImageEntry, path: Path, missing: Iterable[str], expected: str) -> ConfigurationError:
     """The error for input without these parts; with none named, for input that holds nothing of the data set."""
     if missing:
         parts = ", ".join(sorted(missing))

@@ -1,4 +1,4 @@
-"""Named workloads: scikit-learn's digits, data sets of images, and synthetic problems; and models for images.
+"""Named workloads: scikit-learn's digits, data sets of images and texts, and synthetic problems; and models for them.
 
 This is the registry: importing a module enters its workloads in `NamedWorkload.members`, in this order. It imports
 `core` and `lab.data`.
@@ -7,3 +7,4 @@ This is the registry: importing a module enters its workloads in `NamedWorkload.
 from offbeat.lab.workloads import digits as digits
 from offbeat.lab.workloads import images as images
 from offbeat.lab.workloads import synthetic as synthetic
+from offbeat.lab.workloads import text as text

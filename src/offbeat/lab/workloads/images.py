@@ -24,8 +24,8 @@ from offbeat.core.optimizers import Adam, Optimizer
 from offbeat.core.randomness import stream
 from offbeat.core.validation import check_types, require, require_positive
 from offbeat.core.workload import NamedWorkload, Size, Target, Workload
-from offbeat.lab.data.arrays import LabeledImages, load
-from offbeat.lab.data.catalogue import CATALOGUE
+from offbeat.lab.data.arrays import LabeledImages, load_images
+from offbeat.lab.data.catalogue import IMAGES
 from offbeat.lab.workloads.models import CifarCNN, ImageShape, MnistCNN, Model, ResNet18, WideResNet28x5
 
 PADDING = 4
@@ -172,13 +172,13 @@ class ImageWorkload(NamedWorkload):
     @property
     def shape(self) -> ImageShape:
         """The shape of the images and the number of classes."""
-        entry = CATALOGUE[self.name]
+        entry = IMAGES[self.name]
         height, width, channels = entry.image_shape
         return ImageShape(channels, height, width, entry.classes)
 
     def build(self) -> Workload:
         self.model.parameters(self.shape)  # refuse an unsuitable model before loading data
-        data = load(self.name)
+        data = load_images(self.name)
         return Workload(
             model=self._module,
             loss=functools.partial(F.cross_entropy, reduction="none"),
@@ -193,7 +193,7 @@ class ImageWorkload(NamedWorkload):
         )
 
     def size(self) -> Size:
-        entry = CATALOGUE[self.name]
+        entry = IMAGES[self.name]
         train = entry.train if self.examples is None else self.examples
         test = entry.test if self.test_examples is None else self.test_examples
         return Size(self.model.name, self.model.parameters(self.shape), train, test, entry.classes)
@@ -215,7 +215,7 @@ class ImageWorkload(NamedWorkload):
         return ImageExamples(
             part.images,
             torch.from_numpy(labels if chosen is None else labels[chosen]),
-            Normalisation(CATALOGUE[self.name].means, self.deviations),
+            Normalisation(IMAGES[self.name].means, self.deviations),
             augment,
             self.model.channels_last,
             chosen,
