@@ -107,7 +107,8 @@ def soak(out: Path, seconds: float, every: float) -> tuple[dict[str, Usage], lis
     stops: list[Stop] = []
     counts: dict[str, int] = defaultdict(int)
     choices = random.Random(0)
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    errors = out.parent / "soak-errors.txt"  # not a pipe: a full one that nobody reads would stop the supervisor
+    with errors.open("w") as target, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=target) as process:
         while len(ranks := ranks_of(process.pid)) < WORKERS + 1 or not list(out.glob("*/records-4.jsonl")):
             time.sleep(0.05)
         began = time.monotonic()
@@ -140,10 +141,8 @@ def soak(out: Path, seconds: float, every: float) -> tuple[dict[str, Usage], lis
                         resume[rank] = now + length, ranks[rank]
                         stops.append(Stop(rank, now, now + length))
             time.sleep(0.05)
-        assert process.stderr is not None
-        errors = process.stderr.read()
-        if process.returncode:
-            sys.exit(f"the run failed with exit code {process.returncode}:\n{errors}")
+    if process.returncode:
+        sys.exit(f"the run failed with exit code {process.returncode}:\n{errors.read_text()}")
     return usages, stops, counts, time.monotonic() - began
 
 

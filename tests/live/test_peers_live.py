@@ -25,7 +25,7 @@ from offbeat.core.sample_ledger import SampleLedger
 from offbeat.core.strategy import Node
 from offbeat.engine.experiment import Experiment
 from offbeat.lab.live_runs import train_experiment
-from offbeat.lab.worker_main import read_result
+from offbeat.lab.run_results import read_result
 from offbeat.live.clock import Clock
 from offbeat.live.node_runner import NodeRunner
 from offbeat.live.runner_options import RunnerOptions

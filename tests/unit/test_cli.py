@@ -45,17 +45,17 @@ def sorted_words(*texts: str) -> str:
 
 SIMULATE = """
     --acid --augment --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster
-    --compression --condition --crash-seen-seconds --damping --delay --dimension --evaluate --every --examples
-    --factors --faults --fragments --grace --graph --hang-factor --hang-seconds --hidden --hub-seconds --in-flight-max
-    --initial --inner --json --k --link.bytes-per-second
-    --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model
-    --momentum --no-acid --no-augment --no-report --noise --nonfinite-max --optimizer --optimizer.alpha
-    --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d --optimizer.eps --optimizer.lr --optimizer.momentum
-    --optimizer.nesterov --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --outer
-    --overwrite --partner --patience-seconds --preempt-above --quiet --quorum --rate --rates --recalibrate
-    --samples-max --seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed
-    --seeds --send --silence-seconds --sources --speed-trace --split --staleness-free --staleness-max --straggle
-    --target --test-examples --until --width --worker-seconds --workers
+    --compression --condition --context --crash-seen-seconds --damping --delay --depth --dimension --evaluate --every
+    --examples --factors --faults --fragments --grace --graph --group --hang-factor --hang-seconds --heads --hidden
+    --hub-seconds --in-flight-max --initial --inner --json --k --link.bytes-per-second --link.delay-std-seconds
+    --link.latency-seconds --lr --messages --microbatch --model --momentum --no-acid --no-augment --no-report --noise
+    --nonfinite-max --optimizer --optimizer.alpha --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d
+    --optimizer.eps --optimizer.lr --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d
+    --optimizer.no-nesterov --optimizer.weight-decay --out --outer --overwrite --partner --patience-seconds
+    --preempt-above --quiet --quorum --rate --rates --recalibrate --samples-max --seconds --seconds-per-call
+    --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --send --silence-seconds --sources
+    --speed-trace --split --staleness-free --staleness-max --straggle --target --test-examples --until --width
+    --worker-seconds --workers
 """
 COMPARE = """
     --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
@@ -73,8 +73,8 @@ PROCESSES = f"""
 """
 TRAIN = " ".join(sorted({"--allow", *SIMULATE.split(), *PROCESSES.split()} - set(SIMULATED_ONLY.split())))
 OF_WORKLOADS = """
-    --augment --condition --dimension --examples --hidden --model --no-augment --noise --recalibrate --split
-    --test-examples --width
+    --augment --condition --context --depth --dimension --examples --group --heads --hidden --model --no-augment
+    --noise --recalibrate --split --test-examples --width
 """
 OF_CALIBRATION = "--json --microbatch --out --overwrite --quiet --seconds --straggle --workers"
 CALIBRATE = " ".join(
@@ -102,6 +102,7 @@ COMMANDS = {
     "microbatch": MICROBATCH,
     "reproduce": "--json --list --no-figures --out --processes --quiet --redraw --save --scale --seeds",
     "report": "--baseline --figures --format --out",
+    "sample": "--allow --bytes --prompt --seed --temperature",
     "replay": "--allow --no-faults --seed --trace",
     "strategies": "--json",
     "workloads": "--counts --json",
@@ -440,10 +441,10 @@ def test_an_interrupt_is_one_line_that_names_the_finished_runs(
 
     simulate = experiment_commands.simulate_experiment
 
-    def interrupted(experiment: Any, *rest: Any) -> Any:
+    def interrupted(experiment: Any, *rest: Any, **named: Any) -> Any:
         if experiment.name == "amb":
             raise KeyboardInterrupt
-        return simulate(experiment, *rest)
+        return simulate(experiment, *rest, **named)
 
     monkeypatch.setattr(experiment_commands, "simulate_experiment", interrupted)
     assert main(["simulate", "quadratic", "fmb", "amb", "--quiet", *QUICK]) == 130

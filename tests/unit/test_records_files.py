@@ -221,12 +221,13 @@ def test_an_active_run_is_neither_written_by_a_second_process_nor_overwritten(tm
     prepare_directory(tmp_path, overwrite=True)
 
 
-def test_a_simulation_writes_one_file_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_a_simulation_writes_the_same_bytes_each_time(tmp_path: Path) -> None:
     digests = set()
     for name in ("a", "b"):
         ob.simulate(
             ob.workloads.Quadratic(), ob.FixedMinibatch(), until=ob.Samples(3000), workers=2, out=tmp_path / name
         )
-        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [RECORDS, HEADER]
-        digests.add(hashlib.sha256((tmp_path / name / RECORDS).read_bytes()).digest())
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [RECORDS, RESULT, HEADER]
+        written = [(tmp_path / name / file).read_bytes() for file in (RECORDS, RESULT)]
+        digests.add(hashlib.sha256(b"".join(written)).digest())
     assert len(digests) == 1

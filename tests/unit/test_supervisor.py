@@ -235,8 +235,9 @@ def test_the_run_fails_when_no_worker_is_left(tmp_path: Path) -> None:
     assert processes.starts_of(1) == 2
 
 
-def test_the_wait_before_a_restart_doubles() -> None:
-    assert [backoff_seconds(restarts) for restarts in range(4)] == [0.2, 0.4, 0.8, 1.6]
+def test_the_wait_before_a_restart_doubles_up_to_ten_seconds() -> None:
+    assert [backoff_seconds(restarts) for restarts in (0, 1, 2, 5)] == [0.2, 0.4, 0.8, 6.4]
+    assert [backoff_seconds(restarts) for restarts in (6, 10**6)] == [10.0, 10.0]
 
 
 def test_a_worker_that_raises_before_it_ever_joined_fails_the_run(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ FORGIVEN_SECONDS = 600.0
 """After so long without failure, earlier restarts of a rank are not counted any more."""
 TERM_SECONDS = 2.0
 BACKOFF_SECONDS = 0.2
+BACKOFF_SECONDS_MAX = 10.0
 
 Start = Callable[[int, int], Child]
 """Starts the process of a rank, given its rank and its incarnation."""
@@ -35,7 +36,7 @@ Start = Callable[[int, int], Child]
 
 def backoff_seconds(restarts: int) -> float:
     """How long to wait before a restart, after so many earlier ones."""
-    return float(BACKOFF_SECONDS * 2**restarts)
+    return float(min(BACKOFF_SECONDS * 2 ** min(restarts, 60), BACKOFF_SECONDS_MAX))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,9 @@ class SupervisorOptions:
     has_remote_ranks: bool = False
     """Whether there are ranks elsewhere, so that a run with a required rank survives the loss of all others here."""
     grace_seconds: float = GRACE_SECONDS
+    """How long processes may take to end."""
     is_saving: Callable[[], bool] = lambda: False
     """Whether a checkpoint is being written, for which an interrupted run is given more time."""
-    """How long processes may take to end."""
 
 
 class Supervisor:
