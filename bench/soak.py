@@ -107,7 +107,7 @@ def soak(out: Path, seconds: float, every: float) -> tuple[dict[str, Usage], lis
     stops: list[Stop] = []
     counts: dict[str, int] = defaultdict(int)
     choices = random.Random(0)
-    errors = out.parent / "soak-errors.txt"  # not a pipe: a full one that nobody reads would stop the supervisor
+    errors = out.parent / "soak-errors.txt"  # not a pipe: a full pipe would block the supervisor
     with errors.open("w") as target, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=target) as process:
         while len(ranks := ranks_of(process.pid)) < WORKERS + 1 or not list(out.glob("*/records-4.jsonl")):
             time.sleep(0.05)

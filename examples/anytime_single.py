@@ -34,7 +34,7 @@ def main() -> None:
     began = time.perf_counter()
     with ob.join(model, strategy, until=ob.Seconds(given.seconds * given.updates)) as run:
         for x, y in run.batches((inputs, targets)):
-            run.backward(F.cross_entropy(model(x), y, reduction="none"))
+            run.backward(F.cross_entropy(model(x), y))
 
     batches = [record.samples for record in run.records.records if isinstance(record, ob.nodes.Update)]
     accuracy = (model(inputs).argmax(1) == targets).float().mean()

@@ -52,7 +52,7 @@ def main() -> None:
     strategy = STRATEGIES[given.strategy]
     with ob.join(model, strategy, until=ob.Samples(given.samples), evaluate=evaluate) as run:
         for x, y in run.batches(train):
-            run.backward(F.cross_entropy(model(x), y, reduction="none"))
+            run.backward(F.cross_entropy(model(x), y))
 
     loss, accuracy = evaluate(model)  # every rank's model holds the result
     print(f"rank {run.rank} of {run.processes}: accuracy {accuracy:.3f}, loss {loss:.3f}")

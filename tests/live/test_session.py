@@ -181,17 +181,68 @@ def test_a_dataset_is_drawn_in_the_order_of_seed_and_rank() -> None:
     assert len(orders[0]) == 10
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_scalar_loss_needs_its_reduction(reduction: str, data: TensorDataset) -> None:
+@pytest.mark.parametrize(("reduced", "said"), [("sum", "sum"), ("mean", "mean"), ("mean", None), ("none", None)])
+def test_a_scalar_loss_is_the_mean_unless_its_reduction_is_given(reduced: str, said: Any, data: TensorDataset) -> None:
     results = []
-    for kind in ("none", reduction):
+    for kind, reduction in (("none", "none"), (reduced, said)):
         net = model()
         with ob.join(net, ob.FixedMinibatch(batch=64, optimizer=SGD), until=640, seed=1) as run:
             for x, y in run.batches(data):
-                run.backward(F.cross_entropy(net(x), y, reduction=kind), reduction=kind)  # type: ignore[arg-type]
+                run.backward(F.cross_entropy(net(x), y, reduction=kind), reduction=reduction)
         results.append([parameter.detach().clone() for parameter in net.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+WEIGHTED = [
+    ob.FixedMinibatch(batch=64, microbatch=16, optimizer=SGD),
+    ob.LocalSGD(batch=64, microbatch=16, optimizer=SGD, every=1),
+    ob.Serial(batch=64, microbatch=16, optimizer=SGD),
+]
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("strategy", WEIGHTED, ids=lambda strategy: strategy.name)
+def test_weights_are_what_an_update_divides_by(strategy: Any, per_sample: bool, data: TensorDataset) -> None:
+    """As in a loop over whole batches whose mean is over tokens: an example has as many as its label plus one."""
+    net, seen = model(), []
+    with ob.join(net, strategy, until=256, seed=1) as run:
+        for x, y in run.batches(data):
+            seen.append((x.clone(), y.clone()))
+            losses, tokens = F.cross_entropy(net(x), y, reduction="none"), y + 1.0
+            if per_sample:
+                run.backward(losses, weight=tokens)
+            elif len(seen) % 2:
+                run.backward((losses * tokens).sum() / tokens.sum(), weight=float(tokens.sum()))
+            else:
+                run.backward((losses * tokens).sum(), reduction="sum", weight=tokens.sum())
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    means = []
+    for step in range(4):
+        x, y = (torch.cat(parts) for parts in zip(*seen[4 * step : 4 * step + 4], strict=True))
+        optimizer.zero_grad()
+        loss = (F.cross_entropy(plain(x), y, reduction="none") * (y + 1)).sum() / (y + 1).sum()
+        loss.backward()
+        optimizer.step()
+        means.append(loss.item())
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    rounds = [record for record in run.records.records if isinstance(record, Round)]
+    assert [record.loss / record.samples for record in rounds] == pytest.approx(means, rel=1e-4)
+    assert run.summary.samples == 256
+
+
+def test_a_micro_batch_without_a_weight_counts_its_samples_among_weighted_ones(data: TensorDataset) -> None:
+    results = []
+    for given in (False, True):
+        net = model()
+        with ob.join(net, WEIGHTED[0], until=256, seed=1) as run:
+            for step, (x, y) in enumerate(run.batches(data)):
+                weight = len(x) if given or step % 4 == 2 else None
+                run.backward(F.cross_entropy(net(x), y), weight=weight)
+        results.append(net.weight.detach().clone())
+    torch.testing.assert_close(*results)
 
 
 def test_zero_grad_in_the_loop_does_no_harm(data: TensorDataset) -> None:
@@ -227,7 +278,14 @@ def losses_of(net: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str =
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (lambda run, net, x, y: run.backward(losses_of(net, x, y, "mean")), "one loss per sample"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y, "mean"), reduction="none"), "one loss per sample"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y), reduction="median"), "reduction must be"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y, "mean"), weight=0), "greater than 0"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y, "mean"), weight=float("nan")), "greater than 0"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y, "mean"), weight="many"), "greater than 0"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y), weight=7), "one weight per sample"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y), weight=torch.ones(3, 3)), "a tensor of shape"),
+        (lambda run, net, x, y: run.backward(losses_of(net, x, y), weight=-(y + 1.0)), "with negative ones"),
         (lambda run, net, x, y: run.backward(losses_of(net, x, y)[:, None]), "average what belongs to one sample"),
         (lambda run, net, x, y: run.backward(losses_of(net, x, y), reduction="sum"), "leave reduction out"),
         (lambda run, net, x, y: run.backward(losses_of(net, x, y), samples=999), "count samples, not tokens"),

@@ -33,7 +33,8 @@ class GradientReady:
 
     `gradient` and `loss` are SUMS over samples, not means, computed at the parameters of `version`. `draws` is the
     half-open range of data positions. `seconds` is the duration of the round, of which `induced_seconds` are what
-    injected delay and slow-down factors have added. If `finite` is false, `gradient` must not be used.
+    injected delay and slow-down factors have added. If `finite` is false, `gradient` must not be used. `weight` is the
+    sum of the weights of the samples, None where each has the weight 1; the mean gradient is `gradient / divisor`.
     """
 
     at: float
@@ -46,6 +47,11 @@ class GradientReady:
     seconds: float
     induced_seconds: float
     finite: bool
+    weight: float | None = None
+
+    @property
+    def divisor(self) -> float:
+        return self.samples if self.weight is None else self.weight
 
 
 @dataclass(frozen=True, slots=True)

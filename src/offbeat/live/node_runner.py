@@ -147,7 +147,13 @@ class NodeRunner:
             return self.round
 
     def complete(
-        self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, ready: ResultEvent = GradientReady
+        self,
+        result: Tensor,
+        loss: float | None,
+        buffers: Buffers,
+        finite: bool,
+        ready: ResultEvent = GradientReady,
+        **more: float | None,
     ) -> None:
         """End the outstanding round.
 
@@ -156,6 +162,7 @@ class NodeRunner:
         buffers: the model's buffers after the round.
         finite: whether result, loss and buffers are finite.
         ready: the kind of event that the node gets.
+        more: further fields of that event.
         """
         with self._monitor:
             done, self._backend.round = self._backend.round, None
@@ -164,9 +171,8 @@ class NodeRunner:
             now, action = self.clock.now(), done.action
             seconds = now - done.start
             draws = (action.draw, action.draw + done.samples)
-            event = ready(
-                now, result, done.samples, loss, buffers, action.version, draws, seconds, done.induced_seconds, finite
-            )
+            times = seconds, done.induced_seconds
+            event = ready(now, result, done.samples, loss, buffers, action.version, draws, *times, finite, **more)
             idle_seconds, self._idle_since = max(0.0, done.start - self._idle_since), now
             record = Round(
                 at=now,

@@ -2,7 +2,7 @@
 
     with offbeat.join(model, strategy, until=offbeat.Samples(1_000_000)) as run:
         for x, y in run.batches(train_set):
-            run.backward(F.cross_entropy(model(x), y, reduction="none"))
+            run.backward(F.cross_entropy(model(x), y))
 
 Started without a launcher, the process holds every rank that the strategy needs for one worker, and the loop is that
 worker. Started by `offbeat launch`, torchrun, mpirun or srun, it is one rank of many. On a rank that does not compute,
@@ -12,6 +12,8 @@ such as the server, `batches` yields nothing and returns at the end of training.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +108,8 @@ class Session(SessionBase):
     _accumulator: GradientAccumulator
     _pending = 0
     """Samples of the micro-batch that `backward` has not been called for yet."""
+    _weight: float | None = None
+    """The sum of the weights of the samples in the round; None where none was given."""
     _entered = False
 
     # The loop
@@ -157,21 +161,32 @@ class Session(SessionBase):
                 current.samples += samples
                 current.inject_slowdown(time.monotonic() - began)
             result = self._accumulator.end(self._pool.copy)  # the copy returns to the pool when the message has left
-            self._complete_round(*result)
+            if self._weight is None:
+                self._complete_round(*result)
+            else:
+                mean = result.loss / self._weight
+                self._complete_round(*result._replace(loss=mean * current.samples), weight=self._weight)
 
     def _begin_round(self, current: LiveRound) -> None:
-        self._round = current
+        self._round, self._weight = current, None
         failpoint("round")
         current.inject_delay()  # before the generator is seeded, which an evaluation meanwhile might use
         self._accumulator.begin(self._ranks.experiment.seed, self.rank, current.action.draw)
 
     def backward(
-        self, loss: Tensor, *, reduction: Literal["none", "sum", "mean"] = "none", samples: int | None = None
+        self,
+        loss: Tensor,
+        *,
+        reduction: Literal["none", "sum", "mean"] | None = None,
+        weight: float | Tensor | None = None,
+        samples: int | None = None,
     ) -> None:
         """Accumulate the gradient of the current micro-batch; call it once for each.
 
-        loss: one loss per sample, or a scalar if `reduction` is "sum" or "mean".
-        reduction: how `loss` was reduced over the samples.
+        loss: the mean loss of the micro-batch, as loss functions return it, or one loss per sample.
+        reduction: how `loss` was reduced; None: a scalar is the mean. With "sum" a scalar is the sum.
+        weight: what the micro-batch counts for in the mean of an update, such as its number of tokens where sequences
+            differ in length, with `loss` the mean over tokens; or a tensor of one weight per sample. None: its samples.
         samples: the size of the micro-batch, as a check; may be left out.
         """
         count = self._pending
@@ -183,9 +198,13 @@ class Session(SessionBase):
         require(
             samples is None or samples == count,
             f"run.backward was given samples={samples}, but the micro-batch has {count}; count samples, not tokens "
-            "or pixels, or leave samples out",
+            "or pixels, which go into weight, or leave samples out",
         )
-        self._accumulator.add(loss_sum(loss, reduction, count))
+        total, divisor = weighted_sum(loss, reduction, count, weight)
+        self._accumulator.add(total)
+        done = self._round.samples if self._round is not None else 0
+        if weight is not None or self._weight is not None:
+            self._weight = (done if self._weight is None else self._weight) + divisor
         self._pending = 0
 
     # The end
@@ -207,26 +226,58 @@ class Session(SessionBase):
             runner.wait(None if self._runner.finish is not None else LINGER_SECONDS * 2)
 
 
-def loss_sum(loss: Any, reduction: str, count: int) -> Tensor:
-    """The sum of the losses of a micro-batch of `count` samples; raises `ConfigurationError` for a wrong shape."""
+def weighted_sum(loss: Any, reduction: str | None, count: int, weight: float | Tensor | None) -> tuple[Tensor, float]:
+    """The sum of the losses of a micro-batch of `count` samples, and what it is divided by in a mean.
+
+    Raises `ConfigurationError` for shapes and weights that do not fit.
+    """
     if not isinstance(loss, Tensor):
         raise ConfigurationError(f"run.backward takes the tensor of losses, but was given {type(loss).__name__}")
-    if reduction == "none":
-        if loss.dim() == 1 and len(loss) == count:
-            return loss.sum()
-        if loss.dim() == 0:
-            raise ConfigurationError(
-                f"run.backward takes one loss per sample, here of shape ({count},), but was given a scalar; type "
-                "reduction='none' in the loss function, or run.backward(loss, reduction='mean')"
-            )
-        raise ConfigurationError(
-            f"run.backward takes one loss per sample, here of shape ({count},), but was given shape "
-            f"{tuple(loss.shape)}; average what belongs to one sample, for example losses.flatten(1).mean(1)"
-        )
-    require(reduction in ("sum", "mean"), f"reduction must be 'none', 'sum' or 'mean', but is {reduction!r}")
     require(
-        loss.dim() == 0,
+        reduction in (None, "none", "sum", "mean"),
+        f"reduction must be 'none', 'sum' or 'mean', but is {reduction!r}",
+    )
+    divisor = float(count) if weight is None else _weight_sum(weight, count)
+    if loss.dim() == 0:
+        require(
+            reduction != "none",
+            f"with reduction='none' run.backward takes one loss per sample, here of shape ({count},), but was given a "
+            "scalar; leave reduction out if it is the mean, or type reduction='sum'",
+        )
+        return (loss if reduction == "sum" else loss * divisor), divisor
+    require(
+        reduction in (None, "none"),
         f"with reduction={reduction!r} the loss must be a scalar, but has shape {tuple(loss.shape)}; "
         "leave reduction out",
     )
-    return loss * count if reduction == "mean" else loss
+    require(
+        loss.dim() == 1 and len(loss) == count,
+        f"run.backward takes a scalar or one loss per sample, here of shape ({count},), but was given shape "
+        f"{tuple(loss.shape)}; average what belongs to one sample, for example losses.flatten(1).mean(1)",
+    )
+    if weight is None:
+        return loss.sum(), divisor
+    require(
+        isinstance(weight, Tensor) and weight.shape == loss.shape,
+        f"one loss per sample goes with one weight per sample, a tensor of shape ({count},); give that, or the mean "
+        "loss with one weight",
+    )
+    return (loss * weight).sum(), divisor
+
+
+def _weight_sum(weight: Any, count: int) -> float:
+    """The sum of the weights of a micro-batch."""
+    if isinstance(weight, Tensor):
+        fits = weight.dim() == 0 or tuple(weight.shape) == (count,)
+        require(
+            fits and not bool((weight < 0).any()),
+            f"the weight of a micro-batch is a number or {count} of them that are not negative, but is a tensor of "
+            f"shape {tuple(weight.shape)}{' with negative ones' if fits else ''}",
+        )
+        weight = float(weight.sum())
+    is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+    require(
+        is_number and math.isfinite(weight) and weight > 0,
+        f"the weight of a micro-batch must be a number greater than 0, such as its tokens, but is {weight!r}",
+    )
+    return float(weight)

@@ -108,17 +108,20 @@ class SessionBase(ABC):
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._ranks.start()
 
-    def _complete_round(self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool) -> None:
+    def _complete_round(
+        self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, **more: float | None
+    ) -> None:
         """End the current round, and let the node handle its result.
 
         result: the sum of gradients over the samples, or the step.
         loss: the sum of the losses; None if unknown.
         buffers: copies of the buffers after the round.
         finite: whether result, loss and buffers are finite.
+        more: further fields of the event.
         """
         self._round = None
         with defer_signals():
-            self._runner.complete(result, loss, buffers, finite, self._result_event)
+            self._runner.complete(result, loss, buffers, finite, self._result_event, **more)
 
     # The end
 

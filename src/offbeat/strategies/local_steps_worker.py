@@ -260,7 +260,7 @@ class LocalStepsWorker(WorkerNode):
                 )
             self._parameters.add_(event.delta)
         else:
-            mean = torch.div(event.gradient, event.samples, out=self._mean)
+            mean = torch.div(event.gradient, event.divisor, out=self._mean)
             self._optimizer.step(mean, self._samples_total + self._workers * self._samples_since)
             if self._accumulated is not None:
                 self._accumulated.add_(mean)

@@ -249,7 +249,7 @@ class SerialNode(TrainingNode):
             raise ConfigurationError(
                 f"{self._config.name} has no optimizer; give it one, for example optimizer=offbeat.SGD(lr=0.1)"
             )
-        return self._optimizer.step(event.gradient.div_(event.samples), self._samples)
+        return self._optimizer.step(event.gradient.div_(event.divisor), self._samples)
 
     def _drop(self, event: GradientReady | StepReady, reason: Reason) -> Iterator[Action]:
         if event.draws[1] > event.draws[0]:

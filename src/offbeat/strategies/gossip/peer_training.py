@@ -205,7 +205,7 @@ class PeerTraining(Stateful):
         elif self._stepper is None:
             raise ConfigurationError(NO_OPTIMIZER)
         else:
-            rate = self._stepper.step(event.gradient.div_(event.samples), samples_before)
+            rate = self._stepper.step(event.gradient.div_(event.divisor), samples_before)
         self._replica.add_buffer_changes(self.buffers_before, event.buffers)
         self.version += 1
         yield Report(

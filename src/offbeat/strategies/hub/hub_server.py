@@ -141,6 +141,8 @@ class HubServer(ServerNode):
         check.buffers(message.buffers, self._buffers)
         check.version(message.version, self._version)
         check.number("seconds", message.seconds)
+        check.number("weight", message.divisor)
+        check.require(message.weight is None or message.weight > 0, f"a weight of {message.weight}")
         first, stop = message.draws
         check.require(stop - first == message.samples, f"{message.samples} samples for draws {first} to {stop}")
         limit = self._round_samples_max()

@@ -56,7 +56,10 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Gradient(Message):
-    """`gradient` is the sum over `samples` samples; it is empty where it was not finite."""
+    """`gradient` is the sum over `samples` samples; it is empty where it was not finite.
+
+    `weight` is the sum of the weights of the samples; None: each has the weight 1.
+    """
 
     increments: ClassVar[tuple[str, ...]] = ("gradient",)
 
@@ -69,6 +72,12 @@ class Gradient(Message):
     draws: Range
     seconds: float
     finite: bool
+    weight: float | None = None
+
+    @property
+    def divisor(self) -> float:
+        """What the gradient is divided by for the mean."""
+        return self.samples if self.weight is None else self.weight
 
 
 class HubWorker(WorkerNode):
@@ -141,6 +150,7 @@ class HubWorker(WorkerNode):
             draws=event.draws,
             seconds=event.seconds,
             finite=event.finite,
+            weight=event.weight,
         )
 
     def _cap_notice(self, event: GradientReady) -> Iterator[Action]:

@@ -2,6 +2,8 @@
 
 direction   Σ v_i G_i / Σ v_i b_i      G_i: sum over b_i samples, v_i: weight by staleness, see `damping.py`
 rate        lr · Σ v_i b_i / Σ b_i
+
+Where a training loop weighs its samples, by tokens for example, b_i is the sum of these weights.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class PendingGradients(Stateful):
     _held: list[tuple[int, float, Tensor]]
     """rank, weight, gradient"""
     _sum: Tensor | None = None
-    _weighted_samples: float = 0.0
+    _divisor: float = 0.0
+    """Σ v b"""
+    _undamped: float = 0.0
+    """Σ b"""
     _loss: float = 0.0
     _buffers: list[tuple[int, Buffers, int]]
     """rank, what it has added to the buffers, samples"""
@@ -46,8 +51,9 @@ class PendingGradients(Stateful):
         self._held, self._buffers, self.contributions, self.efforts = [], [], [], {}
 
     def add(self, rank: int, event: MessageArrived, message: Gradient, staleness: int, weight: float) -> None:
-        """Collect a gradient: `g = Σ weight · G / Σ weight · samples`."""
-        self._weighted_samples += weight * message.samples
+        """Collect a gradient with its weight by staleness."""
+        self._divisor += weight * message.divisor
+        self._undamped += message.divisor
         self._loss += message.loss
         if self._in_rank_order:
             self._held.append((rank, weight, kept(event, Gradient).gradient))
@@ -82,7 +88,7 @@ class PendingGradients(Stateful):
             self.contributions.sort(key=lambda contribution: contribution.rank)
             self._buffers.sort(key=lambda entry: entry[0])
         assert self._sum is not None
-        return self._sum.div_(self._weighted_samples)
+        return self._sum.div_(self._divisor)
 
     @property
     def damping(self) -> float:
@@ -90,7 +96,7 @@ class PendingGradients(Stateful):
 
         It is on the rate and not on the gradient, since adaptive optimizers divide a scaled gradient by its scale.
         """
-        return self._weighted_samples / self.samples
+        return self._divisor / self._undamped
 
     @property
     def loss(self) -> float:
