@@ -21,13 +21,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import offbeat as ob
 from offbeat.core.actions import Action
 from offbeat.core.events import Event, StepReady
 from offbeat.launch.listeners import open_listener
-from offbeat.launch.rank_info import RankInfo, environment_of
+from offbeat.launch.rank_info import RankInfo, environment_of, hide_launcher
+from offbeat.live.shards import shard_of
 from offbeat.records.files import read_run
 from offbeat.records.schema import Ended, Exchange, Round, Update, of_kind
 
@@ -382,6 +383,328 @@ def test_a_number_of_peers_that_the_graph_does_not_support_is_refused(run_ranks:
         run_ranks(3, loop)
 
 
+# Strategies with a hub: rank 0 holds it beside its worker
+
+HUB_STRATEGIES = [
+    ob.LocalSGD(every=4),
+    ob.DiLoCo(every=5),
+    ob.DecoupledDiLoCo(every=6, fragments=3),
+    ob.DelayedExchange(every=4, delay=2, send=ob.parts.Differences()),
+    ob.DiLoCo(every=5, compression=ob.compression.Int8()),
+    "delayed-exchange",
+]
+
+
+def linear(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 2)
+
+
+def batch_of(data: TensorDataset, rank: int, step: int, samples: int = 20) -> Any:
+    return data[[(40 * step + 2 * place + rank) % 600 for place in range(samples)]]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("strategy", HUB_STRATEGIES, ids=lambda given: getattr(given, "name", given))
+def test_all_processes_compute_and_end_with_one_model(
+    strategy: Any, processes: int, run_ranks: Any, data: TensorDataset
+) -> None:
+    """They begin with the model of rank 0 and take different numbers of steps, all of which are in the result."""
+    firsts: dict[int, dict[str, Tensor]] = {}
+
+    def loop(rank: int) -> tuple[dict[str, Tensor], ob.AsyncDataParallel]:
+        model = network(seed=rank)
+        optimizer = sgd(model)
+        peer = ob.AsyncDataParallel(model, optimizer, strategy=strategy)
+        firsts[rank] = state_of(model)
+        assert (peer.rank, peer.processes) == (rank, processes)
+        for step in range(11 + 12 * rank):
+            taught(model, optimizer, peer, batch_of(data, rank, step))
+        peer.close()
+        return state_of(model), peer
+
+    models, peers = zip(*run_ranks(processes, loop), strict=True)
+    for model, first in zip(models, firsts.values(), strict=True):
+        for name in models[0]:
+            assert torch.equal(firsts[0][name], first[name]), name
+            assert torch.equal(models[0][name], model[name]), name
+            assert bool(model[name].isfinite().all())
+    steps = [11 + 12 * rank for rank in range(processes)]
+    samples = sum(record.samples for record in of_kind(peers[0].records, Update))
+    assert samples == 20 * sum(steps)
+    assert [peer.is_main for peer in peers] == [True] + [False] * (processes - 1)
+    assert peers[0].summary.failure is None
+
+
+def test_local_sgd_with_every_step_exchanged_is_synchronous_sgd(run_ranks: Any, data: TensorDataset) -> None:
+    models = [linear(seed=rank) for rank in range(3)]  # threads share torch's generator
+
+    def loop(rank: int) -> dict[str, Tensor]:
+        model = models[rank]
+        optimizer = sgd(model)
+        with ob.AsyncDataParallel(model, optimizer, strategy=ob.LocalSGD(every=1)) as peer:
+            for step in range(10):
+                taught(model, optimizer, peer, batch_of(data, rank, step))
+        return state_of(model)
+
+    plain = linear(seed=0)
+    optimizer = sgd(plain)
+    for step in range(10):
+        optimizer.zero_grad()
+        for rank in range(3):
+            inputs, targets = batch_of(data, rank, step)
+            (F.cross_entropy(plain(inputs), targets) / 3).backward()
+        optimizer.step()
+    for result in run_ranks(3, loop):
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(result[name], tensor, msg=name)
+
+
+@pytest.mark.parametrize("strategy", [ob.LocalSGD(every=1000), ob.LocalSteps(every=1000)], ids=["local-sgd", "parts"])
+def test_what_was_learned_since_the_last_exchange_is_in_the_result(
+    strategy: Any, run_ranks: Any, data: TensorDataset
+) -> None:
+    """Nothing is exchanged before the loops end; the result is the mean of the replicas by samples."""
+    steps = [3, 6]
+    models = [linear(seed=0) for _ in steps]
+
+    def loop(rank: int) -> dict[str, Tensor]:
+        model = models[rank]
+        optimizer = sgd(model)
+        with ob.AsyncDataParallel(model, optimizer, strategy=strategy) as peer:
+            for step in range(steps[rank]):
+                taught(model, optimizer, peer, batch_of(data, rank, step))
+        return state_of(model)
+
+    replicas = []
+    for rank in range(2):
+        model = linear(seed=0)
+        optimizer = sgd(model)
+        for step in range(steps[rank]):
+            inputs, targets = batch_of(data, rank, step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        replicas.append(state_of(model))
+    for result in run_ranks(2, loop):
+        for name, tensor in result.items():
+            torch.testing.assert_close(tensor, (replicas[0][name] + 2 * replicas[1][name]) / 3, msg=name)
+
+
+@pytest.mark.parametrize("strategy", [ob.DiLoCo(every=3), ob.DecoupledDiLoCo(every=6)], ids=["diloco", "decoupled"])
+def test_until_counts_the_samples_of_all_workers(strategy: Any, run_ranks: Any, data: TensorDataset) -> None:
+    def loop(rank: int) -> dict[str, Tensor]:
+        model = network()
+        optimizer = sgd(model)
+        with ob.AsyncDataParallel(model, optimizer, strategy=strategy, until=ob.Samples(2_000)) as peer:
+            for batch in peer.batches(DataLoader(peer.shard(data), batch_size=20)):
+                taught(model, optimizer, peer, batch)
+        if rank == 0:
+            assert peer.summary.samples >= 2_000
+        return state_of(model)
+
+    one, other = run_ranks(2, loop)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_after_an_error_of_a_worker_the_run_goes_on(run_ranks: Any, data: TensorDataset) -> None:
+    def loop(rank: int) -> int:
+        model = network()
+        optimizer = sgd(model)
+        strategy = ob.DiLoCo(every=4, patience_seconds=1.0)
+        try:
+            with ob.AsyncDataParallel(model, optimizer, strategy=strategy) as peer:
+                for step in range(20):
+                    if rank == 1 and step == 6:
+                        raise ZeroDivisionError
+                    taught(model, optimizer, peer, batch_of(data, rank, step))
+        except ZeroDivisionError:
+            return 0
+        return sum(record.samples for record in of_kind(peer.records, Update))
+
+    samples, _ = run_ranks(2, loop)
+    assert samples >= 20 * 20
+
+
+# To continue in another run
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ob.DiLoCo(every=2), ob.LocalSGD(every=2)],
+    ids=["diloco", "local-sgd"],
+)
+def test_a_run_that_is_saved_and_continued_ends_like_one_that_was_not(
+    strategy: Any, run_ranks: Any, data: TensorDataset
+) -> None:
+    def train(rank: int, first: int, stop: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+        model = copy.deepcopy(initial)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        with ob.AsyncDataParallel(model, optimizer, strategy=strategy) as peer:
+            if saved is not None:
+                peer.load_state_dict(saved["peer"])
+            for step in range(first, stop):
+                taught(model, optimizer, peer, batch_of(data, rank, step))
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "peer": peer.state_dict()}
+            file = io.BytesIO()
+            torch.save(states, file)
+        file.seek(0)
+        loaded: dict[str, Any] = torch.load(file)
+        loaded["result"] = state_of(model)
+        loaded["samples"] = peer.summary.samples if rank == 0 else None
+        return loaded
+
+    initial = network()
+    whole = run_ranks(2, lambda rank: train(rank, 0, 8, None))
+    halves = run_ranks(2, lambda rank: train(rank, 0, 4, None))
+    continued = run_ranks(2, lambda rank: train(rank, 4, 8, halves[rank]))
+    for rank in range(2):
+        for name, tensor in whole[rank]["result"].items():
+            torch.testing.assert_close(continued[rank]["result"][name], tensor, msg=name)
+    assert continued[0]["peer"]["hub"]["samples"] == whole[0]["peer"]["hub"]["samples"] == 320
+
+
+def test_the_momentum_of_averaging_is_saved(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with ob.AsyncDataParallel(model, optimizer, acid=True) as peer:
+        state = peer.state_dict()
+        state["extra"]["acid_offset"].fill_(0.5)
+        peer.load_state_dict(state)
+        assert torch.equal(peer.state_dict()["extra"]["acid_offset"], state["extra"]["acid_offset"])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda state: 3, "no state of a peer"),
+        (lambda state: {}, "no state of a peer"),
+        (lambda state: {**state, "strategy": "Gossip()"}, "of another strategy"),
+        (lambda state: {**state, "rank": 1, "processes": 2}, "rank 1 of 2, and this is rank 0 of 1"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: Any, sentence: str) -> None:
+    model = network()
+    refused = pytest.raises(ob.ConfigurationError, match=sentence)
+    with ob.AsyncDataParallel(model, sgd(model), strategy="diloco") as peer, refused:
+        peer.load_state_dict(change(peer.state_dict()))
+
+
+def test_a_state_is_loaded_before_the_first_step(data: TensorDataset) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with ob.AsyncDataParallel(model, optimizer, strategy="diloco") as peer:
+        taught(model, optimizer, peer, data[:30])
+        with pytest.raises(ob.ConfigurationError, match="before the first step"):
+            peer.load_state_dict(peer.state_dict())
+
+
+# For trainers: peer.optimizer and peer.shard
+
+
+def test_the_optimizer_of_a_peer_is_a_torch_optimizer_whose_step_is_shared(data: TensorDataset) -> None:
+    results = []
+    for shared in (False, True):
+        model = network()
+        own = torch.optim.Adam(model.parameters(), lr=0.01)
+        peer = ob.AsyncDataParallel(model, own) if shared else None
+        optimizer = own if peer is None else peer.optimizer
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        hooks: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, hooks=hooks: hooks.append(1))
+        for step in range(12):
+
+            def closure(step: int = step, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                inputs, targets = batch_of(data, 0, step)
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                return loss
+
+            if step % 2:
+                assert float(optimizer.step(closure).detach()) > 0
+            else:
+                closure()
+                optimizer.step()
+            scheduler.step()
+        assert len(hooks) == 12
+        assert optimizer.param_groups is own.param_groups
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.param_groups is own.param_groups
+        assert "Adam" in repr(optimizer)
+        if peer is not None:
+            assert peer.optimizer is optimizer
+            peer.close()
+            assert len(rounds_of(peer)) == 12
+        results.append(state_of(model))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, msg=name)
+
+
+def test_a_trainer_does_not_see_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    assert hide_launcher(RankInfo(1, 2, launcher="offbeat")) == []
+    assert os.environ["RANK"] == "1"
+    hidden = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
+    assert hide_launcher(RankInfo(1, 2, launcher="torchrun")) == hidden
+    assert not set(hidden) & os.environ.keys()
+
+
+def test_processes_that_torch_distributed_connects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = network()
+    refused = pytest.raises(ob.ConfigurationError, match=r"take peer.optimizer before TrainingArguments")
+    with ob.AsyncDataParallel(model, sgd(model)) as peer, refused:
+        peer.optimizer  # noqa: B018
+
+
+def test_a_model_that_ddp_calls_is_refused(monkeypatch: pytest.MonkeyPatch, data: TensorDataset) -> None:
+    model = network()
+    with ob.AsyncDataParallel(model, sgd(model)) as peer:
+        monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", model)
+        with pytest.raises(ob.ConfigurationError, match="called by DistributedDataParallel"):
+            model(data[:4][0])
+        monkeypatch.undo()
+        model(data[:4][0])
+        assert peer.rank == 0
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize("given", [list(range(10)), Numbers(), torch.arange(10), (torch.arange(10), torch.ones(10))])
+def test_shards_are_disjoint_and_complete(given: Any) -> None:
+    shards = [shard_of(given, index, 3) for index in range(3)]
+    if isinstance(given, tuple):
+        shards = [shard[0] for shard in shards]
+    parts = [[int(item) for item in shard] for shard in shards]
+    assert parts == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (DataLoader(list(range(4))), r"type DataLoader\(peer.shard\(dataset\), ...\)"),
+        ([1, 2], "2 examples cannot be divided among 3 processes"),
+        ((torch.ones(4), torch.ones(5)), r"different lengths, \[4, 5\]"),
+        (3, "was given int"),
+        ("text", "was given str"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(given: Any, sentence: str) -> None:
+    with pytest.raises(ob.ConfigurationError, match=sentence):
+        shard_of(given, 0, 3)
+
+
 # Wrong arguments raise one sentence
 
 
@@ -416,10 +739,17 @@ def more(model: nn.Module) -> torch.optim.Optimizer:
         ({"partner": "none"}, "unknown partner"),
         ({"clock": "cuckoo"}, "unknown exchange clock"),
         ({"rate": -1.0}, "rate"),
-        ({"strategy": ob.FixedMinibatch(optimizer=ob.SGD(lr=0.1))}, "has a hub"),
-        ({"strategy": ob.Gossip(optimizer=ob.SGD(lr=0.1))}, "leave optimizer= out"),
+        ({"strategy": ob.FixedMinibatch(optimizer=ob.SGD(lr=0.1))}, r"FixedMinibatch needs gradients.*offbeat.join"),
+        ({"strategy": ob.Serial(optimizer=ob.SGD(lr=0.1))}, "Serial needs gradients"),
+        ({"strategy": ob.Population()}, "Population needs gradients"),
+        ({"strategy": ob.Gossip(optimizer=ob.SGD(lr=0.1))}, "leave it out of the Gossip"),
+        ({"strategy": ob.DiLoCo(inner=ob.AdamW())}, "leave it out of the DiLoCo"),
+        ({"strategy": ob.LocalSGD(optimizer=ob.SGD(lr=0.1))}, "leave it out of the LocalSGD"),
+        ({"strategy": ob.DelayedExchange()}, r"type offbeat.DelayedExchange\(send=offbeat.parts.Differences\(\)\)"),
         ({"strategy": ob.Gossip(), "acid": True}, "put the settings into the strategy"),
-        ({"strategy": "gossip"}, "the strategy must be"),
+        ({"strategy": "gosip"}, "did you mean 'gossip'"),
+        ({"strategy": "fmb"}, "FixedMinibatch needs gradients"),
+        ({"strategy": 3}, "the strategy must be"),
         ({"until": 1.5}, "until"),
         ({"every": 3}, "every"),
     ],
@@ -435,7 +765,7 @@ def test_the_constructor_refuses_unusable_arguments(arguments: dict[str, Any], s
 def test_a_run_cannot_be_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFBEAT_RESUME", "1")
     model = network()
-    with pytest.raises(ob.ConfigurationError, match="save model and optimizer in the loop"):
+    with pytest.raises(ob.ConfigurationError, match=r"save them in the loop, with peer.state_dict\(\)"):
         ob.AsyncDataParallel(model, sgd(model), out=tmp_path)
 
 

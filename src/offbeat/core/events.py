@@ -168,8 +168,8 @@ class PeerLost:
 class Leave:
     """This rank should leave the run in order: its training loop was left, or interrupted. Other ranks continue.
 
-    `stay`: the loop has ended, and the run has no common goal. The rank computes no more; in a decentralized strategy
-    it remains a member until the other ranks have ended too, so that the result includes its parameters.
+    `stay`: the loop has ended, and the run has no common goal. The rank computes no more, and waits until the other
+    ranks have ended too: the result includes what it has learned, and it gets the result.
     """
 
     at: float

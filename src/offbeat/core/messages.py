@@ -104,7 +104,11 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class Stopped(Message):
-    """The sender has stopped computing. `draws_stop` is the end of its data position."""
+    """The sender has stopped computing. `draws_stop` is the end of its data position.
+
+    `stays`: its training loop has ended, and it waits for the result of the run.
+    """
 
     draws_stop: int
     samples: int
+    stays: bool = False

@@ -260,6 +260,17 @@ class TorchOptimizer(Optimizer):
         return build_parts(self.make, self.scheduler, views, self.names, groups, fused)
 
 
+@dataclass(frozen=True)
+class LoopOptimizer(Optimizer):
+    """Stands for the optimizer of a training loop that steps it itself: a strategy gets steps, and no gradients."""
+
+    def describe(self) -> str:
+        return "that of the training loop"
+
+    def torch_optimizer(self, groups: Groups, fused: bool | None) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.0)  # never stepped; has no state
+
+
 CIFAR_MILESTONES = (0.5, 0.75)
 """Fractions of the samples after which the learning rate drops, as is usual for CIFAR."""
 IMAGENET_MILESTONES = (0.3, 0.6, 0.8)

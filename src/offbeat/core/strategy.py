@@ -42,7 +42,8 @@ from offbeat.core.messages import Buffers
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.random_settings import settings_by_type
 from offbeat.core.randomness import stream
-from offbeat.core.validation import require_positive
+from offbeat.core.validation import require, require_positive
+from offbeat.errors import ConfigurationError
 
 State = dict[str, Any]
 """Tensors and plain data (dictionaries with string keys, lists, numbers, strings, None), nested."""
@@ -113,6 +114,14 @@ class Node(ABC):
     @abstractmethod
     def restore(self, state: State) -> None:
         """Continue from a `state()`. Called at most once, on a new node, before any event."""
+
+    def extra_state(self) -> State:
+        """What another run of the same loop continues with, beside parameters and buffers; its tensors are copies."""
+        return {}
+
+    def load_extra_state(self, state: State) -> None:
+        """Continue with an `extra_state()` of a node of the same kind."""
+        del state
 
     def replica(self) -> Tensor | None:
         """The parameters that this node trains as its own, read-only; None if it has none, as a hub."""
@@ -201,6 +210,26 @@ class Strategy(Family, ABC):
         if getattr(self, "optimizer", optimizer) is None:
             return dataclasses.replace(self, optimizer=optimizer)  # type: ignore[call-arg]
         return self
+
+    def for_own_steps(self) -> Self:
+        """This strategy for training loops that step an optimizer of their own, whose steps its nodes get.
+
+        Raises `ConfigurationError` if its nodes need gradients.
+        """
+        name = type(self).__name__
+        raise ConfigurationError(
+            f"{name} needs gradients, for an optimizer of its own; type offbeat.join(model, offbeat.{name}(...)), or "
+            "choose a strategy whose workers step: Gossip, LocalSGD, DiLoCo, DecoupledDiLoCo or DelayedExchange"
+        )
+
+    def check_no_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Raise `ConfigurationError` if an optimizer is given beside that of the loop."""
+        name = type(self).__name__
+        require(
+            optimizer is None,
+            f"{name} was given an optimizer, but the one that AsyncDataParallel was given is stepped; leave it out of "
+            f"the {name}",
+        )
 
     def for_module(self, module: nn.Module) -> Self:
         """This strategy for the parameters of a module, which optimizers that are built already refer to."""

@@ -8,9 +8,10 @@ those of srun if OFFBEAT_TRANSPORT is mpi.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -122,6 +123,26 @@ def _from_mpi(env: Environment, names: tuple[str, str, str], launcher: Literal["
     return RankInfo(
         rank, processes, launcher=launcher, transport="mpi" if processes > 1 else "tcp", first_here=first_here
     )
+
+
+_READ_BY_TRAINERS = {
+    "torchrun": (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    ),
+    "mpirun": tuple(itertools.chain(*_MPI_VARIABLES)),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "PMI_RANK", "PMI_SIZE"),
+}
+"""launcher → the variables from which trainers conclude that the processes average their gradients"""
+
+
+def hide_launcher(rank_info: RankInfo, environment: MutableMapping[str, str] | None = None) -> list[str]:
+    """Remove the variables of the launcher from the environment of this process; returns the names of those there."""
+    env = os.environ if environment is None else environment
+    names = [name for name in _READ_BY_TRAINERS.get(rank_info.launcher, ()) if name in env]
+    for name in names:
+        del env[name]
+    return names
 
 
 def environment_of(rank_info: RankInfo) -> dict[str, str]:

@@ -9,15 +9,18 @@
 
 `step` runs the user's optimizer and passes the change of the parameters to the node, which adds it to its replica as
 averaged with other peers meanwhile. When `step` returns, the model holds the newest parameters, and nothing changes
-them until the next `step`.
+them until the next `step`. Trainers, which call `optimizer.step()` themselves, get `peer.optimizer`.
+
+All processes compute. Where the strategy has a hub, the first process holds it beside its worker.
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -26,17 +29,23 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.actions import Budget, Samples
+from offbeat.core.configuration import from_plain
 from offbeat.core.events import StepReady
-from offbeat.core.strategy import Cadence, EverySeconds, Strategy
+from offbeat.core.strategy import Cadence, EverySeconds, State, Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.engine.experiment import Experiment, parse_until
 from offbeat.engine.gradient_accumulator import copied_buffers, is_result_finite
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.launch.rank_info import hide_launcher
 from offbeat.live.batch_sources import samples_in
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.gossip_settings import GossipSettings, gossip_strategy
+from offbeat.live.peer_optimizer import PeerOptimizer
 from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
-from offbeat.live.session_options import LiveOptions
+from offbeat.live.session_options import RECORDS_MAX_BYTES, LiveOptions
+from offbeat.live.shards import shard_of
+from offbeat.strategies.local_steps.local_steps_strategies import DelayedExchange
+from offbeat.strategies.local_training import Differences
 
 Batch = TypeVar("Batch")
 
@@ -44,24 +53,29 @@ UNLIMITED = Samples(sys.maxsize)
 """No common budget: every peer trains until its own loop ends."""
 
 CANNOT_RESUME = (
-    "AsyncDataParallel cannot resume a run, since the optimizer is yours; save model and optimizer in the loop, "
-    "load them before AsyncDataParallel, and start a new run"
+    "AsyncDataParallel is not resumed by the launcher, since model and optimizer are yours; save them in the loop, "
+    "with peer.state_dict(), start a new run without --resume, and load all three"
 )
+
+STATE_KEYS = ("strategy", "rank", "processes", "hub", "extra")
+"""The keys of `AsyncDataParallel.state_dict()`."""
 
 
 class AsyncDataParallel(SessionBase):
-    """A peer of a gossip run, around a training loop that steps its own optimizer.
+    """One of the processes of a run, around a training loop that steps its own optimizer.
 
-    The constructor returns once all peers are connected and the model holds their common initial parameters. Call
-    `step` instead of `optimizer.step()`. After `close()`, or the `with` block, the models of all ranks hold the
-    average, and `summary` has the metrics of the run. Raises `ConfigurationError` for values it cannot use.
+    The constructor returns once all processes are connected and the model holds their common initial parameters. Call
+    `step` instead of `optimizer.step()`, or give `peer.optimizer` to a trainer. After `close()`, or the `with` block,
+    the models of all processes are equal, and `summary` has the metrics of the run. `rank` and `processes` are those
+    of the launcher. Raises `ConfigurationError` for values it cannot use.
 
     model: the model to train, not wrapped in DDP.
     optimizer: steps all trainable parameters of the model, and no others.
-    strategy: a decentralized strategy, instead of settings of gossip.
+    strategy: a strategy whose workers step, or its name: Gossip, LocalSGD, DiLoCo, DecoupledDiLoCo, or
+        DelayedExchange(send=parts.Differences()); instead of settings of gossip.
     until: how long all peers together train, such as `Samples(1_000_000)` or `Seconds(90)`; None: every peer trains
         until it calls `close`.
-    evaluate, every, seed, out: as for `offbeat.join`.
+    evaluate, every, seed, out, records_max_bytes: as for `offbeat.join`.
     gossip: settings of gossip, each an argument of its own:
         graph: the name of the communication graph, such as "cycle" (the default), "exponential" or "complete".
         acid: whether to use the A²CiD² momentum; not by default.
@@ -77,12 +91,13 @@ class AsyncDataParallel(SessionBase):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
         until: Budget | int | str | None = None,
         evaluate: Evaluation | None = None,
         every: Cadence | None = EverySeconds(1.0),  # noqa: B008  (frozen)
         seed: int = 0,
         out: str | Path | None = None,
+        records_max_bytes: float | None = RECORDS_MAX_BYTES,
         **gossip: Unpack[GossipSettings],
     ) -> None:
         _check_names(gossip)
@@ -93,14 +108,17 @@ class AsyncDataParallel(SessionBase):
             strategy is None or not gossip,
             "both a strategy and settings of another one are given; put the settings into the strategy",
         )
-        strategy = gossip_strategy(gossip) if strategy is None else _check_decentralized(strategy)
+        strategy = gossip_strategy(gossip) if strategy is None else _strategy_of(strategy)
         until = UNLIMITED if until is None else parse_until(until)
         experiment = Experiment(None, strategy, until=until, evaluate=every, seed=seed)
         rank_info = rank_info_for(out)
         require(not rank_info.resume, CANNOT_RESUME)
-        options = loop_options(experiment, LiveOptions(checkpoint_seconds=None), rank_info)
+        live = LiveOptions(checkpoint_seconds=None, records_max_bytes=records_max_bytes)
+        options = loop_options(experiment, live, rank_info, hub_beside_worker=True)
         super().__init__(model, options, rank_info, evaluate)
-        self.optimizer = optimizer
+        self.rank, self.processes = self._ranks.workers[self._ranks.rank], len(self._ranks.workers)
+        self._optimizer = optimizer
+        self._shared_optimizer: PeerOptimizer | None = None
         model.zero_grad()  # the flat gradients are not used here: their memory holds the parameters before a step
         self._parameters_before = self._flat.gradients
         self._sample_counter = _SampleCounter()
@@ -151,7 +169,7 @@ class AsyncDataParallel(SessionBase):
         total = None if loss is None else mean_loss(loss) * count
         self._may_step = True
         try:
-            self.optimizer.step()
+            self._optimizer.step()
         finally:
             self._may_step = False
         self._flat.check_in_place()
@@ -166,9 +184,43 @@ class AsyncDataParallel(SessionBase):
         """Refuse `optimizer.step()` from outside `step`: its change of the parameters would be lost silently."""
         require(
             self._may_step,
-            "optimizer.step() was called, but peer.step() calls it; leave your own call out. With "
-            "a GradScaler: scaler.unscale_(optimizer); peer.step(); scaler.update()",
+            "optimizer.step() was called, but peer.step() calls it; leave your own call out, or give peer.optimizer to "
+            "the trainer that calls it. With a GradScaler: scaler.unscale_(optimizer); peer.step(); scaler.update()",
         )
+
+    # Trainers
+
+    @property
+    def optimizer(self) -> PeerOptimizer:
+        """The optimizer for a trainer that calls `optimizer.step()`, as those of Hugging Face and Lightning do.
+
+        The variables of torchrun, mpirun or SLURM are removed from the environment of this process, since a trainer
+        would conclude from them that it has to average gradients. Raises `ConfigurationError` if it has done so.
+        """
+        if self._shared_optimizer is None:
+            is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            require(
+                not is_distributed or torch.distributed.get_world_size() == 1,
+                "torch.distributed connects these processes already, so a trainer would wrap the model in DDP and each "
+                "step would wait for all; create AsyncDataParallel and take peer.optimizer before TrainingArguments, "
+                "Trainer or Accelerator",
+            )
+            hidden = hide_launcher(self._ranks.rank_info)
+            if hidden and self.processes > 1 and self.rank == 0:
+                print(
+                    f"{', '.join(hidden[:3])} and the like are hidden from here on, so that no trainer wraps the model "
+                    "in DDP; peer.rank and peer.processes have their values, and peer.shard(dataset) divides the data",
+                    file=sys.stderr,
+                )
+            self._shared_optimizer = PeerOptimizer(self._optimizer, self.step)
+        return self._shared_optimizer
+
+    def shard(self, data: Any) -> Any:
+        """The share of a dataset that this process trains on: disjoint from those of the others.
+
+        data: a dataset of torch or of Hugging Face, or a tuple of tensors of the same length.
+        """
+        return shard_of(data, self.rank, self.processes)
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of a loader, pass after pass until the end of training: faster peers compute more.
@@ -222,12 +274,71 @@ class AsyncDataParallel(SessionBase):
         )
         return count
 
+    # To continue in another run
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a new run needs to continue, beside the states of model, optimizer and loader, for `torch.save`.
+
+        Call it in every process, between two steps. With a hub, that of the first process holds the parameters of the
+        run, the state of the outer optimizer and the samples counted; with A²CiD², that of every process its momentum.
+        """
+        extra: list[State] = []
+        self._runner.inspect(lambda node: extra.append(node.extra_state()))
+        hub: list[State] = []
+        if self._ranks.hub_runner is not None:
+            self._ranks.hub_runner.inspect(lambda node: hub.append(node.state()))
+        identity = self._ranks.identity.strategy, self.rank, self.processes
+        return dict(zip(STATE_KEYS, (*identity, hub[0] if hub else None, extra[0]), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a `state_dict()` of a run with the same strategy and as many processes.
+
+        Call it in every process, before the first step; load the states of model and optimizer before
+        `AsyncDataParallel` is created.
+        """
+        self._check_state(state)
+        if self._ranks.strategy.computes(0):
+            self._runner.inspect(lambda node: node.load_extra_state(state["extra"]))
+            return
+        if self._ranks.hub_runner is not None:
+            self._ranks.restore_hub(state["hub"])
+        assert self._round is not None
+        patience = float(getattr(self.strategy, "patience_seconds", 60.0))
+        require(
+            self._round.cancelled.wait(patience),
+            f"the hub in rank 0 has not begun again within {patience:g} s; call peer.load_state_dict in every process",
+        )
+        zeros, buffers = torch.zeros_like(self._flat.parameters), copied_buffers(self._flat)
+        self._round.samples = 0
+        self._complete_round(zeros, 0.0, buffers, True)
+        self._next_round()
+
+    def _check_state(self, state: Any) -> None:
+        is_state = isinstance(state, Mapping) and set(STATE_KEYS) <= state.keys()
+        require(is_state, "this is no state of a peer; give peer.load_state_dict what peer.state_dict() returned")
+        ours = self._ranks.identity.strategy
+        require(
+            state["strategy"] == ours,
+            f"the state is of another strategy, {state['strategy']}, and this run has {ours}; create AsyncDataParallel "
+            "with the settings it had",
+        )
+        require(
+            (state["rank"], state["processes"]) == (self.rank, self.processes),
+            f"the state is of rank {state['rank']} of {state['processes']}, and this is rank {self.rank} of "
+            f"{self.processes}; start as many processes, and load the state of the same rank in each",
+        )
+        require(
+            self._steps == 0 and not self.done,
+            "peer.load_state_dict comes before the first step; call it right after AsyncDataParallel was created",
+        )
+
     # The end
 
     def close(self) -> None:
-        """Wait until all peers have finished; the model then holds the average of all replicas.
+        """Wait until all processes have finished; the model then holds the result, the same in all of them.
 
-        Until then this peer computes no more gradients, but keeps averaging with peers that do.
+        Until then this process computes no more gradients. A peer of gossip keeps averaging with peers that do; a
+        worker has sent what it has learned to the hub.
         """
         if not self._closed:
             self._end_session(None)
@@ -249,6 +360,7 @@ class AsyncDataParallel(SessionBase):
     def _wait_for_end(self) -> None:
         if not self._runner.ended:
             self._leave(stay=True)
+        self._wait_for_other_ranks()
 
     def _close_at_exit(self) -> None:
         """Leave the run if the script ends without `close`, so that no peer waits for this one."""
@@ -271,6 +383,7 @@ class _SampleCounter:
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
+            _check_outside_ddp()
             self.samples += samples_in(arguments) or samples_in(named)
 
 
@@ -283,21 +396,24 @@ def _check_names(gossip: GossipSettings) -> None:
         raise unknown("argument of AsyncDataParallel", name, arguments)
 
 
-def _check_decentralized(strategy: Strategy) -> Strategy:
-    """Raise `ConfigurationError` unless the strategy is decentralized and has no optimizer of its own."""
-    check_instance(strategy, (Strategy,), "the strategy", "offbeat.Gossip()")
-    name = type(strategy).__name__
+def _strategy_of(given: Strategy | str) -> Strategy:
+    """The strategy for steps of the loop's own optimizer. Raises `ConfigurationError` if there is none."""
+    if not isinstance(given, str):
+        check_instance(given, (Strategy,), "the strategy", "offbeat.Gossip()")
+        return given.for_own_steps()
+    named: Strategy = from_plain(Strategy, given, "strategy")
+    if isinstance(named, DelayedExchange):
+        named = dataclasses.replace(named, send=Differences())
+    return named.for_own_steps()
+
+
+def _check_outside_ddp() -> None:
+    """Raise `ConfigurationError` if DDP calls the model: a trainer has wrapped it."""
     require(
-        strategy.processes(1) == 1,
-        f"{name} has a hub, which steps an optimizer of its own; AsyncDataParallel takes decentralized strategies, "
-        f"such as offbeat.Gossip(), and offbeat.join(model, offbeat.{name}(...)) the others",
+        getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is None,
+        "the model is called by DistributedDataParallel, which makes every process wait for all others; create "
+        "AsyncDataParallel and take peer.optimizer before the trainer, so that it does not wrap the model",
     )
-    require(
-        getattr(strategy, "optimizer", None) is None,
-        f"{name} was given an optimizer, but the one that AsyncDataParallel was given is stepped; leave optimizer= out "
-        f"of the {name}",
-    )
-    return strategy
 
 
 def check_unwrapped(model: nn.Module) -> None:

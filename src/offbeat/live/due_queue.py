@@ -55,6 +55,11 @@ class DueQueue:
         """Remove a unique entry, if it is queued."""
         self._valid.pop(entry, None)
 
+    def clear_timers(self) -> None:
+        """Remove all timers of the node."""
+        for entry in [entry for entry in self._valid if isinstance(entry, TimerDue)]:
+            self.remove(entry)
+
     def pop(self, now: float) -> Entry | None:
         """Remove and return the first entry that is due; None if there is none."""
         at = self.next_at()

@@ -1,7 +1,8 @@
 """The ranks of one process: their nodes, runners, transports, records and checkpoints.
 
 A process without a launcher holds every rank that the strategy needs for one worker, linked by loopback. Otherwise it
-holds one rank, linked to the others by TCP or MPI. Resuming resets node, records and clock to the same moment.
+holds one rank, or the hub and a worker, linked to all others by TCP or MPI. Resuming resets node, records and clock to
+the same moment.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
 from offbeat.core.run_identity import RunIdentity
 from offbeat.core.splits import Shared
-from offbeat.core.strategy import Node, NodeContext, Strategy
+from offbeat.core.strategy import Node, NodeContext, State, Strategy
 from offbeat.core.validation import require
 from offbeat.launch.rank_info import RankInfo
 from offbeat.live.checkpoints import Checkpoint, CheckpointWriter, checkpoint_path, read_checkpoint
@@ -58,27 +60,26 @@ class LocalRanks:
         self._flat, self._measure, self._label = flat, measure, label
         self.identity = RunIdentity.of(flat.layout, strategy)
         self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
-        alone = rank_info.alone
-        self.processes = strategy.processes(1) if alone else rank_info.processes
-        computing = computing_ranks(strategy, rank_info)
-        self.rank = computing[0] if alone else rank_info.rank
-        self.workers = {rank: worker for worker, rank in enumerate(computing)}
+        placement = Placement.of(strategy, rank_info, options.hub_beside_worker)
+        self.processes, self.rank = placement.processes, placement.own
+        self.workers = {rank: worker for worker, rank in enumerate(placement.computing)}
         """rank → its index among the ranks that compute"""
         self.checkpoint = self._load_checkpoint()
         self.memory = MemoryWriter()
         self._files: list[RankWriter] = []
         self.checkpoint_writer: CheckpointWriter | None = None
-        local = range(self.processes) if alone else [self.rank]
-        self._nodes = {rank: self._make_node(rank) for rank in local}  # takes seconds when it imports torch.optim
+        nodes = {rank: self._make_node(rank) for rank in placement.local}  # takes seconds when it imports torch.optim
+        self._nodes = nodes
         self.clock = Clock(self._elapsed_seconds())
-        if alone:
+        if rank_info.alone:
             loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
             links = {rank: loopback.transport(rank) for rank in range(self.processes)}
             self.runners = {rank: self._make_runner(rank, link) for rank, link in links.items()}
         else:
             rank_allocator = self._rank_allocator()
-            self.runners = {self.rank: self._make_runner(self.rank, self._connect(rank_allocator))}
-            rank_allocator.linked = self.runners[self.rank].linked
+            links = {rank: self._connect(rank, rank_allocator) for rank in placement.local}
+            self.runners = {rank: self._make_runner(rank, link) for rank, link in links.items()}
+            rank_allocator.linked = self.runners[min(self.runners)].linked
         self.own_runner = self.runners[self.rank]
         for runner in self.runners.values():
             runner.on_failure = self._fail_all
@@ -101,6 +102,18 @@ class LocalRanks:
 
             return dead_ranks() >= set(range(self.rank))
         return not any(rank < self.rank for rank in self.own_runner.linked_at_end)
+
+    @property
+    def hub_runner(self) -> NodeRunner | None:
+        """The runner of the hub, if there is one in this process."""
+        return None if self.strategy.computes(0) else self.runners.get(0)
+
+    def restore_hub(self, state: State) -> None:
+        """Let the hub of this process continue from a state of its node; the workers begin again, from its values."""
+        assert self.hub_runner is not None
+        node = self._make_node(0)
+        node.restore(state)
+        self.hub_runner.replace_node(node)
 
     def close_files(self) -> None:
         for file in self._files:
@@ -137,12 +150,12 @@ class LocalRanks:
             )
         return f"this run has {workers} peers and all of them are connected; start it with more --workers"
 
-    def _connect(self, rank_allocator: RankAllocator) -> Transport:
+    def _connect(self, rank: int, rank_allocator: RankAllocator) -> Transport:
         rank_info, live = self.rank_info, self.options.live
         common: dict[str, Any] = {
-            "rank": self.rank,
+            "rank": rank,
             "processes": self.processes,
-            "peers": self._peers(self.rank),
+            "peers": self._peers(rank),
             "identity": self.identity,
             "options": LinkOptions(
                 silence_seconds=self.experiment.cluster.silence_seconds,
@@ -158,11 +171,11 @@ class LocalRanks:
         assert rank_info.address is not None
         assert rank_info.credentials is not None
         common["credentials"] = rank_info.credentials
-        if self.rank != 0:
+        if rank != 0:
             admission = Admission(member=rank_info.member or uuid.uuid4().hex)
             return TcpTransport(rendezvous=rank_info.address, admission=admission, **common)
         listener = Listener(rank_info.address, rank_info.credentials, rank_info.listener)
-        admission = Admission(assign=rank_allocator, is_peer=lambda rank: self.rank in self._peers(rank))
+        admission = Admission(assign=rank_allocator, is_peer=lambda other: rank in self._peers(other))
         return TcpTransport(rendezvous=listener, admission=admission, **common)
 
     def _peers(self, rank: int) -> list[int]:
@@ -292,16 +305,41 @@ class LocalRanks:
         return checkpoint
 
 
-def computing_ranks(strategy: Strategy, rank_info: RankInfo) -> list[int]:
-    """The ranks that compute, up to that of this process; raises `ConfigurationError` if there is none."""
-    least = strategy.processes(1)
-    processes = least if rank_info.alone else rank_info.processes
-    computing = [rank for rank in range(processes) if strategy.computes(rank)]
-    require(
-        bool(computing),
-        f"with {processes} process{'es' if processes > 1 else ''} no rank would compute; start {least} "
-        f"or more, for example: offbeat launch -n {least} script.py",
-    )
-    if not rank_info.alone and rank_info.rank >= processes:  # joined beyond the initial size
-        computing += range(processes, rank_info.rank + 1)
-    return computing
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks of a run this process holds."""
+
+    processes: int
+    """The number of ranks."""
+    local: tuple[int, ...]
+    """Those of this process."""
+    own: int
+    """The one whose rounds the calling thread computes."""
+    computing: tuple[int, ...]
+    """All that compute, up to `own`."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, rank_info: RankInfo, hub_beside_worker: bool = False) -> Placement:
+        """The ranks of this process; raises `ConfigurationError` if none would compute.
+
+        hub_beside_worker: every process computes, and the first one holds the hub as well, if there is one. Otherwise
+            every process holds one rank, unless there is a single process.
+        """
+        least = strategy.processes(1)
+        if rank_info.alone:
+            computing = tuple(rank for rank in range(least) if strategy.computes(rank))
+            return cls(least, tuple(range(least)), computing[0], computing)
+        shift = least - 1 if hub_beside_worker else 0
+        require(
+            not shift or rank_info.transport != "mpi",
+            f"{type(strategy).__name__} has a hub beside the worker of rank 0, which MPI does not connect; start the "
+            "script with 'offbeat launch -n N' or torchrun, or choose offbeat.Gossip()",
+        )
+        processes, own = rank_info.processes + shift, rank_info.rank + shift
+        computing = tuple(rank for rank in range(max(processes, own + 1)) if strategy.computes(rank))
+        require(
+            any(rank < processes for rank in computing),
+            f"with {processes} process{'es' if processes > 1 else ''} no rank would compute; start {least} "
+            f"or more, for example: offbeat launch -n {least} script.py",
+        )
+        return cls(processes, tuple(range(own + 1)) if rank_info.rank == 0 else (own,), own, computing)

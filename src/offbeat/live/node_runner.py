@@ -234,6 +234,17 @@ class NodeRunner:
             self._records.write_pending()
             read(self._node)
 
+    def replace_node(self, node: Node) -> None:
+        """Go on with a node that was restored from a state; the peers that are linked join it."""
+        with self._monitor:
+            self._node = node
+            self._due.clear_timers()
+            now = self.clock.now()
+            events: list[Event] = [Started(now)]
+            events += [PeerJoined(now, peer, number) for peer, number in sorted(self._outbox.linked.items())]
+            for event in events:
+                self._run_guarded(functools.partial(self._handle, event))
+
     def linked(self) -> frozenset[int]:
         """The peers that are linked now."""
         with self._monitor:
@@ -395,7 +406,8 @@ class NodeRunner:
         if self.ended:
             return
         for action in list(self._node.handle(event)):
-            if isinstance(action, Send) and isinstance(action.message, Stopped):  # the last message of this rank
+            is_last = isinstance(action, Send) and isinstance(action.message, Stopped) and not action.message.stays
+            if is_last:
                 self._records.send_last(self.ended_record())
             dispatch(action, self._backend)
         if self.finish is not None:

@@ -36,7 +36,7 @@ from offbeat.live.batch_sources import batch_source_for
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
-from offbeat.live.session_base import LINGER_SECONDS, SessionBase, loop_options, rank_info_for
+from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
 from offbeat.live.session_options import RECORDS_MAX_BYTES, LiveOptions
 
 
@@ -218,12 +218,7 @@ class Session(SessionBase):
                 self._leave()
         else:
             self._runner.wait()
-        others = [runner for rank, runner in self._ranks.runners.items() if rank != self.rank]
-        if others:
-            self._runner.close(LINGER_SECONDS)
-        for runner in others:
-            # They finish by themselves, perhaps after an evaluation, unless our own node was abandoned.
-            runner.wait(None if self._runner.finish is not None else LINGER_SECONDS * 2)
+        self._wait_for_other_ranks()
 
 
 def weighted_sum(loss: Any, reduction: str | None, count: int, weight: float | Tensor | None) -> tuple[Tensor, float]:

@@ -27,7 +27,7 @@ from offbeat.launch.failure_reports import report_uncaught
 from offbeat.launch.rank_info import RankInfo, read_rank_info, read_report_pipe
 from offbeat.live.evaluation import Evaluation, ModelMeasure
 from offbeat.live.live_round import LiveRound
-from offbeat.live.local_ranks import LocalRanks, computing_ranks
+from offbeat.live.local_ranks import LocalRanks, Placement
 from offbeat.live.node_runner import ResultEvent
 from offbeat.live.session_options import LiveOptions, SessionOptions
 from offbeat.live.signals import defer_signals, install_sigterm_handler
@@ -53,10 +53,13 @@ def rank_info_for(out: str | Path | None) -> RankInfo:
     return rank_info if out is None else dataclasses.replace(rank_info, directory=Path(out))
 
 
-def loop_options(experiment: Experiment, live: LiveOptions, rank_info: RankInfo) -> SessionOptions:
+def loop_options(
+    experiment: Experiment, live: LiveOptions, rank_info: RankInfo, hub_beside_worker: bool = False
+) -> SessionOptions:
     """The options of a loop of the user's own: the number of workers follows from the processes that were started."""
-    workers = len(computing_ranks(experiment.strategy, rank_info))
-    return SessionOptions(experiment=dataclasses.replace(experiment, workers=workers), live=live)
+    workers = len(Placement.of(experiment.strategy, rank_info, hub_beside_worker).computing)
+    experiment = dataclasses.replace(experiment, workers=workers)
+    return SessionOptions(experiment=experiment, live=live, hub_beside_worker=hub_beside_worker)
 
 
 class SessionBase(ABC):
@@ -86,7 +89,7 @@ class SessionBase(ABC):
         self._runner = self._ranks.own_runner
         self.rank = self._ranks.rank
         self.processes = self._ranks.processes
-        self.computes = self.strategy.computes(self.rank)
+        self.computes = self.strategy.computes(self._ranks.rank)
         self._pool = Pool()
         self._round: LiveRound | None = None
         self._uninstall_sigterm_handler: Callable[[], None] = lambda: None
@@ -152,6 +155,15 @@ class SessionBase(ABC):
     def _wait_for_end(self) -> None:
         """The loop has ended without an error, perhaps before the end of training: wait until this rank may close."""
 
+    def _wait_for_other_ranks(self) -> None:
+        """Wait until the other ranks of this process have finished; that of the loop has."""
+        others = [runner for rank, runner in self._ranks.runners.items() if rank != self._ranks.rank]
+        if others:
+            self._runner.close(LINGER_SECONDS)
+        for runner in others:
+            # They finish by themselves, perhaps after an evaluation, unless our own node was abandoned.
+            runner.wait(None if self._runner.finish is not None else LINGER_SECONDS * 2)
+
     def _leave(self, stay: bool = False) -> None:
         zeros, buffers = torch.zeros_like(self._flat.parameters), copied_buffers(self._flat)
         self._runner.leave(lambda: self._runner.complete(zeros, 0.0, buffers, True, self._result_event), stay=stay)
@@ -164,7 +176,7 @@ class SessionBase(ABC):
         if self.computes:
             self._leave()
         for rank, runner in self._ranks.runners.items():
-            if rank != self.rank or not self.computes:
+            if rank != self._ranks.rank or not self.computes:
                 runner.leave()
 
     def _close(self, linger_seconds: float, error: BaseException | None) -> None:
@@ -208,7 +220,7 @@ class SessionBase(ABC):
             if directory is not None and self.is_main:
                 self._records = read_run(directory)
             else:
-                own = list(read_rank(directory, self.rank)) if directory else self._ranks.memory.records
+                own = list(read_rank(directory, self._ranks.rank)) if directory else self._ranks.memory.records
                 records = sorted(own, key=lambda record: record.at)
                 self._records = RunRecords(None, self._ranks.header(), tuple(records))  # type: ignore[arg-type]
         return self._records

@@ -92,6 +92,8 @@ class SessionOptions:
     live: LiveOptions = LiveOptions()
     header: RunHeader | None = None
     """The header of the run if it has been written already; otherwise rank 0 writes one."""
+    hub_beside_worker: bool = False
+    """Whether every process computes, and the first one holds the hub too."""
     sends_records: bool = False
     """Whether records are sent to rank 0, because no directory is shared with it."""
 

@@ -29,7 +29,7 @@ from offbeat.core.compression import Compression, decode, is_encoded
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
-from offbeat.core.strategy import Node, NodeContext, Strategy
+from offbeat.core.strategy import Node, NodeContext, State, Strategy
 from offbeat.strategies.node_state import Stateful
 
 _Key = tuple[int, str, str, tuple[Any, ...]]
@@ -73,6 +73,12 @@ class CompressedNode(Stateful, Node):
         elif isinstance(event, MessageArrived):
             event = self._decoded(event)
         return self._compressed(self._inner.handle(event))
+
+    def extra_state(self) -> State:
+        return self._inner.extra_state()
+
+    def load_extra_state(self, state: State) -> None:
+        self._inner.load_extra_state(state)
 
     def replica(self) -> Tensor | None:
         return self._inner.replica()

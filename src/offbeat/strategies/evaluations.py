@@ -64,7 +64,9 @@ class Evaluations(Stateful):
         yield Evaluate(*values, version)
 
     def report(self, event: Evaluated) -> Iterator[Action]:
-        """The record of an evaluation that has ended, at the time of its request."""
+        """The record of an evaluation that has ended, at the time of its request; nothing if that was discarded."""
+        if event.version not in self._under_way:
+            return
         at, samples = self._under_way.pop(event.version)
         yield Report(
             Evaluation(

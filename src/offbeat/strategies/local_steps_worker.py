@@ -292,6 +292,10 @@ class LocalStepsWorker(WorkerNode):
         self._in_flight += 1
         yield Send(HUB, self._delta())
 
+    def _send_rest(self) -> Iterator[Action]:
+        while self._begun and (self._nonfinite or any(fragment.samples for fragment in self._fragments)):
+            yield Send(HUB, self._delta())
+
     def _delta(self) -> LocalDelta:
         """The message of the next exchange."""
         index = self._exchange % self._training.fragments

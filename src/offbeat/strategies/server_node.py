@@ -75,6 +75,10 @@ class ServerNode(TrainingNode):
     """rank → draws that are accounted for"""
     _left: set[int]
     """Workers that have sent Stopped on their own, and have not joined again."""
+    _staying: dict[int, int]
+    """rank → incarnation, of workers whose loops have ended: all they learned has arrived, and they wait for Stop"""
+    _ending: dict[int, int]
+    """rank → the end of its data, of those whose last messages have not all arrived"""
     _gather_timed_out: bool = False
     _unconfirmed: set[int] | None = None
     """After the end of training: workers that have not sent Stopped yet. None: training goes on."""
@@ -90,6 +94,7 @@ class ServerNode(TrainingNode):
         self._hangs, self._hung = hangs, {}
         self._expected = [rank for rank in context.members if rank != HUB]
         self._live, self._ledgers, self._left = {}, {}, set()
+        self._staying, self._ending = {}, {}
 
     @property
     def _is_stopping(self) -> bool:
@@ -126,6 +131,10 @@ class ServerNode(TrainingNode):
         """A worker was lost during training, and others are connected."""
         return ()
 
+    def _merge_rest(self, at: float) -> Iterable[Action]:
+        """All loops have ended: apply what has arrived and waits for other workers."""
+        return ()
+
     def _take_unused(self) -> list[Contribution]:
         """Discard the samples that have arrived and are in no update, and return them."""
         return []
@@ -139,12 +148,13 @@ class ServerNode(TrainingNode):
         match event:
             case MessageArrived(source=rank, message=Stopped() as message):
                 self._check_stopped(event, message)
-                return self._stopped(event.at, rank, message.draws_stop)
+                return self._stopped(event.at, rank, message)
             case MessageArrived(source=rank, message=ProbeAnswer()) if rank in self._hung:
                 return self._returned(event.at, rank)
             case MessageArrived():
                 actions = self._message_arrived(event)  # raises if the message is invalid
-                return itertools.chain(self._note_answer(event.at, event.source), actions)
+                answered = self._note_answer(event.at, event.source)
+                return itertools.chain(answered, actions, self._stay_if_complete(event.at, event.source))
             case TimerFired(name="until") | Leave():
                 return self._stop(event.at)
             case TimerFired(name="hang"):
@@ -183,6 +193,7 @@ class ServerNode(TrainingNode):
         self._hangs.reset()
         self._hung, self._is_watching = {}, False
         self._unconfirmed = None if self._unconfirmed is None else set()
+        self._staying, self._ending = {}, {}
         yield SetTimer("workers", self._patience_seconds)
         yield from self._set_until_timer(at)
         yield from self._set_timers(at)
@@ -200,6 +211,8 @@ class ServerNode(TrainingNode):
         self._live[rank] = event.incarnation
         self._ledgers.setdefault(rank, SampleLedger())
         self._left.discard(rank)
+        self._staying.pop(rank, None)
+        self._ending.pop(rank, None)
         self._worker_joined(rank)
         yield ClearTimer("workers")
         if self._unconfirmed is not None:
@@ -233,7 +246,8 @@ class ServerNode(TrainingNode):
 
     def _lost(self, event: PeerLost) -> Iterator[Action]:
         rank = event.peer
-        if self._live.pop(rank, None) is None:
+        self._ending.pop(rank, None)
+        if self._live.pop(rank, None) is None and self._staying.pop(rank, None) is None:
             return
         if rank not in self._hung:
             self._hangs.forget(rank)
@@ -241,15 +255,28 @@ class ServerNode(TrainingNode):
         yield Report(Membership(at=event.at, rank=HUB, peer=rank, incarnation=event.incarnation, joined=False))
         if self._is_stopping:
             yield from self._confirmed(event.at, rank)
-        elif not self._live and self._ledgers.keys() <= self._left:
-            yield from self._stop(event.at)  # all workers have left on their own
+        else:
+            yield from self._go_on(event.at)
+
+    def _go_on(self, at: float) -> Iterator[Action]:
+        """A worker computes no more: continue without it, or end."""
+        if not self._live and self._ledgers.keys() <= self._left:  # all workers have left on their own
+            if self._staying:
+                yield from self._merge_rest(at)
+            yield from self._stop(at)
         elif not self._live:
             yield SetTimer("workers", self._patience_seconds)
         elif self._started:
             self._members_changed()
-            yield from self._continue_without(event.at)
+            yield from self._continue_without(at)
 
     def _give_up(self, at: float) -> Iterator[Action]:
+        if self._staying:  # they have ended in order
+            lost = ", ".join(str(rank) for rank in sorted(self._ledgers.keys() - self._left))
+            yield self._notice(at, f"worker {lost} was lost before its loop had ended; the run ends without it")
+            yield from self._merge_rest(at)
+            yield from self._stop(at)
+            return
         what = "every worker was lost and none came back" if self._started else "no worker joined"
         patience = f"within {self._patience_seconds:g} s (patience_seconds)"
         self._failure = f"{what} {patience}; start workers, or raise patience_seconds"
@@ -343,7 +370,7 @@ class ServerNode(TrainingNode):
         size = self._round_samples_max()
         if size is not None:
             return self._ledgers[rank].stop + ROUNDS_AHEAD_MAX * size
-        return int(SAMPLES_PER_SECOND_MAX * max(at - self._began_at, 1.0))
+        return self._ledgers[rank].stop + int(SAMPLES_PER_SECOND_MAX * max(at - self._began_at, 1.0))
 
     def _check_draws(self, check: MemberCheck, event: MessageArrived, ranges: Iterable[Range]) -> None:
         """After the end of training, `Stopped` may have accounted for draws of messages that it has overtaken."""
@@ -370,7 +397,7 @@ class ServerNode(TrainingNode):
     def _stop(self, at: float) -> Iterator[Action]:
         if self._is_stopping:
             return
-        self._unconfirmed = set(self._live) - self._left
+        self._unconfirmed = set(self._live) - self._left | set(self._ending) | set(self._staying)
         for name in ("gather", "workers", *self.timers, "until"):
             yield ClearTimer(name)
         for unused in self._take_unused():
@@ -380,13 +407,28 @@ class ServerNode(TrainingNode):
             yield Send(rank, Stop(*self._result(), self._version), supersedes="parameters")
         yield from self._finish_if_done(at)
 
-    def _stopped(self, at: float, rank: int, draws_stop: int) -> Iterator[Action]:
-        if not self._is_stopping:  # the worker leaves on its own; its link will close
+    def _stopped(self, at: float, rank: int, message: Stopped) -> Iterator[Action]:
+        if not self._is_stopping:  # the worker leaves on its own; its link will close, or it waits for the result
             self._left.add(rank)
+            if message.stays:
+                self._ending[rank] = message.draws_stop
+                yield from self._stay_if_complete(at, rank)
             return
-        for gap in list(self._ledgers[rank].missing_below(draws_stop)):
+        for gap in list(self._ledgers[rank].missing_below(message.draws_stop)):
             yield from self._drop(at, rank, gap, "stopped")
-        yield from self._confirmed(at, rank)
+        if not message.stays:  # otherwise it confirms when Stop has arrived
+            yield from self._confirmed(at, rank)
+
+    def _stay_if_complete(self, at: float, rank: int) -> Iterator[Action]:
+        """Go on without a worker whose loop has ended, once its last messages have arrived."""
+        stop = self._ending.get(rank)
+        if stop is None or self._is_stopping or rank not in self._live:
+            return
+        if self._ledgers[rank].first_missing >= stop:
+            del self._ending[rank]
+            self._staying[rank] = self._live.pop(rank)
+            self._hangs.forget(rank)
+            yield from self._go_on(at)
 
     def _confirmed(self, at: float, rank: int) -> Iterator[Action]:
         assert self._unconfirmed is not None

@@ -39,6 +39,8 @@ class WorkerNode(Stateful, Node):
     _stop: Stop | None = None
     _leaving: bool = False
     """Whether it ends on its own, before the hub has sent Stop."""
+    _staying: bool = False
+    """Whether it computes no more, but waits for Stop and the result."""
     _draw: int = 0
     _done: SampleLedger
     """Draws that the hub had received when it sent its welcome."""
@@ -74,6 +76,10 @@ class WorkerNode(Stateful, Node):
     def _reset_hub(self) -> None:
         """Discard what the hub has sent: the link to it is lost."""
 
+    def _send_rest(self) -> Iterable[Action]:
+        """Send what was learned and no message contains: no further round follows, but the hub does not end yet."""
+        return ()
+
     @abstractmethod
     def _newest(self) -> tuple[Tensor, Buffers, int]:
         """Parameters, buffers and version to finish with if the hub has not sent Stop."""
@@ -97,8 +103,8 @@ class WorkerNode(Stateful, Node):
                 return self._hub_lost()
             case PeerJoined(peer=peer) if peer == HUB:
                 return [ClearTimer("hub")]
-            case Leave():
-                return self._leave()
+            case Leave(stay=stay):
+                return self._leave(stay)
             case Started():
                 return [SetTimer("hub", self._patience_seconds)]
             case TimerFired(name="hub"):
@@ -115,6 +121,8 @@ class WorkerNode(Stateful, Node):
         """Continue at the position that the hub has sent; the result of a round under way is discarded."""
         self._draw, self._done = draw, SampleLedger(done)
         yield from self._abandon()
+        if self._staying and not self._computing:
+            yield self._stays()  # said before, to a hub that has lost the link since
 
     def _next_budget(self, budget: Budget) -> Budget:
         """Move to the next draw that the hub does not have, and limit the budget to the gap that begins there."""
@@ -158,14 +166,14 @@ class WorkerNode(Stateful, Node):
     # Stop
 
     def _stopping(self, stop: Stop) -> Iterator[Action]:
-        if not self._ending:
+        if self._stop is None and (self._staying or not self._leaving):
             self._stop = stop
             yield from self._end()
 
-    def _leave(self) -> Iterator[Action]:
+    def _leave(self, stay: bool) -> Iterator[Action]:
         """End before the hub has sent Stop; a round under way is canceled."""
         if not self._ending:
-            self._leaving = True
+            self._leaving, self._staying = True, stay
             yield from self._end()
 
     def _end(self) -> Iterator[Action]:
@@ -175,8 +183,15 @@ class WorkerNode(Stateful, Node):
             yield from self._stopped()
 
     def _stopped(self) -> Iterator[Action]:
-        yield Send(HUB, Stopped(draws_stop=self._draw, samples=self._samples))
-        yield self._finish(None)
+        if self._staying and self._stop is None:
+            yield from self._send_rest()
+            yield self._stays()
+        else:
+            yield Send(HUB, Stopped(draws_stop=self._draw, samples=self._samples))
+            yield self._finish(None)
+
+    def _stays(self) -> Send:
+        return Send(HUB, Stopped(draws_stop=self._draw, samples=self._samples, stays=True))
 
     def _finish(self, failure: str | None) -> Finish:
         if self._stop is not None:

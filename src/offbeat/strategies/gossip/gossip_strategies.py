@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
@@ -63,6 +63,10 @@ class Gossip(GossipBase, name="gossip"):
     @property
     def is_elastic(self) -> bool:
         return False
+
+    def for_own_steps(self) -> Self:
+        self.check_no_optimizer(self.optimizer)
+        return self
 
     def node(self, context: NodeContext) -> Node:
         return Peer(self, context)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offbeat.core.actions import Action
 from offbeat.core.events import Event, MessageArrived
-from offbeat.core.strategy import Node, NodeContext
+from offbeat.core.strategy import Node, NodeContext, State
 from offbeat.errors import RunFailed
 from offbeat.strategies.evaluations import Evaluations
 from offbeat.strategies.gossip.averaging import Averaging
@@ -68,6 +68,14 @@ class Peer(Stateful, Node):
 
     def replica(self) -> Tensor:
         return self._replica.parameters
+
+    def extra_state(self) -> State:
+        offset = self._replica.acid_offset
+        return {} if offset is None else {"acid_offset": offset.clone()}
+
+    def load_extra_state(self, state: State) -> None:
+        if self._replica.acid_offset is not None and "acid_offset" in state:
+            self._replica.acid_offset.copy_(state["acid_offset"])
 
     def handle(self, event: Event) -> Iterable[Action]:
         if self._phase is Phase.FINISHED:

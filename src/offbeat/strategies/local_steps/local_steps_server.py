@@ -202,6 +202,12 @@ class LocalStepsServer(ServerNode):
         for key in sorted(self._open):
             yield from self._merge_if_ready(at, key)
 
+    def _merge_rest(self, at: float) -> Iterator[Action]:
+        for key in sorted(self._open):
+            if not self._is_stopping:
+                self._exchange = max(self._exchange, key + 1) if self._waits_for_all else self._exchange
+                yield from self._merge_now(at, key)
+
     def _take_unused(self) -> list[Contribution]:
         unused = [part for _, collected in sorted(self._open.items()) for part in collected.contributions]
         self._open = {}
@@ -340,7 +346,7 @@ class LocalStepsServer(ServerNode):
     def _update(self, at: float, index: int, collected: PendingDeltas) -> Iterator[Action]:
         mean = collected.mean()
         if not self._waits_for_all:  # the rest of the step is made when the others send: two halves make one step
-            mean.mul_(min(1.0, len(collected.workers) / len(self._live)))
+            mean.mul_(len(collected.workers) / len(collected.workers | self._live.keys()))
         gradient = mean if isinstance(self._training.content, Gradients) else mean.neg_()
         rate = self._optimizers[index].step(gradient, self._samples)
         self._snapshot = None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from offbeat.core.optimizers import SGD, AdamW, Optimizer
+from offbeat.core.optimizers import SGD, AdamW, LoopOptimizer, Optimizer
 from offbeat.core.random_settings import PARAMETERS_MIN, maybe, random_optimizer
 from offbeat.core.randomness import stream
 from offbeat.core.strategy import Node, NodeContext
@@ -94,6 +94,11 @@ class LocalSteps(ServerStrategy):
     def staleness_bound(self) -> int | None:
         return 0 if self.delay == 0 and self.fragments == 1 and isinstance(self.merge, Everyone) else None
 
+    def for_own_steps(self) -> Self:
+        self.check_no_optimizer(self.optimizer)
+        _check_takes_steps(self, self.content, "content")
+        return dataclasses.replace(self, optimizer=LoopOptimizer())
+
     def node(self, context: NodeContext) -> Node:
         require(
             self.fragments <= context.layout.numel,
@@ -127,6 +132,9 @@ ADAMW_LR_MAX = 1e-2
 @dataclass(frozen=True)
 class LocalStepsStrategy(ServerStrategy):
     """A local-steps algorithm by name."""
+
+    optimizer_field: ClassVar[str] = "optimizer"
+    """The field with the optimizer of the workers."""
 
     batch: int = 64
     """samples per local step"""
@@ -164,6 +172,12 @@ class LocalStepsStrategy(ServerStrategy):
             "initial": [Same(), Shuffled()][int(random.integers(2))],
         }
 
+    def for_own_steps(self) -> Self:
+        self.check_no_optimizer(getattr(self, self.optimizer_field))
+        _check_takes_steps(self, getattr(self, "send", Differences()), "send")
+        changes: dict[str, Any] = {self.optimizer_field: LoopOptimizer()}
+        return dataclasses.replace(self, **changes)
+
     def composed(self, **parts: Any) -> LocalSteps:
         """A composition of these parts, and of the fields that `LocalSteps` has under the same name."""
         return LocalSteps(**{**shared_fields(self, LocalSteps), **parts})
@@ -200,6 +214,7 @@ class DiLoCo(LocalStepsStrategy, name="diloco"):
     summary: ClassVar[str] = "synchronous every k steps: AdamW on workers, Nesterov momentum on their mean difference"
     paper: ClassVar[str] = "Douillard et al., 2023, arXiv:2311.08105 (DiLoCo)"
     figure_style: ClassVar[int | None] = 11
+    optimizer_field: ClassVar[str] = "inner"
 
     every: int = 50
     """steps between two exchanges"""
@@ -245,6 +260,7 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
     summary: ClassVar[str] = "DiLoCo where no worker waits: fragments in turn, a quorum and a grace window at the hub"
     paper: ClassVar[str] = "Decoupled DiLoCo, 2026, arXiv:2604.21428"
     figure_style: ClassVar[int | None] = 14
+    optimizer_field: ClassVar[str] = "inner"
 
     every: int = 48
     """steps in which every fragment is sent once"""
@@ -274,6 +290,16 @@ class DecoupledDiLoCo(LocalStepsStrategy, name="decoupled-diloco"):
 
     def with_default_optimizer(self, optimizer: Optimizer) -> Self:
         return self if self.inner is not None else dataclasses.replace(self, inner=adamw(optimizer))
+
+
+def _check_takes_steps(strategy: ServerStrategy, content: Content, field: str) -> None:
+    """Raise `ConfigurationError` for workers that send gradients, which steps of the loop's own optimizer are not."""
+    name = type(strategy).__name__
+    require(
+        not isinstance(content, Gradients),
+        f"{name} sends gradients, but workers that step an optimizer of the loop have differences of parameters; type "
+        f"offbeat.{name}({field}=offbeat.parts.Differences())",
+    )
 
 
 def adamw(optimizer: Optimizer) -> AdamW:
