@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INTEGRATIONS := $(VENV)/.integrations
 
 .PHONY: demo test test-slow test-integrations faults fuzz check bench results clean
 
@@ -12,6 +13,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(INTEGRATIONS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,integrations]'
 	touch $@
 
 demo: $(INSTALLED)
@@ -25,7 +30,7 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m slow
 
-test-integrations: $(INSTALLED)
+test-integrations: $(INTEGRATIONS)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m integration
 
 faults: $(INSTALLED)
