@@ -38,6 +38,7 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     peer = ob.AsyncDataParallel(model, optimizer, strategy=ob.DiLoCo(every=10))  # offbeat
+    shared = peer.optimizer  # offbeat: before TrainingArguments, which would read the variables of torchrun
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 150)
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
@@ -52,7 +53,7 @@ def main() -> None:
                 disable_tqdm=True,
             ),
             train_dataset=peer.shard(Sums()),
-            optimizers=(peer.optimizer, scheduler),  # offbeat
+            optimizers=(shared, scheduler),
         )
         trainer.train()
     peer.close()
