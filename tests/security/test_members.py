@@ -36,6 +36,7 @@ from offbeat.transports.tls import Credentials
 
 BATCH = 4
 HONEST = Gradient(torch.ones(3), (), BATCH, 1.0, 0, (0, BATCH), 0.1, True)
+LOADER = torch.tensor([1, 2, 3], dtype=torch.uint8)
 EXCHANGE = LocalDelta(torch.ones(3), (), 0, 0, BATCH, ((0, BATCH, 0),), (), 0, 1.0)
 
 
@@ -88,6 +89,11 @@ LIES: dict[str, Message] = {
     "an infinite weight": dataclasses.replace(HONEST, weight=math.inf),
     "a negative time": dataclasses.replace(HONEST, seconds=-1.0),
     "a time that is NaN": dataclasses.replace(HONEST, seconds=math.nan),
+    "two states of a loader": dataclasses.replace(HONEST, loader=(LOADER, LOADER)),
+    "a loader's state that is no bytes": dataclasses.replace(HONEST, loader=(torch.ones(3),)),
+    "a huge state of a loader": dataclasses.replace(HONEST, loader=(torch.zeros(1 << 21, dtype=torch.uint8),)),
+    "a loader in the far future": dataclasses.replace(HONEST, loader=(LOADER,), loader_draw=10**15),
+    "a loader before the beginning": dataclasses.replace(HONEST, loader=(LOADER,), loader_draw=-1),
     "a message of the hub": Parameters(torch.ones(3), (), 1, ob.Samples(4)),
     "a message of another family": EXCHANGE,
     "an end in the far future": Stopped(10**15, 0),
@@ -116,6 +122,25 @@ def test_draws_that_were_sent_before_are_refused() -> None:
     for draws in ((0, 4), (1, 5)):
         with pytest.raises(InvalidMessage, match="which it sent before"):
             list(hub.handle(arrives(dataclasses.replace(HONEST, draws=draws))))
+
+
+def test_the_state_of_a_loader_is_kept_with_an_honest_message_and_handed_out_when_its_worker_joins_again() -> None:
+    hub = hub_of(ob.AsyncFixed(batch=BATCH, optimizer=ob.SGD(lr=0.1)))
+    sent = LOADER.clone()
+    for first in (0, BATCH):
+        draws = (first, first + BATCH)
+        list(hub.handle(arrives(dataclasses.replace(HONEST, draws=draws, loader=(sent,), loader_draw=first + 2))))
+    sent.zero_()  # the memory of a message is used again
+    restored = hub_of(ob.AsyncFixed(batch=BATCH, optimizer=ob.SGD(lr=0.1)))
+    restored.restore(hub.state())
+    actions = list(restored.handle(PeerJoined(2.0, 1, 1)))
+    [welcome] = [action.message for action in actions if isinstance(action, ob.nodes.Send) and action.to == 1]
+    assert isinstance(welcome, Welcome)
+    assert (welcome.draw, welcome.loader_draw) == (8, 6)
+    assert torch.equal(welcome.loader[0], LOADER)
+    [other] = [action.message for action in restored.handle(PeerJoined(2.0, 2, 1)) if isinstance(action, ob.nodes.Send)]
+    assert isinstance(other, Welcome)
+    assert other.loader == ()
 
 
 EXCHANGE_LIES: dict[str, Message] = {

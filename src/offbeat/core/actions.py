@@ -9,6 +9,7 @@ import msgspec
 from torch import Tensor
 
 from offbeat.core.configuration import Family
+from offbeat.core.loader_states import LoaderState
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.validation import require_positive
 from offbeat.errors import ConfigurationError
@@ -65,7 +66,8 @@ class Compute:
     """Compute the gradient at `parameters` over the data of this rank, from position `draw` on.
 
     The engine copies the values when it accepts the action, and a budget of seconds starts then. At most one `Compute`
-    is outstanding; it always ends in `GradientReady` (or `StepReady`).
+    is outstanding; it always ends in `GradientReady` (or `StepReady`). `loader` is a state of the data loader at or
+    before `draw`; None where none is known.
     """
 
     parameters: Tensor
@@ -74,6 +76,7 @@ class Compute:
     draw: int
     budget: Budget
     microbatch: int
+    loader: LoaderState | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from offbeat.core.loader_states import LoaderState
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.wire_size import MessageSize
 
@@ -35,6 +36,7 @@ class GradientReady:
     half-open range of data positions. `seconds` is the duration of the round, of which `induced_seconds` are what
     injected delay and slow-down factors have added. If `finite` is false, `gradient` must not be used. `weight` is the
     sum of the weights of the samples, None where each has the weight 1; the mean gradient is `gradient / divisor`.
+    `loader` is a state of the data loader at or before the end of `draws`; None if it has none.
     """
 
     at: float
@@ -48,6 +50,7 @@ class GradientReady:
     induced_seconds: float
     finite: bool
     weight: float | None = None
+    loader: LoaderState | None = None
 
     @property
     def divisor(self) -> float:

@@ -13,11 +13,12 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from offbeat.core.loader_states import LoaderState
 from offbeat.errors import ContractViolation
 
 Buffers = tuple[Tensor, ...]
@@ -91,6 +92,23 @@ def payload_fields(kind: type[Message]) -> list[tuple[str, bool]]:
         fields = [(item.name, hints[item.name]) for item in dataclasses.fields(kind) if item.init]
         _PAYLOADS[kind] = [(name, hint is Tensor) for name, hint in fields if hint in (Tensor, Buffers)]
     return _PAYLOADS[kind]
+
+
+@dataclass(frozen=True)
+class LoaderMessage(Message):
+    """Base class of messages that carry a state of the worker's data loader, and its position; or none."""
+
+    loader: Buffers = field(default=(), kw_only=True)
+    loader_draw: int = field(default=0, kw_only=True)
+
+    @property
+    def loader_state(self) -> LoaderState | None:
+        return LoaderState(self.loader_draw, self.loader[0]) if self.loader else None
+
+
+def loader_fields(state: LoaderState | None) -> dict[str, Any]:
+    """The fields of a `LoaderMessage` that carry a state."""
+    return {} if state is None else {"loader": (state.encoded,), "loader_draw": state.draw}
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,11 @@ class Strategy(Family, ABC):
         return False
 
     @property
+    def keeps_loaders(self) -> bool:
+        """Whether nodes keep the states of data loaders, so that a worker that starts again repeats lost samples."""
+        return False
+
+    @property
     def staleness_bound(self) -> int | None:
         """Upper bound of the staleness of applied gradients; None: no bound."""
         return None

@@ -106,7 +106,6 @@ class NodeRunner:
         self._violations: Counter[int] = Counter()
         self._distrusted: dict[int, int] = {}
         """Ranks whose links are closed because of what they sent, and the incarnations of these links."""
-        """Rank and kind of the unexpected messages that have been reported."""
         evaluator = None
         if options.measure is not None:
             evaluator = options.make_evaluator(options.measure, self.deliver, self.fail, self.clock.now)
@@ -153,7 +152,7 @@ class NodeRunner:
         buffers: Buffers,
         finite: bool,
         ready: ResultEvent = GradientReady,
-        **more: float | None,
+        **more: Any,
     ) -> None:
         """End the outstanding round.
 
@@ -201,6 +200,11 @@ class NodeRunner:
         """Let the node handle an event that neither a message nor a timer has caused, such as `Evaluated`."""
         with self._monitor:
             self._run_guarded(lambda: self._handle(event))
+
+    def notice(self, text: str) -> None:
+        """Record a message for the user."""
+        with self._monitor:
+            self._run_guarded(lambda: self._records.write(Notice(at=self.clock.now(), rank=self.rank, text=text)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the node has finished or failed, at most `timeout` seconds; returns whether it has."""

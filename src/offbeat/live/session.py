@@ -32,12 +32,13 @@ from offbeat.engine.experiment import Experiment, parse_until
 from offbeat.engine.gradient_accumulator import GradientAccumulator
 from offbeat.errors import ConfigurationError
 from offbeat.failpoints import failpoint
-from offbeat.live.batch_sources import batch_source_for
+from offbeat.live.batch_sources import BatchSource, indexed_source
 from offbeat.live.evaluation import Evaluation
 from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
 from offbeat.live.session_options import RECORDS_MAX_BYTES, LiveOptions
+from offbeat.live.stateful_source import loader_source
 
 
 def join(
@@ -121,30 +122,33 @@ class Session(SessionBase):
         self._start()
         return self
 
-    def batches(self, data: Any, *, split: Split = Shared()) -> Iterator[Any]:  # noqa: B008  (frozen)
+    def batches(
+        self,
+        data: Any,
+        *,
+        split: Split = Shared(),  # noqa: B008  (frozen)
+        exactly_once: bool | None = None,
+    ) -> Iterator[Any]:
         """Yield micro-batches of the size that the strategy asks for, until the end of training.
 
         On a rank that does not compute, yields nothing and returns at the end of training.
 
         data: a pair of tensors, a dataset, a DataLoader, or another iterable of batches. Indexable data is drawn in an
-            order that depends on seed and rank alone, so that a restarted worker repeats lost samples; samples of an
-            iterable are counted, but cannot be repeated.
+            order that depends on seed and rank alone, so that a restarted worker repeats lost samples. So does one with
+            a loader that has `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader; samples of
+            other iterables are counted, but cannot be repeated.
         split: how the examples are divided among the workers; every worker draws from all of them by default.
+        exactly_once: True: raise `ConfigurationError` if lost samples cannot be repeated; False: count the samples of a
+            loader alone, without saving its state; None: repeat them if that is possible.
         """
         require(self._entered, "the session has not begun; type: with offbeat.join(model, strategy) as run:")
         if not self.computes:
             self._runner.wait()
             return
-        source = batch_source_for(
-            data,
-            split,
-            worker=self._ranks.workers[self.rank],
-            workers=max(len(self._ranks.workers), self._ranks.workers[self.rank] + 1),
-            rank=self.rank,
-            seed=self._ranks.experiment.seed,
-        )
+        source = self._source(data, split, exactly_once)
         while (current := self._runner.next_round()) is not None:
             self._begin_round(current)
+            source.begin_round(current.action.draw, current.action.loader)
             while next_microbatch_size := current.next_microbatch_size():
                 current.inject_hang()
                 batch_and_size = source.take(current.action.draw + current.samples, next_microbatch_size)
@@ -161,11 +165,26 @@ class Session(SessionBase):
                 current.samples += samples
                 current.inject_slowdown(time.monotonic() - began)
             result = self._accumulator.end(self._pool.copy)  # the copy returns to the pool when the message has left
+            loader = source.end_round()
             if self._weight is None:
-                self._complete_round(*result)
+                self._complete_round(*result, loader=loader)
             else:
                 mean = result.loss / self._weight
-                self._complete_round(*result._replace(loss=mean * current.samples), weight=self._weight)
+                self._complete_round(*result._replace(loss=mean * current.samples), weight=self._weight, loader=loader)
+
+    def _source(self, data: Any, split: Split, exactly_once: bool | None) -> BatchSource:
+        require(
+            exactly_once in (None, False, True),
+            f"exactly_once must be True, False or None, but is {exactly_once!r}",
+        )
+        worker = self._ranks.workers[self.rank]
+        workers = max(len(self._ranks.workers), worker + 1)
+        indexed = indexed_source(
+            data, split, worker=worker, workers=workers, rank=self.rank, seed=self._ranks.experiment.seed
+        )
+        if indexed is not None:
+            return indexed
+        return loader_source(data, split, exactly_once=exactly_once, strategy=self.strategy, notice=self._runner.notice)
 
     def _begin_round(self, current: LiveRound) -> None:
         self._round, self._weight = current, None

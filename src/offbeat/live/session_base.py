@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -111,9 +111,7 @@ class SessionBase(ABC):
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._ranks.start()
 
-    def _complete_round(
-        self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, **more: float | None
-    ) -> None:
+    def _complete_round(self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, **more: Any) -> None:
         """End the current round, and let the node handle its result.
 
         result: the sum of gradients over the samples, or the step.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import math
 import os
 import struct
@@ -65,19 +66,14 @@ def save(path: Path, state: Any, replacing: Callable[[], None] = lambda: None) -
 
     Raises `ContractViolation` for any other type in `state`, and `RunFailed` if the file cannot be written.
     """
-    tensors: list[Tensor] = []
-    try:
-        tree = msgspec.msgpack.encode(_pack(state, "state", tensors))
-    except UnicodeEncodeError as error:
-        raise ContractViolation(f"a text in the state cannot be written as UTF-8: {error}") from None
-    head = HEAD.pack(MAGIC, VERSION, len(tree), sum(tensor.nbytes for tensor in tensors))
+    parts = _parts(state)
     partial = path.with_name(path.name + PARTIAL)
     try:
         with _SAVING:
             try:
                 with partial.open("wb", buffering=0) as file:
                     failpoint("checkpoint.write")
-                    _write_all(file, [memoryview(head), memoryview(tree), *map(_raw, tensors)])
+                    _write_all(file, parts)
                 failpoint("checkpoint.replace")
                 replacing()
                 os.replace(partial, path)
@@ -91,6 +87,26 @@ def save(path: Path, state: Any, replacing: Callable[[], None] = lambda: None) -
             f"cannot write the checkpoint {path} ({error.strerror or error}); "
             "make room there, or name another place with --out"
         ) from None
+
+
+def dumps(state: Any) -> bytes:
+    """What `save` writes, as bytes; raises `ContractViolation` for other types."""
+    parts = _parts(state)
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return b"".join([*parts, digest.digest()])
+
+
+def _parts(state: Any) -> list[memoryview]:
+    """The parts of a file but for the digest: header, tree, and the memory of each tensor."""
+    tensors: list[Tensor] = []
+    try:
+        tree = msgspec.msgpack.encode(_pack(state, "state", tensors))
+    except UnicodeEncodeError as error:
+        raise ContractViolation(f"a text in the state cannot be written as UTF-8: {error}") from None
+    head = HEAD.pack(MAGIC, VERSION, len(tree), sum(tensor.nbytes for tensor in tensors))
+    return [memoryview(head), memoryview(tree), *map(_raw, tensors)]
 
 
 def _pack(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
@@ -181,7 +197,7 @@ def load(path: Path) -> Any:
     """Read what `save` has written, each tensor in its own memory; raises `ConfigurationError`."""
     try:
         with path.open("rb") as file:
-            return _read(file, path)
+            return _read(file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
         raise ConfigurationError(
             f"the checkpoint {path} cannot be read ({error.strerror or error}); "
@@ -193,8 +209,15 @@ def load(path: Path) -> Any:
         ) from None
 
 
-def _read(file: BinaryIO, path: Path) -> Any:
-    size = os.fstat(file.fileno()).st_size
+def loads(data: bytes, name: str) -> Any:
+    """Read what `dumps` has written; raises `ConfigurationError`, which calls the data `name`."""
+    try:
+        return _read(io.BytesIO(data), len(data), name)
+    except (_CorruptFile, RecursionError):
+        raise ConfigurationError(f"{name} is cut off or corrupt; start anew without --resume") from None
+
+
+def _read(file: BinaryIO, size: int, path: Path | str) -> Any:
     head = file.read(HEAD.size)
     if head[: len(MAGIC)] != MAGIC:
         raise ConfigurationError(f"{path} is not a checkpoint of offbeat; name one that a run has made")

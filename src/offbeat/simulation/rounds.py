@@ -108,14 +108,8 @@ class Rounds:
         """Copy the parameters, unless they have been sent: those are immutable by contract."""
         if action.parameters in self._sent or action.parameters is self._initial:
             return action
-        return Compute(
-            action.parameters.clone(),
-            tuple(buffer.clone() for buffer in action.buffers),
-            action.version,
-            action.draw,
-            action.budget,
-            action.microbatch,
-        )
+        copied = tuple(buffer.clone() for buffer in action.buffers)
+        return dataclasses.replace(action, parameters=action.parameters.clone(), buffers=copied)
 
     def _schedule_end(self, process: Process, computation: Computation) -> None:
         process.emit(computation.ends, functools.partial(self._end_of_round, process, computation))

@@ -164,7 +164,7 @@ class LocalStepsWorker(WorkerNode):
         self._unsent, self._nonfinite = [], []
         self._nonfinite_in_a_row = self._diverged_in_a_row = 0
         self._set_progress(begin)
-        yield from self._set_position(begin.draw, begin.done)
+        yield from self._set_position(begin.draw, begin.done, begin)
         yield from self._compute()
 
     def _set_progress(self, message: Begin | GlobalUpdate) -> None:
@@ -230,7 +230,7 @@ class LocalStepsWorker(WorkerNode):
         budget = self._next_budget(Samples(self._training.batch))
         self._buffers.begin_round()
         buffers, microbatch = self._buffers.current, self._training.microbatch
-        yield Compute(self._parameters, buffers, self._version, self._draw, budget, microbatch)
+        yield Compute(self._parameters, buffers, self._version, self._draw, budget, microbatch, self._loader)
 
     def _waits(self) -> bool:
         """Whether an update is due at this step that has not arrived."""
@@ -315,6 +315,7 @@ class LocalStepsWorker(WorkerNode):
             nonfinite=tuple(self._nonfinite),
             nonfinite_in_a_row=in_a_row,
             score=self._score if self._scored_steps and not in_a_row else float("inf"),
+            **self._take_loader(),
         )
         self._nonfinite = []
         self._exchange += 1

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from offbeat.core.configuration import Family
-from offbeat.core.messages import Buffers, Message
+from offbeat.core.messages import Buffers, LoaderMessage, Message
 from offbeat.core.optimizers import Optimizer
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext
@@ -36,7 +36,7 @@ DrawRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Begin(Message):
+class Begin(LoaderMessage):
     """Begin with these parameters, or with your own where they are empty.
 
     Continue at `draw`, but skip `done`, which has already arrived. The next exchange has the number `exchange`.
@@ -57,7 +57,7 @@ class Begin(Message):
 
 
 @dataclass(frozen=True)
-class LocalDelta(Message):
+class LocalDelta(LoaderMessage):
     """What was learned from `samples` samples since the fragment was last sent; `change` is empty if there were none.
 
     `complete` are the draws all of whose fragments have been sent with this message, `nonfinite` those whose gradients

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from offbeat.core.actions import Action, Cancel, ClearTimer, Compute, Finish, Samples
 from offbeat.core.events import Evaluated, Event, GradientReady, Leave, MessageArrived, Started, StepReady, TimerFired
+from offbeat.core.loader_states import LoaderState
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Buffers
 from offbeat.core.optimizers import AMSGrad, Optimizer, Stepper
@@ -79,6 +80,10 @@ class Serial(Strategy, name="serial"):
     @property
     def is_elastic(self) -> bool:
         return False
+
+    @property
+    def keeps_loaders(self) -> bool:
+        return True
 
     @property
     def staleness_bound(self) -> int | None:
@@ -147,6 +152,8 @@ class SerialNode(TrainingNode):
     _delay: int = 0
     """Updates between the newest iterate and the one that the step under way is computed at."""
     _draw: int = 0
+    _loader: LoaderState | None = None
+    """The newest state of the data loader, at or before `_draw`."""
     _computing: bool = False
     _nonfinite_in_a_row: int = 0
     _stopping: bool = False
@@ -208,7 +215,7 @@ class SerialNode(TrainingNode):
         self._computing = True
         iterate, version = self._iterates[-1 - self._delay], self._version - self._delay
         budget = Samples(self._config.batch)
-        yield Compute(iterate, self._buffers, version, self._draw, budget, self._config.microbatch)
+        yield Compute(iterate, self._buffers, version, self._draw, budget, self._config.microbatch, self._loader)
 
     def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
         self._computing = False
@@ -217,6 +224,8 @@ class SerialNode(TrainingNode):
             yield from self._finish_if_done(event.at)
             return
         self._draw = event.draws[1]
+        if isinstance(event, GradientReady) and event.loader is not None:
+            self._loader = event.loader
         if event.finite and event.samples:
             self._nonfinite_in_a_row = 0
             yield from self._update(event)

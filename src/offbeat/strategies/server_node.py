@@ -29,6 +29,7 @@ from offbeat.core.sample_ledger import Range, SampleLedger
 from offbeat.core.strategy import NodeContext, Strategy
 from offbeat.records.schema import Contribution, Membership, Notice, Reason
 from offbeat.strategies.hang_detection import LOST_FACTOR, HangDetector, Probe, ProbeAnswer
+from offbeat.strategies.loader_keeping import LoaderKeeper
 from offbeat.strategies.member_checks import SAMPLES_PER_SECOND_MAX, MemberCheck
 from offbeat.strategies.training_node import TrainingNode, dropped
 
@@ -56,6 +57,10 @@ class ServerStrategy(Strategy):
     def peers(self, rank: int, processes: int) -> Iterable[int]:
         return range(1, processes) if rank == HUB else (HUB,)
 
+    @property
+    def keeps_loaders(self) -> bool:
+        return True
+
 
 def shared_fields(config: Strategy, kind: Any) -> dict[str, Any]:
     """The fields of `config` that the dataclass `kind` has under the same name."""
@@ -73,6 +78,7 @@ class ServerNode(TrainingNode):
     """rank → incarnation, of connected workers"""
     _ledgers: dict[int, SampleLedger]
     """rank → draws that are accounted for"""
+    _loaders: LoaderKeeper
     _left: set[int]
     """Workers that have sent Stopped on their own, and have not joined again."""
     _staying: dict[int, int]
@@ -94,6 +100,7 @@ class ServerNode(TrainingNode):
         self._hangs, self._hung = hangs, {}
         self._expected = [rank for rank in context.members if rank != HUB]
         self._live, self._ledgers, self._left = {}, {}, set()
+        self._loaders = LoaderKeeper()
         self._staying, self._ending = {}, {}
 
     @property
@@ -152,7 +159,7 @@ class ServerNode(TrainingNode):
             case MessageArrived(source=rank, message=ProbeAnswer()) if rank in self._hung:
                 return self._returned(event.at, rank)
             case MessageArrived():
-                actions = self._message_arrived(event)  # raises if the message is invalid
+                actions = self._checked(event)  # raises if the message is invalid
                 answered = self._note_answer(event.at, event.source)
                 return itertools.chain(answered, actions, self._stay_if_complete(event.at, event.source))
             case TimerFired(name="until") | Leave():
@@ -239,10 +246,12 @@ class ServerNode(TrainingNode):
         for rank in sorted(self._live):
             yield Send(rank, self._welcome(rank))
 
-    def _position(self, rank: int) -> tuple[int, tuple[Range, ...]]:
-        """The draw at which a worker continues, and the later ranges that have already arrived."""
+    def _position(self, rank: int) -> dict[str, Any]:
+        """Fields of a welcome: the draw at which a worker continues, later ranges that have arrived, and its loader."""
         ledger = self._ledgers[rank]
-        return ledger.first_missing, tuple(draws for draws in ledger.ranges if draws[0] > ledger.first_missing)
+        draw = ledger.first_missing
+        done = tuple(draws for draws in ledger.ranges if draws[0] > draw)
+        return {"draw": draw, "done": done, **self._loaders.fields(rank, draw)}
 
     def _lost(self, event: PeerLost) -> Iterator[Action]:
         rank = event.peer
@@ -378,6 +387,14 @@ class ServerNode(TrainingNode):
         if self._is_stopping:
             ranges = [draws for draws in ranges if draws[0] not in ledger]
         check.draws(ranges, ledger, self._stop_max(event.at, event.source))
+
+    def _checked(self, event: MessageArrived) -> Iterable[Action]:
+        """Handle a message of a worker; its loader's state is kept only if the message is valid."""
+        if event.source in self._ledgers:
+            self._loaders.check(event, HUB, self._stop_max(event.at, event.source))
+        actions = self._message_arrived(event)
+        self._loaders.keep(event)
+        return actions
 
     def _check_stopped(self, event: MessageArrived, message: Stopped) -> None:
         check = MemberCheck(event, HUB)

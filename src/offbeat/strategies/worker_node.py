@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +25,8 @@ from offbeat.core.events import (
     StepReady,
     TimerFired,
 )
-from offbeat.core.messages import Buffers, Stop, Stopped
+from offbeat.core.loader_states import LoaderState
+from offbeat.core.messages import Buffers, LoaderMessage, Stop, Stopped, loader_fields
 from offbeat.core.sample_ledger import Range, SampleLedger
 from offbeat.core.strategy import Node, NodeContext
 from offbeat.strategies.hang_detection import Probe, ProbeAnswer
@@ -44,6 +46,10 @@ class WorkerNode(Stateful, Node):
     _draw: int = 0
     _done: SampleLedger
     """Draws that the hub had received when it sent its welcome."""
+    _loader: LoaderState | None = None
+    """A state of the data loader that the hub has sent, at or before the position that it has sent."""
+    _loader_unsent: LoaderState | None = None
+    """The newest state of the data loader, if no message contains it."""
     _computing: bool = False
     _discard: bool = False
     """Whether the result of the round under way is discarded."""
@@ -117,9 +123,10 @@ class WorkerNode(Stateful, Node):
     def _ending(self) -> bool:
         return self._stop is not None or self._leaving
 
-    def _set_position(self, draw: int, done: tuple[Range, ...]) -> Iterator[Action]:
+    def _set_position(self, draw: int, done: tuple[Range, ...], message: LoaderMessage) -> Iterator[Action]:
         """Continue at the position that the hub has sent; the result of a round under way is discarded."""
         self._draw, self._done = draw, SampleLedger(done)
+        self._loader, self._loader_unsent = message.loader_state, None
         yield from self._abandon()
         if self._staying and not self._computing:
             yield self._stays()  # said before, to a hub that has lost the link since
@@ -128,6 +135,11 @@ class WorkerNode(Stateful, Node):
         """Move to the next draw that the hub does not have, and limit the budget to the gap that begins there."""
         self._draw, room = self._done.room_from(self._draw)
         return _within(budget, room)
+
+    def _take_loader(self) -> dict[str, Any]:
+        """The fields of the next message to the hub with the newest state of the data loader."""
+        state, self._loader_unsent = self._loader_unsent, None
+        return loader_fields(state)
 
     def _abandon(self) -> Iterator[Action]:
         if self._computing and not self._discard:
@@ -148,6 +160,8 @@ class WorkerNode(Stateful, Node):
             yield from self._compute()
         else:
             self._draw = event.draws[1]
+            if isinstance(event, GradientReady) and event.loader is not None:
+                self._loader_unsent = event.loader
             yield from self._computed(event)
 
     def _probe(self) -> Iterator[Action]:

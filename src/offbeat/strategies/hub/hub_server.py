@@ -102,7 +102,7 @@ class HubServer(ServerNode):
 
     def _welcome(self, rank: int) -> Message:
         budget = self._sizing.budget(rank, self._live)
-        return Welcome(*self._result(), self._version, budget, *self._position(rank))
+        return Welcome(*self._result(), self._version, budget, **self._position(rank))
 
     def _worker_lost(self, rank: int) -> None:
         self._idle.discard(rank)

@@ -19,7 +19,7 @@ from torch import Tensor
 from offbeat.core.actions import Action, Budget, Compute, Report, Seconds, Send
 from offbeat.core.buffer_merge import BufferMerge
 from offbeat.core.events import GradientReady, MessageArrived, StepReady
-from offbeat.core.messages import Buffers, Message
+from offbeat.core.messages import Buffers, LoaderMessage, Message
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext
 from offbeat.errors import ConfigurationError
@@ -43,7 +43,7 @@ class Parameters(Message):
 
 
 @dataclass(frozen=True)
-class Welcome(Message):
+class Welcome(LoaderMessage):
     """As `Parameters`, and the data position: continue at `draw`, but skip `done`, which has already arrived."""
 
     parameters: Tensor
@@ -55,7 +55,7 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class Gradient(Message):
+class Gradient(LoaderMessage):
     """`gradient` is the sum over `samples` samples; it is empty where it was not finite.
 
     `weight` is the sum of the weights of the samples; None: each has the weight 1.
@@ -108,7 +108,7 @@ class HubWorker(WorkerNode):
             return  # overtaken by a later one
         self._latest = Parameters(welcome.parameters, welcome.buffers, welcome.version, welcome.budget)
         self._has_new = True
-        yield from self._set_position(welcome.draw, welcome.done)
+        yield from self._set_position(welcome.draw, welcome.done, welcome)
         yield from self._compute()
 
     def _parameters(self, message: Parameters) -> Iterable[Action]:
@@ -127,8 +127,9 @@ class HubWorker(WorkerNode):
         self._computing, self._has_new = True, False
         latest = self._latest
         self._buffers_before = latest.buffers
-        budget = self._next_budget(latest.budget)
-        yield Compute(latest.parameters, latest.buffers, latest.version, self._draw, budget, self._config.microbatch)
+        budget, microbatch = self._next_budget(latest.budget), self._config.microbatch
+        at = latest.parameters, latest.buffers, latest.version
+        yield Compute(*at, self._draw, budget, microbatch, self._loader)
 
     def _computed(self, event: GradientReady | StepReady) -> Iterator[Action]:
         if isinstance(event, StepReady):
@@ -151,6 +152,7 @@ class HubWorker(WorkerNode):
             seconds=event.seconds,
             finite=event.finite,
             weight=event.weight,
+            **self._take_loader(),
         )
 
     def _cap_notice(self, event: GradientReady) -> Iterator[Action]:

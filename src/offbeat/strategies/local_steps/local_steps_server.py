@@ -184,7 +184,7 @@ class LocalStepsServer(ServerNode):
         self._next[rank] = self._exchange
         self._included[rank] = {}
         progress = self._exchange, self._samples, len(self._live)
-        return Begin(*self._result(), self._version, *progress, *self._position(rank))
+        return Begin(*self._result(), self._version, *progress, **self._position(rank))
 
     def _set_timers(self, at: float) -> Iterable[Action]:
         """Adjust a restored state: timers are gone, and incarnations are counted from 0."""

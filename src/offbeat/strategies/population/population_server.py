@@ -117,7 +117,7 @@ class PopulationServer(ServerNode):
         parameters = self._initial.new_empty(0) if report is None else report.parameters
         buffers = () if report is None else report.buffers
         progress = self._samples, len(self._live)
-        return Begin(parameters, buffers, self._version, 0, *progress, *self._position(rank))
+        return Begin(parameters, buffers, self._version, 0, *progress, **self._position(rank))
 
     def _set_timers(self, at: float) -> Iterable[Action]:
         """Discard evaluations under way: a process that continues from a checkpoint does not receive their results."""
