@@ -108,6 +108,12 @@ def quoted(value: object) -> str:
     return text if len(text) <= QUOTED_MAX else f"{text[:QUOTED_MAX]}…"
 
 
+def shortened(error: Exception) -> str:
+    """The sentence of an error, which may quote what was read: on one line, and without its middle where it is long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 2 * QUOTED_MAX else f"{text[:QUOTED_MAX]}…{text[-QUOTED_MAX:]}"
+
+
 def closest(given: str, known: Iterable[str]) -> str | None:
     """The known name that is most like the given one; None if none is."""
     return next(iter(difflib.get_close_matches(given, sorted(known), n=1, cutoff=0.55)), None)

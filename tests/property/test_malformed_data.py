@@ -250,6 +250,7 @@ BEFORE_DATA = 33
     st.lists(st.tuples(st.sampled_from(CHUNKS), CHUNK_BYTES), min_size=1, max_size=3),
     st.sampled_from([BEFORE_DATA, -12]),
     count=40,
+    examples=[([(b"iCCP", b"")], -12)],
 )
 def test_a_picture_with_chunks_that_do_not_belong_there_is_decoded_or_refused(
     chunks: list[tuple[bytes, bytes]], at: int

@@ -186,7 +186,18 @@ def test_the_damaged_header_of_a_run_is_read_or_refused(edits: list[Edit]) -> No
 LINE_NUMBERS = st.integers(0, len(LINES) - 1)
 
 
-@malformed("records", LINE_NUMBERS, EDITS, st.booleans(), count=60, examples=[(0, NESTED, False), (0, NESTED, True)])
+LONG_WORD = [("set", 11, 1, b"[" * DEEP)]
+"""What the type of a record is then, which an error quotes."""
+
+
+@malformed(
+    "records",
+    LINE_NUMBERS,
+    EDITS,
+    st.booleans(),
+    count=60,
+    examples=[(0, NESTED, False), (0, NESTED, True), (0, LONG_WORD, False)],
+)
 def test_a_damaged_line_of_records_is_named_or_read_and_never_hides_another(
     number: int, edits: list[Edit], is_live: bool
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offbeat.core.run_identity import RunIdentity
 from offbeat.core.strategy import Node
-from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError, RunFailed
+from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError, RunFailed, shortened
 from offbeat.live.node_runner import NodeRunner
 from offbeat.live.state_file import PARTIAL, load, save
 from offbeat.records.files import RankWriter
@@ -80,7 +80,9 @@ class Checkpoint:
                 raise msgspec.ValidationError(f"Expected `object`, got `{type(state).__name__}`")
             return msgspec.convert(state, cls)
         except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{path} does not hold a run of this version of offbeat: {error}") from None
+            raise ConfigurationError(
+                f"{path} does not hold a run of this version of offbeat: {shortened(error)}"
+            ) from None
 
     def check_fits(self, identity: RunIdentity) -> None:
         """Raise `ConfigurationError` if the checkpoint was written with another model or strategy."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from offbeat.core.actions import Record
-from offbeat.errors import InvalidMessage
+from offbeat.errors import InvalidMessage, shortened
 from offbeat.live.live_outbox import LiveOutbox
 from offbeat.records.aggregation import BoundedWriter
 from offbeat.records.files import RankWriter, Writer
@@ -126,7 +126,7 @@ class RecordSink:
         try:
             records = [] if what else [RECORD_DECODER.decode(line) for line in received.lines]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            what = f" with a line that is not a record ({error})"
+            what = f" with a line that is not a record ({shortened(error)})"
         if what is None and any(getattr(record, "rank", source) != source for record in records):
             what = " with records of another rank"
         if what is not None:

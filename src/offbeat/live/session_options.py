@@ -15,7 +15,7 @@ from offbeat.core.configuration import Configuration
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 from offbeat.engine.experiment import Experiment
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, shortened, unknown
 from offbeat.launch.rank_info import TRANSPORTS
 from offbeat.records.files import LIVE
 from offbeat.records.schema import RunHeader
@@ -122,5 +122,5 @@ def read_live_options(directory: Path) -> LiveOptions:
         return msgspec.json.decode((directory / LIVE).read_bytes(), type=LiveOptions)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigurationError(
-            f"{directory / LIVE} cannot be read ({error}); name the directory of a live run"
+            f"{directory / LIVE} cannot be read ({shortened(error)}); name the directory of a live run"
         ) from None

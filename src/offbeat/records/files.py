@@ -18,7 +18,7 @@ from typing import Protocol, Self
 import msgspec
 
 from offbeat.core.actions import Record
-from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.errors import ConfigurationError, RunFailed, shortened
 from offbeat.records.schema import FORMAT, RECORD_DECODER, AnyRecord, RunHeader, RunRecords
 
 HEADER = "run.json"
@@ -250,7 +250,7 @@ def read_header(directory: Path) -> RunHeader:
     try:
         header = msgspec.json.decode(raw, type=RunHeader)
     except UNREADABLE as error:
-        raise ConfigurationError(f"{directory / HEADER} cannot be read: {error}") from None
+        raise ConfigurationError(f"{directory / HEADER} cannot be read: {shortened(error)}") from None
     if header.format != FORMAT:
         raise ConfigurationError(
             f"{directory} was written in format {header.format}, and this version of offbeat reads format {FORMAT}"
@@ -287,7 +287,7 @@ def _read(path: Path) -> Iterator[AnyRecord]:
         except UNREADABLE as error:
             if number == len(lines):
                 return
-            raise ConfigurationError(f"{path}, line {number}, cannot be read: {error}") from None
+            raise ConfigurationError(f"{path}, line {number}, cannot be read: {shortened(error)}") from None
 
 
 def _not_a_run(directory: Path, error: OSError) -> ConfigurationError:

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from offbeat.core.workload import Target
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, shortened
 from offbeat.records.exchanges import summarize_exchanges
 from offbeat.records.schema import (
     Dropped,
@@ -160,7 +160,7 @@ def target_of(header: RunHeader) -> Target | None:
         return msgspec.convert(header.target, Target)
     except msgspec.ValidationError as error:
         raise ConfigurationError(
-            f"the target of the run {header.label!r} cannot be read ({error}); "
+            f"the target of the run {header.label!r} cannot be read ({shortened(error)}); "
             'expected {"metric": "accuracy" or "loss", "value": a number}'
         ) from None
 

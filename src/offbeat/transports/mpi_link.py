@@ -23,7 +23,7 @@ from offbeat.core.events import LossReason, PeerJoined, PeerLost
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.core.run_identity import RunIdentity
-from offbeat.errors import RunFailed
+from offbeat.errors import RunFailed, shortened
 from offbeat.transports import wire
 from offbeat.transports.link import (
     CLOSED,
@@ -72,7 +72,7 @@ def decode_control(raw: Tensor) -> ControlMessage:
     try:
         return _CONTROL.decode(raw.numpy().tobytes())
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise wire.WireError(f"a control message of the peer cannot be decoded: {error}") from None
+        raise wire.WireError(f"a control message of the peer cannot be decoded: {shortened(error)}") from None
 
 
 def mismatch(rank: int, own: LinkHello, peer: int, theirs: LinkHello) -> str | None:

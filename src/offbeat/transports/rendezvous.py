@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from offbeat.core.run_identity import RunIdentity
-from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
+from offbeat.errors import ConfigurationError, OffbeatError, RunFailed, shortened
 from offbeat.transports.address import Address
 from offbeat.transports.authentication import NEEDS_TLS, NO_BINDING, WRONG_TOKEN, NotAuthenticated, client_steps
 from offbeat.transports.byte_stream import ByteStream, PlainStream, TlsStream
@@ -180,7 +180,9 @@ class ControlConnection:
         except ConnectionLost as error:
             raise Unreachable(str(error)) from None
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise Unreachable(f"{kind.__name__} was expected, but something else was received: {error}") from None
+            raise Unreachable(
+                f"{kind.__name__} was expected, but something else was received: {shortened(error)}"
+            ) from None
         if isinstance(message, Rejection):
             raise Rejected(message.why, message.final)
         assert isinstance(message, kind)

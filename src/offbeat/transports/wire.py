@@ -48,7 +48,7 @@ from offbeat.core.wire_size import (
     mentions_configuration,
     shape_on_wire,
 )
-from offbeat.errors import ContractViolation, OffbeatError
+from offbeat.errors import ContractViolation, OffbeatError, shortened
 
 WIRE_VERSION = 3
 META_BYTES_MAX = 1 << 20
@@ -252,7 +252,7 @@ def read_slot(head: Head) -> Slot:
     try:
         return _SLOT.decode(head.meta or b"")
     except (msgspec.MsgspecError, ValueError) as error:
-        raise WireError(f"the offer of a slot cannot be decoded: {error}") from None
+        raise WireError(f"the offer of a slot cannot be decoded: {shortened(error)}") from None
 
 
 _Announced = tuple[torch.dtype, int | tuple[int, ...], int]
@@ -313,7 +313,7 @@ def read_meta(head: Head, meta: bytes) -> Announcement:
     try:
         read = _META.decode(meta)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
-        raise WireError(f"the header of a message cannot be decoded: {error}") from None
+        raise WireError(f"the header of a message cannot be decoded: {shortened(error)}") from None
     plan = _plan_of_peer(read.kind)
     tensors: list[_Announced] = []
     total = 0

@@ -317,7 +317,15 @@ def _png_pixels(stream: Any, width: int, height: int, name: str) -> NDArray[np.u
                     f"{name} is a picture of {opened.size[0]} × {opened.size[1]}, but expected is {width} × {height}"
                 )
             return np.asarray(opened.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
+    except (
+        OSError,
+        EOFError,
+        SyntaxError,
+        ValueError,
+        LookupError,
+        struct.error,
+        image.DecompressionBombError,
+    ) as error:
         raise ConfigurationError(f"{name} is no PNG, or a damaged one ({error}); get it again") from None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.errors import ConfigurationError, RunFailed, shortened
 from offbeat.lab.network_test import plan
 from offbeat.lab.network_test.plan import NetworkTest, Step, pairs_of
 from offbeat.lab.network_test.protocol import ELEMENT_BYTES, Flow
@@ -182,4 +182,4 @@ def read_result(path: Path) -> NetworkResult:
     try:
         return msgspec.json.decode(path.read_bytes(), type=NetworkResult)
     except (OSError, msgspec.MsgspecError) as error:
-        raise RunFailed(f"{path} holds no result of a network test ({error})") from None
+        raise RunFailed(f"{path} holds no result of a network test ({shortened(error)})") from None

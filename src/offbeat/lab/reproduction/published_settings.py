@@ -11,7 +11,7 @@ import msgspec
 
 from offbeat.core.configuration import read_toml
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, shortened, unknown
 from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.reproduction.study import SETTINGS_FILE, case_table, directory, names, table_at
 
@@ -50,7 +50,7 @@ def read_settings(path: Path | None = None) -> list[PublishedSetting]:
     try:
         return msgspec.convert(rows, list[PublishedSetting])
     except (msgspec.ValidationError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise ConfigurationError(f"{path or SETTINGS_FILE} cannot be read: {error}") from None
+        raise ConfigurationError(f"{path or SETTINGS_FILE} cannot be read: {shortened(error)}") from None
 
 
 def compare_settings(rows: Sequence[PublishedSetting]) -> list[ComparedSetting]:

@@ -24,7 +24,7 @@ import msgspec
 from offbeat.core.actions import Record
 from offbeat.core.validation import require
 from offbeat.engine.experiment import Experiment, share_done
-from offbeat.errors import ConfigurationError, OffbeatError, RunFailed
+from offbeat.errors import ConfigurationError, OffbeatError, RunFailed, shortened
 from offbeat.lab.live_runs import train_experiment
 from offbeat.lab.reproduction.study import Scale, Study, StudyCase, StudyRun, load_study
 from offbeat.lab.reproduction.study_reads import drawn_from_records
@@ -173,7 +173,7 @@ def _read_metrics(path: Path) -> Summary:
         summary = msgspec.json.decode(path.read_bytes(), type=Summary)
     except msgspec.MsgspecError as error:
         raise ConfigurationError(
-            f"{path} was written by another version ({error}); run the study again, and save it again"
+            f"{path} was written by another version ({shortened(error)}); run the study again, and save it again"
         ) from None
     return msgspec.structs.replace(summary, directory=str(path.parent))
 

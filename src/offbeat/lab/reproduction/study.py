@@ -24,7 +24,7 @@ from offbeat.core.configuration import read_toml
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment
-from offbeat.errors import ConfigurationError, quoted, unknown
+from offbeat.errors import ConfigurationError, quoted, shortened, unknown
 from offbeat.lab.experiment_plan import Plan, strategy_entries
 from offbeat.records.metrics import Summary
 from offbeat.records.schema import RunRecords
@@ -279,7 +279,7 @@ def study_of(
     try:
         description = msgspec.convert(table, StudyDescription)
     except (msgspec.ValidationError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise ConfigurationError(f"{where} cannot be read: {error}") from None
+        raise ConfigurationError(f"{where} cannot be read: {shortened(error)}") from None
     return Study(name, scale, None, description, cases)
 
 

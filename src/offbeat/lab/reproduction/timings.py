@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, shortened
 from offbeat.lab.microbatching import time_per_step
 from offbeat.lab.reproduction.study import Study
 
@@ -53,4 +53,4 @@ def read_timings(directory: Path) -> list[BatchTiming]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[BatchTiming])
     except msgspec.MsgspecError as error:
-        raise ConfigurationError(f"{path} cannot be read ({error}); delete it, and time again") from None
+        raise ConfigurationError(f"{path} cannot be read ({shortened(error)}); delete it, and time again") from None
