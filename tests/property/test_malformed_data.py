@@ -144,7 +144,7 @@ PICKLES = [files[file] for _, files in FORMATS.values() for file in sorted(files
 PICKLES += [pickle.dumps({"data": np.zeros(3, np.uint8), "labels": [1, 2]}, protocol) for protocol in range(6)]
 
 
-@malformed("data", st.integers(0, len(PICKLES) - 1), EDITS, count=50)
+@malformed("data", st.integers(0, len(PICKLES) - 1), EDITS, count=50, examples=[(2, [("set", 23, 1, b"\n")])])
 def test_a_damaged_pickle_is_read_as_plain_data_or_refused(number: int, edits: list[Edit]) -> None:
     with refused_in_a_sentence(ConfigurationError):
         read_pickle(edited(PICKLES[number], edits, PICKLES[-1]), "a batch")

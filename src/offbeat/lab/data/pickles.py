@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, shortened
 
 DTYPES = {"u1": np.uint8, "i4": np.int32, "i8": np.int64, "f4": np.float32, "f8": np.float64}
 REFUSED_OPCODES = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"}
@@ -29,10 +29,12 @@ def read_pickle(data: bytes, what: str) -> Any:
         _check_instructions(data)
         return _plain(_Reader(io.BytesIO(data), encoding="bytes").load())
     except _Refused as refused:
-        raise ConfigurationError(f"{what} is a pickle that {refused}; only arrays and plain data are read") from None
+        raise ConfigurationError(
+            f"{what} is a pickle that {shortened(refused)}; only arrays and plain data are read"
+        ) from None
     except Exception as error:  # a damaged pickle can raise anything
         raise ConfigurationError(
-            f"{what} is a damaged pickle ({type(error).__name__}: {error}); get it again"
+            f"{what} is a damaged pickle ({type(error).__name__}: {shortened(error)}); get it again"
         ) from None
 
 
