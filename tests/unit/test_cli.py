@@ -21,7 +21,6 @@ from offbeat.cli import class_lookup, flags, main
 from offbeat.cli.flags import all_flags
 from offbeat.cli.options import GROUPS, LIVE
 from offbeat.cli.plans import plan_of
-from offbeat.cli.progress import Progress, RunProgress, show_progress
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.configuration import options
 from offbeat.core.optimizers import SGD, AMSGrad
@@ -31,6 +30,7 @@ from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment_plan import Plan
+from offbeat.lab.progress import Progress, RunProgress, show_progress
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.records.metrics import summarize
 from offbeat.records.schema import Update

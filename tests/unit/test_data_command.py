@@ -11,8 +11,8 @@ import pytest
 from made_data import Made, folder, idx_files, made
 
 from offbeat.cli import main
-from offbeat.cli.progress import show_progress
 from offbeat.lab.data.catalogue import catalogue
+from offbeat.lab.progress import show_progress
 
 
 @pytest.fixture

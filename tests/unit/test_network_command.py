@@ -18,11 +18,11 @@ from rich.console import Console
 from offbeat.cli import main, network_command
 from offbeat.cli.network_view import heat_map, sentences, view
 from offbeat.cli.options import TlsFlags
-from offbeat.cli.progress import Progress
 from offbeat.errors import RunFailed
 from offbeat.lab.network_test.plan import NetworkTest, pairs_of
 from offbeat.lab.network_test.result import ConcurrentResult, HubResult, NetworkResult, PairResult, read_result
 from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
+from offbeat.lab.progress import Progress
 from offbeat.launch.rank_info import RankInfo
 from offbeat.transports.address import Address
 from offbeat.transports.tls import Credentials

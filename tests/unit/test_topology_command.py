@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from offbeat.cli import main
-from offbeat.cli.topology_command import drawing, sentences
+from offbeat.cli.topology_command import drawing
 from offbeat.lab.plots.rank_pairs import graph_figure, layout
+from offbeat.lab.report.topology_table import sentences
 from offbeat.topology.graphs import Complete, Cycle, Edges, ExponentialGraph, Star
 from offbeat.topology.topology import Topology
 

@@ -18,6 +18,7 @@ from offbeat.errors import ConfigurationError, ContractViolation, MissingDepende
 from offbeat.lab.calibration import calibrate
 from offbeat.lab.live_runs import train
 from offbeat.lab.microbatching import microbatch
+from offbeat.lab.notebook import cluster_card, graph_cards, result_cards  # noqa: F401  (what notebooks show)
 from offbeat.lab.simulated_runs import Run, compare, simulate
 from offbeat.live.data_parallel import AsyncDataParallel
 from offbeat.live.session import join

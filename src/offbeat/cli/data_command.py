@@ -9,11 +9,11 @@ from cyclopts import Parameter
 
 from offbeat.cli.options import JsonFlag, option
 from offbeat.cli.output import console, print_json, table
-from offbeat.cli.progress import Progress, show_progress
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.lab.data.cache import Manifest, cache_directory, directory_of, read_manifest, sizes_fit, verified
 from offbeat.lab.data.catalogue import DatasetEntry, ImageEntry, TextEntry, catalogue, entry_of
+from offbeat.lab.progress import Progress, show_progress
 
 NUMBERS = ("on disk",)
 """Heads of columns that hold numbers."""

@@ -24,17 +24,17 @@ from offbeat.cli.output import (
     refuse_unwritable,
 )
 from offbeat.cli.plans import plan_from_file, plan_of
-from offbeat.cli.progress import RunProgress, show_progress
-from offbeat.core.actions import Record
 from offbeat.core.validation import require
-from offbeat.engine.experiment import Experiment, share_done
+from offbeat.engine.experiment import Experiment
 from offbeat.errors import ConfigurationError, MissingDependency
 from offbeat.lab.experiment_plan import Plan, decode_experiment
+from offbeat.lab.experiment_progress import ExperimentProgress
+from offbeat.lab.progress import show_progress
 from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, file_name
-from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import Notice, RunHeader, RunRecords, Update
+from offbeat.records.metrics import Summary
+from offbeat.records.schema import Notice, RunHeader, RunRecords
 
 NOTICES_SHOWN = 3
 
@@ -143,15 +143,11 @@ def _write_experiment(plan: Plan, path: Path, command: str) -> None:
 
 def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> list[RunRecords]:
     with show_progress(quiet) as progress:
-        shown = RunProgress(progress, len(places))
-
-        def on_record(experiment: Experiment, record: Record) -> None:
-            if isinstance(record, Update):
-                shown.share(0, share_done(experiment, record), f"{experiment.name}, seed {experiment.seed}")
+        shown = ExperimentProgress(progress, len(places))
 
         def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
-            records = simulate_experiment(experiment, place, on_record, keep_result=True).records
-            shown.ended(0, summarize(records))
+            records = simulate_experiment(experiment, place, shown.on_record, keep_result=True).records
+            shown.on_end(records)
             if not quiet:
                 _print_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
             return records

@@ -17,7 +17,6 @@ from offbeat.cli.mpirun import read_rank_info_for
 from offbeat.cli.network_view import scaled, sentences, view
 from offbeat.cli.options import JsonFlag, QuietFlag, TlsFlags, option
 from offbeat.cli.output import console, print_json, print_lines, print_status, refuse_unwritable
-from offbeat.cli.progress import Progress, show_progress
 from offbeat.core.configuration import from_plain
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, MissingDependency, unknown
@@ -26,6 +25,7 @@ from offbeat.lab.network_test.processes import FAILURES, join_by_hand, run_local
 from offbeat.lab.network_test.result import NetworkResult, write_result
 from offbeat.lab.plots.rank_pairs import HeatMap, heat_maps
 from offbeat.lab.plots.style import save
+from offbeat.lab.progress import Progress, show_progress
 from offbeat.launch.listeners import advertised_address
 from offbeat.launch.rank_info import TRANSPORTS, RankInfo, read_rank_info
 from offbeat.launch.token_files import joining_token, read_token

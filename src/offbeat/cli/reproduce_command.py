@@ -13,10 +13,10 @@ from rich.table import Table
 
 from offbeat.cli.options import BooleanFlag, Directory, JsonFlag, QuietFlag, number
 from offbeat.cli.output import console, new_directory, print_json, print_lines, print_status, table
-from offbeat.cli.progress import RunProgress, show_progress
 from offbeat.core.validation import require
 from offbeat.engine.experiment import build_workload
 from offbeat.errors import MissingDependency
+from offbeat.lab.progress import RunProgress, show_progress
 from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
 from offbeat.lab.reproduction.runs import claim_directory, cores, read_study, run_tasks, tasks_of

@@ -22,6 +22,7 @@ from offbeat.core.validation import require
 from offbeat.lab.plots.rank_pairs import graph_figure, layout
 from offbeat.lab.plots.style import save
 from offbeat.lab.report.formatting import plural
+from offbeat.lab.report.topology_table import CONSTANT_HEADS, constant_rows, degrees, edges, sentences, speedup
 from offbeat.topology.graphs import Edges, Graph
 from offbeat.topology.topology import Constants, Topology
 
@@ -78,22 +79,6 @@ def topology(
     return 0
 
 
-def edges(topology: Topology) -> Counter[tuple[int, int]]:
-    """Every edge, lower rank first, with its multiplicity."""
-    return Counter((rank, peer) for rank in topology.members for peer in topology.neighbours(rank) if rank < peer)
-
-
-def degrees(topology: Topology) -> tuple[int, int]:
-    """The smallest and the largest degree, multiple edges counted as often as they occur."""
-    counts = [len(topology.neighbours(rank)) for rank in topology.members]
-    return min(counts), max(counts)
-
-
-def speedup(constants: Constants) -> float:
-    """The ratio of the bounds on the time to consensus without and with acceleration: √(χ1/χ2)."""
-    return math.sqrt(constants.chi1 / constants.chi2) if constants.chi2 else 1.0
-
-
 def render_topology(topology: Topology, constants: Constants, title: str, width: int) -> Group:
     """The table of constants and the drawing, for a screen of `width` columns; `sentences` come after them."""
     peers = len(topology.members)
@@ -104,36 +89,12 @@ def render_topology(topology: Topology, constants: Constants, title: str, width:
         side_by_side = Table.grid(padding=(0, 4))
         side_by_side.add_row(*drawings)
         drawings = [side_by_side]
-    parts = [Text(title, style="bold"), _constants_table(topology, constants), *drawings]
+    parts = [
+        Text(title, style="bold"),
+        table(CONSTANT_HEADS, constant_rows(topology, constants), right=["value"]),
+        *drawings,
+    ]
     return Group(*(item for part in parts for item in (part, Text(""))))
-
-
-def sentences(topology: Topology, constants: Constants) -> list[str]:
-    """What the constants mean."""
-    if len(topology.members) == 1:
-        return ["One peer has no other to average with."]
-    plain, accelerated = constants.chi1, math.sqrt(constants.chi1 * constants.chi2)
-    text = f"The time to consensus is of the order of χ1 = {plain:.3g} gradients"
-    if speedup(constants) < 1.005:
-        return [f"{text}; acceleration has nothing to gain here, where χ1 = χ2."]
-    return [f"{text}, and with acceleration of √(χ1·χ2) = {accelerated:.3g}: {speedup(constants):.2g} times shorter."]
-
-
-def _constants_table(topology: Topology, constants: Constants) -> Table:
-    fewest, most = degrees(topology)
-    rows = [
-        ("χ1", constants.chi1, "1/λ2: time constant of the slowest mode of consensus, in gradients"),
-        ("χ2", constants.chi2, "half of the largest effective resistance of an edge"),
-        ("η", constants.eta, "how fast the two copies of an accelerated peer mix, per gradient"),
-        ("α̃", constants.alpha_tilde, "share of a difference that the second copy moves by; the first moves by ½"),
-        ("spectral gap", constants.gap, "λ2 of the Laplacian"),
-    ]
-    cells = [
-        *((name, f"{value:.5f}", text) for name, value, text in rows),
-        ("edges", str(len(edges(topology))), "pairs of peers that average"),
-        ("degree", str(most) if fewest == most else f"{fewest}–{most}", "neighbours of a peer, with multiplicity"),
-    ]
-    return table(["constant", "value", "what it is"], cells, right=["value"])
 
 
 def _neighbour_table(topology: Topology) -> Table:

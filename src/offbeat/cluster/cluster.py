@@ -14,6 +14,7 @@ from numpy.random import Generator
 from offbeat.cluster.faults import Fault
 from offbeat.cluster.stragglers import SECONDS_PER_SAMPLE, NoStragglers, Speed, StragglerModel, Trace
 from offbeat.core.configuration import Configuration
+from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.validation import check_types, require, require_not_negative, require_positive
 
 
@@ -72,7 +73,7 @@ class WorkerOverride(Configuration):
 
 
 @dataclass(frozen=True)
-class Cluster(Configuration):
+class Cluster(Configuration, ShownAsHtml):
     """Speed of workers and links, stragglers and faults."""
 
     seconds_per_sample: float = SECONDS_PER_SAMPLE

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.engine.experiment import Experiment, workers_for
 from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.lab.experiment_progress import StderrObserver, show_experiments
 from offbeat.lab.run_results import read_result, save_result
 from offbeat.lab.simulated_runs import Run, check_new
 from offbeat.lab.worker_main import run_rank
@@ -48,24 +49,11 @@ from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_options import LiveOptions, SessionOptions, read_live_options, write_live_options
 from offbeat.records.files import HEADER, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
-from offbeat.records.schema import RECORD_DECODER, AnyRecord, RunHeader, RunRecords
+from offbeat.records.schema import RECORD_DECODER, RunHeader, RunRecords
 
 DEFAULT_LIVE_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)
 POLL_SECONDS = 0.25
-
-
-class StderrObserver:
-    """Prints to standard error what ranks print, and what happens to their processes."""
-
-    def records(self, records: Sequence[AnyRecord]) -> None:
-        pass
-
-    def say(self, sentence: str) -> None:
-        print(f"offbeat: {sentence}", file=sys.stderr)
-
-    def line(self, rank: int, text: str) -> None:
-        print(f"[rank {rank}] {text}", file=sys.stderr)
 
 
 def train(
@@ -80,6 +68,7 @@ def train(
     bytes_per_second: float | None = None,
     out: str | Path | None = None,
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
+    progress: bool | None = None,
 ) -> Run:
     """Train on processes of this machine.
 
@@ -97,6 +86,7 @@ def train(
     bytes_per_second: bandwidth limit of each direction of each link; None: no limit
     out: a new directory for records and checkpoints; None: a temporary one
     live: options of processes, transport and checkpoints
+    progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only
     """
     report_uncaught(read_report_pipe())
     rank_info = read_rank_info(transport=live.transport)
@@ -114,9 +104,18 @@ def train(
     )
     directory = None if out is None else Path(out)
     if rank_info.alone:
-        return train_experiment(experiment, directory, live)
+        return _train_showing(experiment, directory, live, progress)
     workers = workers_for_processes(strategy, rank_info.processes)
     return train_as_rank(dataclasses.replace(experiment, workers=workers), directory, rank_info, live)
+
+
+def _train_showing(experiment: Experiment, out: Path | None, live: LiveOptions, progress: bool | None) -> Run:
+    with show_experiments(progress, 1) as shown:
+        resolved = experiment if shown is None else experiment.resolved(LIVE_SECONDS_PER_SAMPLE)[0]
+        run = train_experiment(experiment, out, live, StderrObserver(resolved, shown))
+        if shown is not None:
+            shown.on_end(run.records)
+        return run
 
 
 def train_experiment(
@@ -148,7 +147,7 @@ def train_experiment(
     with _run_directory(out) as name:
         directory = Path(name)
         experiment = _prepare(directory, experiment, workload, live, resume)
-        failure = _supervise(directory, experiment, workload, live, observer or StderrObserver(), resume)
+        failure = _supervise(directory, experiment, workload, live, observer or StderrObserver(experiment), resume)
         if failure is not None:
             raise RunFailed(failure.sentence + _resume_hint(failure, directory, experiment))
         return _finished_run(directory, out, experiment, workload)
@@ -181,7 +180,7 @@ def train_as_rank(
         directory = Path(name)
         experiment = _prepare(directory, experiment, workload, live, resume)
         rank_info = dataclasses.replace(rank_info, directory=directory, resume=resume)
-        with _polled(RunMonitor(directory, observer or StderrObserver())):
+        with _polled(RunMonitor(directory, observer or StderrObserver(experiment))):
             options = SessionOptions(experiment=experiment, live=live, header=read_header(directory))
             run_rank(options, workload, rank_info)
         return _finished_run(directory, out, experiment, workload)

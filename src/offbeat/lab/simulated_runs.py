@@ -14,6 +14,7 @@ from torch import nn
 
 from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget, Finish, Record
+from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
 from offbeat.core.validation import check_instance, require
 from offbeat.core.workload import NamedWorkload, Workload
@@ -21,6 +22,7 @@ from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import RunFailed
 from offbeat.lab.experiment_plan import Plan, unique_labels
+from offbeat.lab.experiment_progress import show_experiments
 from offbeat.lab.run_results import save_result
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
@@ -29,7 +31,7 @@ from offbeat.records.schema import RunRecords
 from offbeat.simulation.simulator import Simulation
 
 
-class Run:
+class Run(ShownAsHtml):
     """A run that has ended: its summary, its records, and the trained model."""
 
     def __init__(self, records: RunRecords, finish: Finish | None, workload: Workload, seed: int) -> None:
@@ -81,6 +83,7 @@ def simulate(
     evaluate: Cadence | None = EveryUpdates(),  # noqa: B008  (frozen)
     bytes_per_second: float | None = None,
     out: str | Path | None = None,
+    progress: bool | None = None,
 ) -> Run:
     """Run one experiment in virtual time.
 
@@ -93,6 +96,7 @@ def simulate(
     evaluate: how often to evaluate; None: only at the end
     bytes_per_second: bandwidth limit of each direction of each link; None: what the link can carry
     out: a new directory that the records and the trained parameters are written to; None: they stay in memory
+    progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only
     """
     experiment = Experiment(
         workload,
@@ -104,7 +108,7 @@ def simulate(
         evaluate=evaluate,
         bytes_per_second=bytes_per_second,
     )
-    return simulate_experiment(experiment, out, keep_result=True)
+    return _simulate_in_turn([experiment], [out], progress)[0]
 
 
 def simulate_experiment(
@@ -143,12 +147,15 @@ def check_new(directory: Path) -> None:
     require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
 
 
-def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = None) -> Comparison:
+def compare(
+    experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, *, progress: bool | None = None
+) -> Comparison:
     """Simulate experiments and compare them.
 
     Args:
         experiments: what to run; all must share workload and target.
         out: a directory; each run is recorded in a directory of its own below it. None: nothing is written.
+        progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only.
     """
     if not isinstance(experiments, Plan):
         what = "compare takes a list of offbeat.Experiment objects"
@@ -157,15 +164,29 @@ def compare(experiments: Iterable[Experiment] | Plan, out: str | Path | None = N
         for experiment in experiments:
             check_instance(experiment, (Experiment,), "what is compared", "offbeat.Experiment(workload, strategy)")
     baseline = experiments.baseline if isinstance(experiments, Plan) else None
-    return Comparison.of(simulate_all(experiments, out), baseline)
+    return Comparison.of(simulate_all(experiments, out, progress), baseline)
 
 
-def simulate_all(experiments: Iterable[Experiment] | Plan, out: str | Path | None = None) -> list[RunRecords]:
-    """Simulate experiments one after the other; with `out`, each is recorded in a directory of its own below it."""
+def simulate_all(
+    experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, progress: bool | None = False
+) -> list[RunRecords]:
+    """Simulate experiments one after the other; for the arguments see `compare`."""
+    every = list(experiments.experiments()) if isinstance(experiments, Plan) else _with_unique_labels(experiments)
+    names = [f"{file_name(experiment.name)}-seed{experiment.seed}" for experiment in every]
+    directories = [None if out is None else Path(out) / name for name in names]
+    return [run.records for run in _simulate_in_turn(every, directories, progress)]
+
+
+def _simulate_in_turn(
+    experiments: Sequence[Experiment], directories: Sequence[str | Path | None], progress: bool | None
+) -> list[Run]:
     runs = []
-    for experiment in experiments.experiments() if isinstance(experiments, Plan) else _with_unique_labels(experiments):
-        directory = None if out is None else Path(out) / f"{file_name(experiment.name)}-seed{experiment.seed}"
-        runs.append(simulate_experiment(experiment, directory, keep_result=True).records)
+    with show_experiments(progress, len(experiments)) as shown:
+        for experiment, directory in zip(experiments, directories, strict=True):
+            on_record = None if shown is None else shown.on_record
+            runs.append(simulate_experiment(experiment, directory, on_record, keep_result=True))
+            if shown is not None:
+                shown.on_end(runs[-1].records)
     return runs
 
 

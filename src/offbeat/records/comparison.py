@@ -9,15 +9,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.records.data_frames import summary_frame
 from offbeat.records.metrics import Summary, finite, summarize, target_of
 from offbeat.records.schema import RunRecords
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 CONFIDENCE = 0.95
 DEFAULT_BASELINE = "fmb"
@@ -100,13 +105,15 @@ def _by_seed(summaries: Sequence[Summary], cost: Cost) -> dict[tuple[int, int], 
     return costs
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(ShownAsHtml):
     """Summaries of runs on one workload, the target that they are timed against, and the baseline strategy."""
 
     summaries: tuple[Summary, ...]
     target: Target | None
     baseline: str
+    runs: tuple[RunRecords, ...] = field(default=(), compare=False)
+    """The runs themselves, in the order of their summaries; empty if only their metrics are known."""
 
     @classmethod
     def of(cls, runs: Sequence[RunRecords], baseline: str | None = None) -> Comparison:
@@ -130,7 +137,8 @@ class Comparison:
                 "name runs with one target"
             )
         target = targets[0] if targets else None
-        return cls.of_summaries([summarize(run, target) for run in runs], target, baseline)
+        compared = cls.of_summaries([summarize(run, target) for run in runs], target, baseline)
+        return replace(compared, runs=tuple(runs))
 
     @classmethod
     def of_summaries(
@@ -149,6 +157,10 @@ class Comparison:
             raise unknown("baseline", baseline, labels)
         return cls(tuple(summaries), target, baseline)
 
+    def __repr__(self) -> str:
+        runs = f"{len(self.summaries)} run{'' if len(self.summaries) == 1 else 's'}"
+        return f"<Comparison of {', '.join(self.strategies)} on {self.summaries[0].workload}: {runs}>"
+
     @property
     def strategies(self) -> list[str]:
         """The labels, in order of first appearance."""
@@ -165,6 +177,14 @@ class Comparison:
     def bytes_ratio_of(self, strategy: str) -> Speedup | None:
         """Bytes to the target of the baseline ÷ those of this strategy."""
         return cost_ratio(self.runs_of(self.baseline), self.runs_of(strategy), "bytes_to_target")
+
+    def to_pandas(self) -> DataFrame:
+        """A table with a row for each run. Its columns are the fields of a summary, whose names have their units.
+
+        Counts by reason have columns such as `dropped_by_reason.stale`; for traffic by kind of message see
+        `RunRecords.to_pandas`. A metric that does not apply is NaN or <NA>. Needs pandas.
+        """
+        return summary_frame(self.summaries)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data without NaN: `runs`, `target`, `baseline`, and `speedup` and `bytes_ratio` per strategy."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.workload import Target
 from offbeat.errors import ConfigurationError, shortened
 from offbeat.records.exchanges import summarize_exchanges
@@ -32,7 +33,7 @@ from offbeat.records.traffic import BytesSent, bytes_received, sent_by_kind
 Metric = Literal["accuracy", "loss"]
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(msgspec.Struct, ShownAsHtml, frozen=True, kw_only=True):
     """The metrics of one run; those that do not apply are None.
 
     `updates` and `samples` do not include undone ones; `undone` is the number of samples that were applied and then

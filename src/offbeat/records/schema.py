@@ -10,14 +10,21 @@ Beyond a limit of size, a record of a live run is an aggregate: it stands for se
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from offbeat.core.actions import Record
+from offbeat.core.notebook_html import ShownAsHtml
+from offbeat.errors import unknown
+from offbeat.records.data_frames import TABLES, record_frame
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FORMAT = 1
 """The version of the format of run directories."""
@@ -306,13 +313,37 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
 
 
-@dataclass(frozen=True)
-class RunRecords:
+@dataclass(frozen=True, repr=False)
+class RunRecords(ShownAsHtml):
     """The header and the records of a run; `directory` is None if they are in memory only."""
 
     directory: Path | None
     header: RunHeader
     records: tuple[AnyRecord, ...]
+
+    def __repr__(self) -> str:
+        header = self.header
+        count = f"{len(self.records):,} records"
+        return f"<RunRecords of {header.label} on {header.workload}, seed {header.seed}: {count}>"
+
+    def counts(self) -> dict[str, int]:
+        """How many records of each kind the run has, in the order of their first."""
+        return dict(Counter(str(record.__struct_config__.tag) for record in self.records))
+
+    def to_pandas(self, kind: str) -> DataFrame:
+        """A table of the records of one kind, in their order, with the strategy and the seed of the run.
+
+        Needs pandas. Without such records the table is empty.
+
+        kind: the kind, such as "round" or "evaluation". Of "update", messages are left out; "contribution" has a row
+            for each of them. "traffic" has a row for each direction and kind of message, "link_use" for each peer
+        """
+        kinds = {str(record.__struct_config__.tag): record for record in AnyRecord.__args__}
+        if kind not in (*kinds, *TABLES):
+            raise unknown("kind of record", kind, [*kinds, *TABLES])
+        cls = kinds.get(kind, Update)
+        same_for_all = {"strategy": self.header.label, "seed": self.header.seed}
+        return record_frame(cls, TABLES.get(kind), of_kind(self, cls), same_for_all)
 
 
 def of_kind(run: RunRecords, kind: type[Kind]) -> Iterator[Kind]:

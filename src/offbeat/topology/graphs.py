@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.configuration import Family, read_text
+from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.validation import require
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.topology.matchings import Matching, both_directions, round_robin
@@ -24,7 +25,7 @@ SUFFIXES = (".txt", ".csv", ".edges")
 
 
 @dataclass(frozen=True)
-class Graph(Family):
+class Graph(Family, ShownAsHtml):
     """An undirected graph over ranks: which peers a rank may average with."""
 
     @classmethod

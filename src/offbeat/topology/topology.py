@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.validation import check_instance, require
 from offbeat.errors import ConfigurationError
 from offbeat.topology.graphs import Graph, reachable
@@ -44,7 +45,7 @@ class Constants:
     """The spectral gap λ2(L)."""
 
 
-class Topology:
+class Topology(ShownAsHtml):
     """A graph of `peers` ranks, restricted to its members. Immutable.
 
     graph: the rule that gives the neighbours of a rank

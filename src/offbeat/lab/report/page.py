@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -14,13 +13,11 @@ import msgspec
 
 from offbeat.errors import ConfigurationError
 from offbeat.lab.plots.figures import FigureSpec, report_figures
-from offbeat.lab.plots.style import svg_text
 from offbeat.lab.report.formatting import fixed, number, plural, size
+from offbeat.lab.report.html_parts import failures_html, figure_svg, notices_html, table_html
 from offbeat.lab.report.table import columns, goal, headline
 from offbeat.records.comparison import Comparison
-from offbeat.records.schema import Flow, Notice, RunRecords, of_kind
-
-NOTICES_MAX = 50
+from offbeat.records.schema import Flow, RunRecords
 
 
 def write_report(runs: Sequence[RunRecords], path: Path, baseline: str | None = None) -> Path:
@@ -45,12 +42,12 @@ def report_page(runs: Sequence[RunRecords], baseline: str | None = None) -> str:
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         headline=escape(headline(comparison)),
         about=escape(_about(comparison, runs)),
-        failures=_failures(comparison),
-        table=_table(comparison),
+        failures=failures_html(comparison),
+        table=table_html(comparison, columns(comparison)),
         meanings=_meanings(comparison),
         figures="\n".join(_figure(spec, runs) for spec in report_figures(runs)),
         traffic=_traffic(comparison),
-        notices=_notices(runs),
+        notices=notices_html(runs),
         configurations="\n".join(_configuration(run) for run in runs),
         versions=escape(_versions(runs)),
     )
@@ -79,29 +76,6 @@ def _about(comparison: Comparison, runs: Sequence[RunRecords]) -> str:
     return "; ".join(parts) + "."
 
 
-def _failures(comparison: Comparison) -> str:
-    """The runs that failed, at the top of the page, since the numbers below include them."""
-    failed = [summary for summary in comparison.summaries if summary.failure is not None]
-    if not failed:
-        return ""
-    items = "\n".join(
-        f"<li><b>{escape(summary.strategy)}</b>, seed {summary.seed}: {escape(summary.failure or '')}</li>"
-        for summary in failed
-    )
-    count = f"{len(failed)} of {plural(len(comparison.summaries), 'run')} failed"
-    return f'<section class="failures" role="alert"><h2>{count}</h2>\n<ul>\n{items}\n</ul></section>'
-
-
-def _table(comparison: Comparison) -> str:
-    shown = columns(comparison)
-    heads = "".join(f'<th scope="col">{escape(column.head).replace(chr(10), "<br>")}</th>' for column in shown)
-    rows = []
-    for strategy in comparison.strategies:
-        cells = "".join(f"<td>{escape(column.cell(comparison, strategy))}</td>" for column in shown)
-        rows.append(f'<tr><th scope="row">{escape(strategy)}</th>{cells}</tr>')
-    return f'<thead><tr><th scope="col">strategy</th>{heads}</tr></thead>\n<tbody>\n' + "\n".join(rows) + "\n</tbody>"
-
-
 def _meanings(comparison: Comparison) -> str:
     return "\n".join(
         f"<dt>{escape(column.head.replace(chr(10), ' '))}</dt><dd>{escape(column.meaning)}</dd>"
@@ -110,7 +84,7 @@ def _meanings(comparison: Comparison) -> str:
 
 
 def _figure(spec: FigureSpec, runs: Sequence[RunRecords]) -> str:
-    svg = svg_text(spec.draw(runs)).replace("<svg ", f'<svg role="img" aria-labelledby="{spec.key}" ', 1)
+    svg = figure_svg(spec, runs, f'aria-labelledby="{spec.key}"')
     return (
         f'<figure>\n<h2 id="{spec.key}">{escape(spec.title)}</h2>\n{svg}\n'
         f"<figcaption>{escape(spec.caption)}</figcaption>\n</figure>"
@@ -152,20 +126,6 @@ def _traffic_rows(comparison: Comparison, strategy: str) -> str:
         return ""
     rows[0] = f'<th scope="rowgroup" rowspan="{len(rows)}">{escape(strategy)}</th>{rows[0]}'
     return "<tbody>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</tbody>"
-
-
-def _notices(runs: Sequence[RunRecords]) -> str:
-    """The notices, equal ones of a strategy once, with their number."""
-    counts = Counter((run.header.label, notice.text) for run in runs for notice in of_kind(run, Notice))
-    if not counts:
-        return ""
-    items = [
-        f"<li><b>{escape(label)}</b>: {escape(text)}{f' ({count} times)' if count > 1 else ''}</li>"
-        for (label, text), count in list(counts.items())[:NOTICES_MAX]
-    ]
-    if len(counts) > NOTICES_MAX:
-        items.append(f"<li>and {len(counts) - NOTICES_MAX} more, in the records</li>")
-    return "<section>\n<h2>Notices</h2>\n<ul>\n" + "\n".join(items) + "\n</ul>\n</section>"
 
 
 def _configuration(run: RunRecords) -> str:

@@ -204,6 +204,8 @@ COLUMNS = (
     COLUMN_ACCURACY,
     COLUMN_LOSS,
 )
+RATIOS = (COLUMN_SPEEDUP, COLUMN_FEWER_BYTES)
+"""Columns that compare with the baseline: one strategy alone has no use for them."""
 
 
 # The headline

@@ -1,15 +1,15 @@
-"""Progress of commands on standard error: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+"""Progress of commands and functions: a bar on a terminal or in a notebook, lines elsewhere, nothing if quiet."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from offbeat.cli.output import print_status
+from offbeat.lab.notebook_bar import NotebookBar, in_notebook
 
 if TYPE_CHECKING:
     from rich import progress as bars
@@ -20,33 +20,51 @@ StepLine = Callable[[str, float, float | None], str]
 """Formats a step that begins: its text, the amount done and the total."""
 
 
+class Bar(Protocol):
+    """A bar that can be drawn again. Only the thread that created it may call it."""
+
+    def update(self, text: str, done: float, total: float | None) -> None: ...
+    def say(self, sentence: str) -> None: ...
+
+
+class TerminalBar:
+    """A bar of rich: a new total starts a new one, and sentences are printed above it."""
+
+    def __init__(self, bar: bars.Progress) -> None:
+        self._bar = bar
+        self._task: bars.TaskID | None = None
+        self._total: float | None = None
+
+    def update(self, text: str, done: float, total: float | None) -> None:
+        if self._task is not None and total != self._total:
+            self._bar.remove_task(self._task)
+            self._task = None
+        if self._task is None:
+            self._task, self._total = self._bar.add_task(text, total=total), total
+        self._bar.update(self._task, description=text, completed=done)
+
+    def say(self, sentence: str) -> None:
+        self._bar.console.print(f"offbeat: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+
 class Progress:
     """The progress of a command. Only the thread that created it may call it.
 
     Args:
-        bar: the bar to draw; none where standard error is not a terminal.
+        bar: the bar to draw; none where there is neither a terminal nor a notebook.
         step_line: where there is no bar, the line to print when a step begins; none prints no line.
         quiet: print the sentences of `say` only.
     """
 
-    def __init__(
-        self, bar: bars.Progress | None = None, step_line: StepLine | None = None, quiet: bool = False
-    ) -> None:
+    def __init__(self, bar: Bar | None = None, step_line: StepLine | None = None, quiet: bool = False) -> None:
         self._bar, self._step_line, self._quiet = bar, step_line, quiet
-        self._task: bars.TaskID | None = None
         self._text = ""
-        self._total: float | None = None
 
     def step(self, text: str, done: float, total: float | None = 1.0) -> None:
         """Show a step: its text, and how much of the total is done. A new total starts a new bar."""
         begins, self._text = text != self._text, text
         if self._bar is not None:
-            if self._task is not None and total != self._total:
-                self._bar.remove_task(self._task)
-                self._task = None
-            if self._task is None:
-                self._task, self._total = self._bar.add_task(text, total=total), total
-            self._bar.update(self._task, description=text, completed=done)
+            self._bar.update(text, done, total)
         elif begins and self._step_line is not None:
             self.line(self._step_line(text, done, total))
 
@@ -58,22 +76,26 @@ class Progress:
     def say(self, sentence: str) -> None:
         """Print a sentence, above the bar where there is one."""
         if self._bar is None:
-            print_status(sentence)
+            print(f"offbeat: {sentence}", file=sys.stderr)
         else:
-            self._bar.console.print(f"offbeat: {sentence}", markup=False, highlight=False, soft_wrap=True)
+            self._bar.say(sentence)
 
 
 @contextmanager
 def show_progress(
     quiet: bool = False, *, step_line: StepLine | None = None, in_bytes: bool = False
 ) -> Iterator[Progress]:
-    """Progress on standard error: a bar on a terminal, lines elsewhere.
+    """Progress in a notebook, or else on standard error: a bar on a terminal, lines elsewhere.
 
     Args:
         quiet: print the sentences of `Progress.say` only.
-        step_line: without a terminal, the line to print when a step begins; none prints no line.
-        in_bytes: steps count bytes, and the bar shows their number; otherwise it shows a percentage.
+        step_line: without a bar, the line to print when a step begins; none prints no line.
+        in_bytes: steps count bytes, and the bar of a terminal shows their number; otherwise it shows a percentage.
     """
+    if not quiet and in_notebook():
+        with NotebookBar() as notebook_bar:
+            yield Progress(notebook_bar)
+        return
     if quiet or not sys.stderr.isatty():
         yield Progress(None, step_line, quiet)
         return
@@ -86,7 +108,7 @@ def show_progress(
         bars.TimeRemainingColumn(elapsed_when_finished=True),
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield Progress(bar)
+        yield Progress(TerminalBar(bar))
 
 
 class RunProgress:
@@ -99,14 +121,17 @@ class RunProgress:
     def share(self, index: int, share: float, label: str | None = None) -> None:
         """Set the share, from 0 to 1, of a run that is done; `label` names the run where runs do not overlap."""
         self._shares[index] = share
-        self._show(None if label is None else f"{label} ({self._ended + 1} of {self._runs})")
+        if label is not None and self._runs > 1:
+            label = f"{label} ({self._ended + 1} of {self._runs})"
+        self._show(label)
 
     def ended(self, index: int, summary: Summary) -> None:
         """Count a run as ended, and print its result."""
         self._ended += 1
         self._shares.pop(index, None)
-        self._show()
-        self._progress.line(f"[{self._ended}/{self._runs}] {summary.strategy}, seed {summary.seed}: {_result(summary)}")
+        result = f"{summary.strategy}, seed {summary.seed}: {_result(summary)}"
+        self._show(result if self._runs == 1 else None)
+        self._progress.line(f"[{self._ended}/{self._runs}] {result}")
 
     def _show(self, text: str | None = None) -> None:
         done = self._ended + sum(self._shares.values())
