@@ -67,6 +67,10 @@ class Topology(ShownAsHtml):
             rank: tuple(peer for peer in graph.neighbours(rank, peers) if peer in present) for rank in self.members
         }
 
+    def __repr__(self) -> str:
+        members = "" if len(self.members) == self.peers else f", members={self.members}"
+        return f"Topology({self.graph!r}, {self.peers}{members})"
+
     def neighbours(self, rank: int) -> tuple[int, ...]:
         """The neighbours of a member that are members too, in rising order, repeated by their weight."""
         require(rank in self._neighbours, f"rank {rank} is not a member of this topology")

@@ -52,4 +52,5 @@ def shown(value: Any) -> str:
         return "none" if value is None or value == () else repr(value)
     fields = [item for item in options(type(value)) if not _is_default(value, item)]
     inside = ", ".join(f"{item.path}={shown(getattr(value, item.path))}" for item in fields)
-    return f"{type(value).__name__}({inside})"
+    names = [name for name, known in getattr(value, "constants", {}).items() if known == value]
+    return f"{''.join(f'{name}: ' for name in names[:1])}{type(value).__name__}({inside})"

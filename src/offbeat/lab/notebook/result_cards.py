@@ -12,7 +12,7 @@ from offbeat.lab.notebook.card import card, paragraph, table
 from offbeat.lab.plots.figures import FigureSpec, report_figures
 from offbeat.lab.report.formatting import plural
 from offbeat.lab.report.html_parts import failures_html, figure_svg, notices_html, table_html
-from offbeat.lab.report.table import RATIOS, columns, goal, headline
+from offbeat.lab.report.table import RATIOS, Column, columns, goal, headline
 from offbeat.lab.simulated_runs import Run
 from offbeat.records.comparison import Comparison
 from offbeat.records.metrics import Summary, target_of
@@ -29,7 +29,7 @@ def comparison_card(comparison: Comparison) -> str:
     return card(
         headline(comparison),
         failures_html(comparison),
-        f"<table>{table_html(comparison, columns(comparison))}</table>",
+        f"<table>{table_html(comparison, _shown(comparison))}</table>",
         paragraph(_about(comparison), quiet=True),
         *_figures(comparison.runs, comparison.target),
         notices_html(comparison.runs),
@@ -84,8 +84,12 @@ def _title(summary: Summary) -> str:
 def _row(summary: Summary, target: Target | None) -> str:
     """The table of one run: that of a comparison without the ratios to a baseline."""
     alone = Comparison.of_summaries([summary], target)
-    shown = [column for column in columns(alone) if column not in RATIOS]
+    shown = [column for column in _shown(alone) if column not in RATIOS]
     return f"<table>{table_html(alone, shown)}</table>"
+
+
+def _shown(comparison: Comparison) -> list[Column]:
+    return [column for column in columns(comparison) if not column.on_page_only]
 
 
 def _about(comparison: Comparison) -> str:
