@@ -64,6 +64,7 @@ WITH_COMMANDS = [
     pytest.param("docs/figures.md", marks=pytest.mark.slow),  # tests/unit/test_figures.py is quicker
     pytest.param("docs/gossip.md", marks=pytest.mark.slow),  # tests/unit/test_gossip_records.py is quicker
     pytest.param("docs/microbatch.md", marks=pytest.mark.slow),
+    "docs/notebooks.md",
     pytest.param("docs/reproducing.md", marks=pytest.mark.slow),  # tests/unit/test_reproduce.py is quicker
     "docs/serial.md",
     pytest.param("docs/staleness.md", marks=pytest.mark.slow),

@@ -94,7 +94,7 @@ def test_importing_touches_neither_logging_nor_plotting_nor_threads() -> None:
         "import offbeat\noffbeat.simulate\n"
         "assert torch.get_num_threads() == before[0] and logging.getLogger().handlers == before[1]\n"
         "assert torch.equal(torch.get_rng_state(), before[2])\n"
-        "assert not {'matplotlib', 'sklearn', 'scipy.stats'} & set(sys.modules)\n"
+        "assert not {'IPython', 'matplotlib', 'pandas', 'sklearn', 'scipy.stats'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
