@@ -86,7 +86,8 @@ def train(
     bytes_per_second: bandwidth limit of each direction of each link; None: no limit
     out: a new directory for records and checkpoints; None: a temporary one
     live: options of processes, transport and checkpoints
-    progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only
+    progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only. A rank that
+        a launcher has started shows none
     """
     report_uncaught(read_report_pipe())
     rank_info = read_rank_info(transport=live.transport)
