@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from offbeat.core.device_transfer import to_device
 from offbeat.core.messages import Buffers
 from offbeat.errors import ContractViolation
 
@@ -220,7 +221,7 @@ class _Elements:
                 momenta += [layer.momentum or 0.0] * (stop - first)
                 cumulative += [layer.momentum is None] * (stop - first)
         self.counter_vector = counter_vector
-        self.index = torch.cat(index).to(like.device)
+        self.index = to_device(torch.cat(index), like.device)
         self.counter_index = torch.tensor(counters, device=like.device)
         self.decay = 1.0 - torch.tensor(momenta, dtype=like.dtype, device=like.device)
         """1 − m; 1 where there is no momentum."""

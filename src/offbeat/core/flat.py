@@ -4,6 +4,9 @@ Messages, averages and optimizer steps use these flat vectors. `FlatModule` make
 so that nothing is gathered or scattered per step. `Layout` maps slices of a vector to tensors without a module: a hub
 that does not compute has only the layout.
 
+Where the parameters are bfloat16 or float16, the values that updates are applied to are float32: small updates would be
+rounded away otherwise. These *master values* are those of the nodes; the module gets them rounded (`FlatModule.load`).
+
 Frozen parameters (`requires_grad=False`) are not part of the vectors and are never sent; every rank must start with the
 same ones, so their values are part of the fingerprint.
 """
@@ -21,8 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buffer_merge import RunningStatistics, batch_norm_layers
+from offbeat.core.compiled_modules import plain_module, plain_name
+from offbeat.core.device_transfer import to_host, wait_for_device
 from offbeat.core.messages import Buffers
 from offbeat.errors import ConfigurationError, ContractViolation
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of this dtype are added up and updated."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class Layout:
     """Which slice of which flat vector is which tensor. It must be equal on all ranks of a run."""
 
     dtype: torch.dtype
+    """That of the parameters of the module."""
     parameters: tuple[TensorSlice, ...]
     buffers: tuple[BufferGroup, ...] = ()
     frozen: str = ""
@@ -64,6 +77,11 @@ class Layout:
     def numel(self) -> int:
         """The number of trainable elements."""
         return self.parameters[-1].stop if self.parameters else 0
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the values that updates are applied to, and of sums of gradients."""
+        return master_dtype(self.dtype)
 
     def fingerprint(self) -> str:
         """A digest that is equal if and only if two ranks can exchange flat vectors."""
@@ -113,6 +131,11 @@ class FlatModule:
                 ref.owner._buffers[ref.key] = ref.tensor
         return self._buffers
 
+    def initial_values(self) -> tuple[Tensor, Buffers]:
+        """Copies of the parameters, as master values, and of the buffers: those that the nodes of a run begin with."""
+        parameters = self.parameters.to(self.layout.master_dtype, copy=True)
+        return parameters, tuple(buffer.clone() for buffer in self.buffers)
+
     def check_in_place(self) -> None:
         """Raise ConfigurationError if the parameters of the module are no longer views of the flat vector."""
         for parameter, _, view in self._trained:
@@ -135,12 +158,15 @@ class FlatModule:
         self.bind_gradients()
 
     def load(self, parameters: Tensor, buffers: Buffers) -> None:
-        """Copy values into the module, in place."""
+        """Copy values into the module, in place; master values are rounded to its dtype."""
         _check_flat(parameters, self.layout.numel)
         self.parameters.copy_(parameters)
         for mine, theirs in zip(self.buffers, buffers, strict=True):
             _check_flat(theirs, mine.numel())
             mine.copy_(theirs)
+        # A loop inside `torch.autocast` would compute with copies of the values from before.
+        torch.clear_autocast_cache()
+        wait_for_device(self.parameters)  # the loop may compute in another stream than this thread
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -148,7 +174,8 @@ def layout_of(module: nn.Module) -> Layout:
 
     Raises ConfigurationError if its parameters cannot be one flat vector.
     """
-    named = list(module.named_parameters())
+    module = plain_module(module)
+    named = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
     for name, parameter in named:
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigurationError(
@@ -176,7 +203,7 @@ def _statistics(module: nn.Module, buffers: tuple[BufferGroup, ...]) -> tuple[Ru
     places = {part.name: (index, part.start, part.stop) for index, group in enumerate(buffers) for part in group.slices}
     found = []
     for name, layer in batch_norm_layers(module).items():
-        prefix = f"{name}." if name else ""
+        prefix = f"{plain_name(name)}." if plain_name(name) else ""
         mean, variance = places[f"{prefix}running_mean"], places[f"{prefix}running_var"]
         counter = places[f"{prefix}num_batches_tracked"]
         found.append(RunningStatistics(mean[0], (mean[1:], variance[1:]), *counter[:2], layer.momentum))
@@ -204,7 +231,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[_BufferRef]:
             if tensor is None or key in owner._non_persistent_buffers_set or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            yield _BufferRef(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
+            yield _BufferRef(plain_name(f"{prefix}.{key}" if prefix else key), owner, key, tensor)
 
 
 def _check_trainable(module: nn.Module, trained: Sequence[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> None:
@@ -276,5 +303,5 @@ def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(to_host(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

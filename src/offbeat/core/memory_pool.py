@@ -90,15 +90,21 @@ class Pool:
                 self._free.pop(unused, None)
         return home
 
-    def copy(self, vector: Tensor) -> Tensor:
-        """A copy of a contiguous vector, in memory of the pool unless it is small or on a GPU."""
-        return self.like(vector).copy_(vector)
+    def copy(self, vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of a contiguous vector, in memory of the pool unless it is small or on a GPU.
 
-    def like(self, vector: Tensor) -> Tensor:
-        """Uninitialized memory for a vector of this size, dtype and device."""
-        if vector.nbytes < COPY_BYTES_MIN or vector.device.type != "cpu":
-            return torch.empty_like(vector)
-        return self.take(vector.nbytes).view(vector.dtype)
+        vector: what is copied
+        dtype: that of the copy; None: that of the vector
+        """
+        return self.like(vector, dtype).copy_(vector)
+
+    def like(self, vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialized memory for a vector of this size and device, and of this dtype or that of the vector."""
+        dtype = dtype or vector.dtype
+        nbytes = vector.numel() * dtype.itemsize
+        if nbytes < COPY_BYTES_MIN or vector.device.type != "cpu":
+            return torch.empty_like(vector, dtype=dtype)
+        return self.take(nbytes).view(dtype)
 
     def _return(self, loan: weakref.ref[Any]) -> None:
         """Called when a view is freed: in any thread, and even in the middle of `take`."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from offbeat.core.compiled_modules import plain_name
 from offbeat.core.configuration import Family
 from offbeat.core.flat import Layout
 from offbeat.core.schedules import Milestones, Schedule, WarmUp, rate_at
@@ -251,7 +252,8 @@ class TorchOptimizer(Optimizer):
     def for_module(self, module: nn.Module) -> Self:
         if self.names is not None or not instances_of(self.make):
             return self  # that of a copy of the module would not be the one that the optimizer refers to
-        return replace(self, names={id(parameter): name for name, parameter in module.named_parameters()})
+        named = module.named_parameters()
+        return replace(self, names={id(parameter): plain_name(name) for name, parameter in named})
 
     def describe(self) -> str:
         return described(self.make)

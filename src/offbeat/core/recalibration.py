@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buffer_merge import batch_norm_layers
+from offbeat.core.device_transfer import to_device
 from offbeat.errors import ConfigurationError
 
 
@@ -42,7 +43,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             layer.train()
         with torch.no_grad():
             for batch in _iterate(batches):
-                model(_inputs(batch).to(device))
+                model(to_device(_inputs(batch), device))
                 count += 1
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from offbeat.core.actions import Samples
 from offbeat.core.configuration import Configuration, Family, build
+from offbeat.core.device_transfer import on_device
 from offbeat.core.examples import Data, Examples, data_of, is_whole
 from offbeat.core.optimizers import Adam, Optimizer
 from offbeat.core.randomness import stream
@@ -231,14 +232,6 @@ class Workload(Configuration):
 def spaced(length: int, count: int) -> Tensor:
     """`count` evenly spaced indices of `length`, or all of them if there are no more."""
     return torch.linspace(0, length - 1, min(count, length), dtype=torch.float64).long()
-
-
-def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The batch on this device."""
-    inputs, targets = batch
-    if inputs.device == device and targets.device == device:
-        return batch
-    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 def _wrong_shape(losses: Any, samples: int) -> ConfigurationError:

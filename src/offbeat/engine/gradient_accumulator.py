@@ -28,10 +28,16 @@ class GradientResult(NamedTuple):
 
 
 class GradientAccumulator:
-    """Accumulates the gradient of one round at a time in the gradients of a module."""
+    """Accumulates the gradient of one round at a time in the gradients of a module.
+
+    Where these are bfloat16 or float16, micro-batches are added up in float32, and so is the result.
+    """
 
     def __init__(self, flat: FlatModule) -> None:
         self._flat = flat
+        dtype = flat.layout.master_dtype
+        self._sum = None if dtype == flat.layout.dtype else torch.zeros_like(flat.gradients, dtype=dtype)
+        """The gradients of all micro-batches but the last; None: they are added up in those of the module."""
         self._losses: list[Tensor] = []
         self._seed = 0
 
@@ -45,6 +51,8 @@ class GradientAccumulator:
         draw: the first data position of the round.
         """
         self._flat.zero_gradients()
+        if self._sum is not None:
+            self._sum.zero_()
         self._losses = []
         # Only the default generator: seeding accelerators too would cost more than a small gradient.
         self._seed = zlib.crc32(repr(((seed, rank), draw)).encode())
@@ -53,6 +61,9 @@ class GradientAccumulator:
     def add(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch; `loss` is the sum of its losses."""
         self._flat.bind_gradients()  # a training loop may have called zero_grad, which unbinds them
+        if self._sum is not None and self._losses:
+            self._sum.add_(self._flat.gradients)
+            self._flat.gradients.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
         self._losses.append(loss.detach())
 
@@ -63,7 +74,8 @@ class GradientAccumulator:
 
     def end(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> GradientResult:
         """End the round; `copy` copies the gradients, which the next round overwrites."""
-        gradient, buffers = copy(self._flat.gradients), copied_buffers(self._flat)
+        total = self._flat.gradients if self._sum is None else self._sum.add_(self._flat.gradients)
+        gradient, buffers = copy(total), copied_buffers(self._flat)
         loss = sum(map(float, self._losses))
         return GradientResult(gradient, loss, buffers, is_result_finite(gradient, loss, buffers))
 

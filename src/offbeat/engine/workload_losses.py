@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from offbeat.core.workload import Measured, Workload, on_device
+from offbeat.core.device_transfer import on_device
+from offbeat.core.flat import master_dtype
+from offbeat.core.workload import Measured, Workload
 from offbeat.errors import ConfigurationError
 
 
@@ -29,12 +31,14 @@ class WorkloadLosses:
         self._has_succeeded = False
 
     def of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The differentiable losses of a batch, one per sample."""
+        """The differentiable losses of a batch, one per sample, in a dtype to add them up in."""
         batch = on_device(batch, self._parameter.device)
         if self._has_succeeded and len(batch[1]) > 1:
-            return self._workload.losses(self._model, batch)
-        with self._explain_errors(batch):
-            return self._workload.losses(self._model, batch)
+            losses = self._workload.losses(self._model, batch)
+        else:
+            with self._explain_errors(batch):
+                losses = self._workload.losses(self._model, batch)
+        return losses.to(master_dtype(losses.dtype))
 
     def evaluate(self, *, is_score: bool = False) -> Measured:
         """Loss and accuracies on the test data, or for a score on the validation data."""

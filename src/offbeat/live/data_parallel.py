@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.actions import Budget, Samples
+from offbeat.core.compiled_modules import plain_module
 from offbeat.core.configuration import from_plain
 from offbeat.core.events import StepReady
 from offbeat.core.strategy import Cadence, EverySeconds, State, Strategy
@@ -176,7 +177,8 @@ class AsyncDataParallel(SessionBase):
         self._round.samples = count
         self._steps += 1
         after, buffers = self._flat.parameters, copied_buffers(self._flat)
-        delta = torch.sub(after, self._parameters_before, out=self._pool.like(after))
+        master = self._flat.layout.master_dtype
+        delta = torch.sub(after.to(master), self._parameters_before, out=self._pool.like(after, master))
         self._complete_round(delta, total, buffers, is_result_finite(delta, total, buffers))
         self._next_round()
 
@@ -257,7 +259,7 @@ class AsyncDataParallel(SessionBase):
             self._runner.check()
         else:
             self._parameters_before.copy_(self._flat.parameters)
-            self._sample_counter.samples = 0
+            self._sample_counter.reset()
 
     def _count(self, samples: int | None) -> int:
         """The number of samples of a step."""
@@ -308,9 +310,9 @@ class AsyncDataParallel(SessionBase):
             self._round.cancelled.wait(patience),
             f"the hub in rank 0 has not begun again within {patience:g} s; call peer.load_state_dict in every process",
         )
-        zeros, buffers = torch.zeros_like(self._flat.parameters), copied_buffers(self._flat)
+        buffers = copied_buffers(self._flat)
         self._round.samples = 0
-        self._complete_round(zeros, 0.0, buffers, True)
+        self._complete_round(self._zeros(), 0.0, buffers, True)
         self._next_round()
 
     def _check_state(self, state: Any) -> None:
@@ -379,12 +381,26 @@ class _SampleCounter:
     """Counts the samples that a model is called with in training mode. May be copied and pickled with the model."""
 
     def __init__(self) -> None:
-        self.samples = 0
+        self._samples = 0
+        self._compiled = torch.zeros((), dtype=torch.int64)
+        """Samples counted in compiled code, which would be compiled again for each new value of a Python integer."""
+
+    @property
+    def samples(self) -> int:
+        return self._samples + int(self._compiled)
+
+    def reset(self) -> None:
+        self._samples = 0
+        self._compiled.zero_()
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             _check_outside_ddp()
-            self.samples += samples_in(arguments) or samples_in(named)
+            count = samples_in(arguments) or samples_in(named)
+            if torch.compiler.is_compiling():
+                self._compiled.add_(count)
+            else:
+                self._samples += count
 
 
 def _check_names(gossip: GossipSettings) -> None:
@@ -420,7 +436,7 @@ def check_unwrapped(model: nn.Module) -> None:
     """Raise `ConfigurationError` if the model is wrapped in DDP or is no module."""
     check_instance(model, (nn.Module,), "the model", "offbeat.AsyncDataParallel(model, optimizer)")
     require(
-        not isinstance(model, nn.parallel.DistributedDataParallel),
+        not isinstance(plain_module(model), nn.parallel.DistributedDataParallel),
         "the model is wrapped in DistributedDataParallel, which would make every peer wait for all others; leave that "
         "wrapper out, or pass model.module",
     )

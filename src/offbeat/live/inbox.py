@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from offbeat.core.device_transfer import to_device
 from offbeat.core.events import Event, LossReason, MessageArrived, PeerJoined, PeerLost, Sent
 from offbeat.core.wire_size import wire_size
 from offbeat.errors import RunFailed
@@ -89,7 +90,7 @@ class Inbox:
             self._records.receive(event.source, message)
             return
         if self._device is not None:  # messages are received into host memory
-            message = message.with_tensors(tensor.to(self._device) for tensor in message.tensors())
+            message = message.with_tensors(to_device(tensor, self._device) for tensor in message.tensors())
             event = dataclasses.replace(event, message=message, keep=lambda: message)
         self._handle(event)
 

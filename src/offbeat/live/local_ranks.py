@@ -59,7 +59,7 @@ class LocalRanks:
         self.strategy = strategy = options.experiment.strategy
         self._flat, self._measure, self._label = flat, measure, label
         self.identity = RunIdentity.of(flat.layout, strategy)
-        self._initial = flat.parameters.clone(), tuple(buffer.clone() for buffer in flat.buffers)
+        self._initial = flat.initial_values()
         placement = Placement.of(strategy, rank_info, options.hub_beside_worker)
         self.processes, self.rank = placement.processes, placement.own
         self.workers = {rank: worker for worker, rank in enumerate(placement.computing)}

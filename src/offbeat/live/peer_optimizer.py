@@ -23,6 +23,8 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     # Names of attributes that Lightning's wrapper, which copies ours, does not use itself.
     _wrapped: torch.optim.Optimizer
+    _step_supports_amp_scaling = False
+    """A `GradScaler` would give the scale of the gradients to this optimizer, and a fused one would not see it."""
     _share_step: Callable[[], None]
 
     def __init__(self, wrapped: torch.optim.Optimizer, share_step: Callable[[], None]) -> None:

@@ -20,10 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget
+from offbeat.core.flat import master_dtype
 from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Cadence, EverySeconds, Strategy
 from offbeat.core.validation import check_instance, require
@@ -39,6 +41,9 @@ from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
 from offbeat.live.session_options import RECORDS_MAX_BYTES, LiveOptions
 from offbeat.live.stateful_source import loader_source
+
+GRAD_SCALE_MIN = 1024.0
+"""Smaller factors may be weights of a loss."""
 
 
 def join(
@@ -251,6 +256,13 @@ def weighted_sum(loss: Any, reduction: str | None, count: int, weight: float | T
         reduction in (None, "none", "sum", "mean"),
         f"reduction must be 'none', 'sum' or 'mean', but is {reduction!r}",
     )
+    scale = _grad_scale(loss)
+    require(
+        scale is None,
+        f"run.backward was given a loss that a GradScaler has multiplied by {scale}, and nothing divides the gradient "
+        "by it; leave the scaler out, and type torch.autocast(..., dtype=torch.bfloat16), which needs none",
+    )
+    loss = loss.to(master_dtype(loss.dtype))  # a sum of bfloat16 has three digits
     divisor = float(count) if weight is None else _weight_sum(weight, count)
     if loss.dim() == 0:
         require(
@@ -277,6 +289,18 @@ def weighted_sum(loss: Any, reduction: str | None, count: int, weight: float | T
         "loss with one weight",
     )
     return (loss * weight).sum(), divisor
+
+
+def _grad_scale(loss: Tensor) -> float | None:
+    """The factor of a GradScaler, where the loss is its product: no other factor is a power of two, and a tensor.
+
+    The scale of a scaler begins at 65536. Python numbers in a product are float64 or int64.
+    """
+    factor = getattr(loss.grad_fn, "_saved_other", None) if "Mul" in type(loss.grad_fn).__name__ else None
+    if not isinstance(factor, Tensor) or factor.dim() > 0 or factor.dtype is not torch.float32:
+        return None
+    value = float(factor)
+    return value if value >= GRAD_SCALE_MIN and math.frexp(value)[0] == 0.5 else None
 
 
 def _weight_sum(weight: Any, count: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.actions import Finish
+from offbeat.core.compiled_modules import plain_copy, plain_module
 from offbeat.core.events import GradientReady
 from offbeat.core.flat import FlatModule
 from offbeat.core.memory_pool import Pool
@@ -83,9 +83,9 @@ class SessionBase(ABC):
         cadence = options.experiment.evaluate
         measure = None
         if evaluate is not None and cadence is not None:
-            measure = ModelMeasure(copy.deepcopy(model), evaluate, validate)
+            measure = ModelMeasure(plain_copy(model), evaluate, validate)
         self._flat = FlatModule(model)
-        self._ranks = LocalRanks(self._flat, options, rank_info, measure, type(model).__name__)
+        self._ranks = LocalRanks(self._flat, options, rank_info, measure, type(plain_module(model)).__name__)
         self._runner = self._ranks.own_runner
         self.rank = self._ranks.rank
         self.processes = self._ranks.processes
@@ -163,8 +163,12 @@ class SessionBase(ABC):
             runner.wait(None if self._runner.finish is not None else LINGER_SECONDS * 2)
 
     def _leave(self, stay: bool = False) -> None:
-        zeros, buffers = torch.zeros_like(self._flat.parameters), copied_buffers(self._flat)
+        zeros, buffers = self._zeros(), copied_buffers(self._flat)
         self._runner.leave(lambda: self._runner.complete(zeros, 0.0, buffers, True, self._result_event), stay=stay)
+
+    def _zeros(self) -> Tensor:
+        """The result of a round without samples."""
+        return torch.zeros_like(self._flat.parameters, dtype=self._flat.layout.master_dtype)
 
     def interrupt(self) -> None:
         """Write a checkpoint and leave the run in order, as after Ctrl-C."""

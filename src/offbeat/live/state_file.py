@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from offbeat.core.device_transfer import to_host
 from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError, RunFailed
 from offbeat.failpoints import failpoint
 
@@ -129,7 +130,7 @@ def _pack(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
         return packed
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES
     if is_dense and tensors is not None and value.ndim <= DIMENSIONS_MAX:
-        stored, order = _in_memory_order(value.detach().resolve_conj().resolve_neg().cpu())
+        stored, order = _in_memory_order(to_host(value.detach().resolve_conj().resolve_neg()))
         tensors.append(stored)
         return [TENSOR, DTYPE_NAMES[value.dtype], list(stored.shape), order]
     name = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

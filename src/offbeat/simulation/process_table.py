@@ -36,9 +36,8 @@ class ProcessTable:
         self._experiment = experiment
         self._until = experiment.until
         self._layout = flat.layout
-        self.initial = flat.parameters.clone()
-        """The initial parameters, shared by all nodes, which do not change them."""
-        self._initial_buffers = tuple(buffer.clone() for buffer in flat.buffers)
+        self.initial, self._initial_buffers = flat.initial_values()
+        """The initial parameters and buffers, shared by all nodes, which do not change them."""
         size = experiment.strategy.processes(experiment.worker_count)
         self._members = tuple(range(size))
         self.computing_ranks = [rank for rank in self._members if experiment.strategy.computes(rank)]

@@ -190,13 +190,15 @@ class Rounds:
     def _user_step(self, process: Process, parameters: Tensor, gradient: Tensor, samples: int) -> Tensor:
         """The step of the worker's own optimizer for this gradient."""
         assert self._user_optimizer is not None
+        layout = self._gradient_computer.flat.layout
+        before = parameters.to(layout.dtype)  # it steps the parameters of the model, not the master values
         if process.stepper is None:
-            parameters_copy, layout = parameters.clone(), self._gradient_computer.flat.layout
+            parameters_copy = before.clone()
             process.stepper = self._user_optimizer.build(parameters_copy, layout), parameters_copy
         stepper, parameters_copy = process.stepper
-        parameters_copy.copy_(parameters)
-        stepper.step(gradient / max(1, samples), samples)
-        return parameters_copy - parameters
+        parameters_copy.copy_(before)
+        stepper.step((gradient / max(1, samples)).to(layout.dtype), samples)
+        return parameters_copy.to(layout.master_dtype) - before
 
     def evaluate(self, process: Process, action: Evaluate) -> None:
         """Evaluate now; in virtual time it takes no time."""

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from offbeat.core.actions import Action, Send
 from offbeat.core.compression import Compression, decode, is_encoded
+from offbeat.core.device_transfer import to_device, to_host
 from offbeat.core.events import Event, MessageArrived, PeerLost, Started
+from offbeat.core.flat import master_dtype
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node, NodeContext, State, Strategy
@@ -95,7 +97,7 @@ class CompressedNode(Stateful, Node):
             fields = tuple(getattr(message, field) for field in message.residual_key_fields)
             changes[name] = self._increment((send.to, type(message).__name__, name, fields), getattr(message, name))
         for name in message.roundtrip:
-            changes[name] = self._compression.encode(getattr(message, name).cpu(), self._pool)
+            changes[name] = self._code(getattr(message, name))
         if self._compression.encodes_values:
             for name in message.values:
                 changes[name] = self._value(getattr(message, name))
@@ -105,18 +107,27 @@ class CompressedNode(Stateful, Node):
 
     def _increment(self, key: _Key, vector: Tensor) -> Tensor:
         if not self._compression.keeps_residual or vector.numel() == 0:
-            return self._compression.encode(vector.cpu(), self._pool)
+            return self._code(vector)
         residual = self._residuals.get(key)
-        if residual is None or residual.numel() != vector.numel() or residual.dtype is not vector.dtype:
-            residual = self._residuals[key] = torch.zeros_like(vector, device="cpu")
-        return self._compression.encode(vector.cpu(), self._pool, residual)
+        if residual is None or residual.numel() != vector.numel() or residual.dtype is not master_dtype(vector.dtype):
+            dtype = master_dtype(vector.dtype)
+            residual = self._residuals[key] = torch.zeros_like(vector, device="cpu", dtype=dtype)
+        return self._code(vector, residual)
+
+    def _code(self, vector: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The code of a vector, or itself if that is not smaller. Codes hold float32 in place of bfloat16, float16."""
+        on_host = to_host(vector)
+        wide = on_host.to(master_dtype(vector.dtype))
+        code = self._compression.encode(wide, self._pool, residual)
+        is_larger = residual is None and code.nbytes >= vector.nbytes  # with a residual, which has changed, it is sent
+        return on_host if code is wide or is_larger else code
 
     def _value(self, vector: Tensor) -> Tensor:
         identity = id(vector)
         cached = self._coded.get(identity)
         if cached is not None and cached[0]() is vector and cached[1] == vector._version:
             return cached[2]
-        code = self._compression.encode(vector.cpu(), self._pool)
+        code = self._code(vector)
         if code is vector:
             return code
         remove = self._coded.pop
@@ -128,7 +139,7 @@ class CompressedNode(Stateful, Node):
     def _decoded(self, event: MessageArrived) -> MessageArrived:
         message = event.message
         vectors = {
-            name: decode(tensor.cpu(), self._pool, self._numel_max).to(self._device)
+            name: to_device(decode(to_host(tensor), self._pool, self._numel_max), self._device)
             for name in message.compressible()
             if is_encoded(tensor := getattr(message, name))
         }

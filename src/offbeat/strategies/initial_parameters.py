@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.configuration import Family
+from offbeat.core.device_transfer import to_device
 from offbeat.core.flat import Layout
 
 
@@ -38,7 +39,7 @@ class Shuffled(Initial, name="shuffled"):
         shuffled = given.clone()
         for slot in layout.parameters:
             order = torch.from_numpy(random.permutation(slot.stop - slot.start))
-            shuffled[slot.start : slot.stop] = given[slot.start : slot.stop][order.to(given.device)]
+            shuffled[slot.start : slot.stop] = given[slot.start : slot.stop][to_device(order, given.device)]
         return shuffled
 
 

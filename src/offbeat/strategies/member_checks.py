@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from offbeat.core.events import MessageArrived
@@ -35,11 +36,12 @@ class MemberCheck:
                 self._event.source, type(self._event.message).__name__, self._receiver, f" with {what}"
             )
 
-    def vector(self, name: str, vector: Tensor, like: Tensor, numel: int) -> None:
-        """A flat tensor of `numel` elements, of the type of `like`."""
+    def vector(self, name: str, vector: Tensor, like: Tensor, numel: int, rounded: torch.dtype | None = None) -> None:
+        """A flat tensor of `numel` elements, of the type of `like`, or of the one that values are rounded to."""
+        dtype = rounded or like.dtype
         self.require(
-            vector.dim() == 1 and vector.numel() == numel and vector.dtype == like.dtype,
-            f"a {name} of shape {tuple(vector.shape)} and type {vector.dtype}, where ({numel},) and {like.dtype} are "
+            vector.dim() == 1 and vector.numel() == numel and vector.dtype in (dtype, like.dtype),
+            f"a {name} of shape {tuple(vector.shape)} and type {vector.dtype}, where ({numel},) and {dtype} are "
             "expected",
         )
 

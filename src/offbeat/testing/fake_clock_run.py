@@ -169,14 +169,15 @@ class FakeClockRun:
         experiment, strategy = self._experiment, self._experiment.strategy
         assert experiment.until is not None
         initial = FlatModule(self._workload.initial_model(experiment.seed))
+        parameters, buffers = initial.initial_values()
         node = build_node(
             strategy,
             NodeContext(
                 rank=rank,
                 members=tuple(range(self._size)),
                 layout=initial.layout,
-                parameters=initial.parameters,
-                buffers=initial.buffers,
+                parameters=parameters,
+                buffers=buffers,
                 random=stream(experiment.seed, "node", rank, 0),
                 until=experiment.until,
                 evaluate=experiment.evaluate,

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from offbeat.core.compression import saved_bytes
 from offbeat.core.configuration import from_plain
+from offbeat.core.device_transfer import to_host
 from offbeat.core.messages import Buffers, Message
 from offbeat.core.wire_size import (
     HEAD_BYTES,
@@ -200,7 +201,7 @@ def _bytes_of(tensor: Tensor) -> tuple[str, int | tuple[int, ...], Tensor]:
     if flat.is_complex():
         flat = flat.resolve_conj().resolve_neg()
     # A tensor of one element may have any stride, which `view` would reject.
-    flat = flat.cpu().contiguous().as_strided((flat.numel(),), (1,))
+    flat = to_host(flat).contiguous().as_strided((flat.numel(),), (1,))
     view = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
     return _DTYPE_NAMES[tensor.dtype], shape_on_wire(tensor), view
 

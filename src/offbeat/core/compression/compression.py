@@ -26,6 +26,7 @@ from offbeat.core.compression.encoded_tensor import (
     parse_header,
 )
 from offbeat.core.configuration import Family
+from offbeat.core.device_transfer import to_device, to_host
 from offbeat.core.memory_pool import Pool
 from offbeat.errors import ContractViolation
 
@@ -64,9 +65,9 @@ class Compression(Family):
 
     def roundtrip(self, vector: Tensor, pool: Pool) -> Tensor:
         """The vector as the receiver will decode it, for a node that has to use the same values."""
-        on_cpu = vector.cpu()
-        blob = self.encode(on_cpu, pool)
-        return vector if blob is on_cpu else decode(blob, pool).to(vector.device)
+        on_host = to_host(vector)
+        blob = self.encode(on_host, pool)
+        return vector if blob is on_host else to_device(decode(blob, pool), vector.device)
 
     @abstractmethod
     def _body_bytes(self, vector: Tensor) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.core.device_transfer import to_host
 from offbeat.core.memory_pool import COPY_BYTES_MIN, Pool
 from offbeat.core.messages import Message
 from offbeat.errors import ContractViolation
@@ -83,7 +84,7 @@ def saved_bytes(message: Message) -> int:
         tensor = getattr(message, name)
         if is_encoded(tensor):
             try:
-                saved += parse_header(tensor.cpu()).nbytes - tensor.nbytes
+                saved += parse_header(to_host(tensor)).nbytes - tensor.nbytes
             except ContractViolation:
                 continue
     return saved

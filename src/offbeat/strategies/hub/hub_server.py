@@ -2,6 +2,9 @@
 
     a gradient arrives → it is accounted for → dropped or collected → an update, if one is due → Parameters to workers
 
+The hub holds the master values, which are float32 where the model is bfloat16 or float16; gradients and parameters
+travel in the dtype of the model.
+
 Invariants: the version grows by one per update; one copy of the parameters is made per version, and all messages of
 that version share it. How workers join and how the run ends is in `server_node.py`.
 """
@@ -86,7 +89,7 @@ class HubServer(ServerNode):
 
     def _result(self) -> tuple[Tensor, Buffers]:
         if self._snapshot is None:
-            self._snapshot = self._copies.copy(self._parameters)
+            self._snapshot = self._copies.copy(self._parameters, self._context.layout.dtype)
         return self._snapshot, self._buffers
 
     def _set_timers(self, at: float) -> Iterator[Action]:
@@ -137,7 +140,8 @@ class HubServer(ServerNode):
     def _check(self, event: MessageArrived, message: Gradient) -> None:
         check, rank = MemberCheck(event, HUB), event.source
         check.require(self._started and rank in self._ledgers, "no work to do")
-        check.vector("gradient", message.gradient, self._parameters, self._parameters.numel() if message.finite else 0)
+        numel = self._parameters.numel() if message.finite else 0
+        check.vector("gradient", message.gradient, self._parameters, numel, self._context.layout.dtype)
         check.buffers(message.buffers, self._buffers)
         check.version(message.version, self._version)
         check.number("seconds", message.seconds)

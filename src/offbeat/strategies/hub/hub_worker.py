@@ -19,6 +19,7 @@ from torch import Tensor
 from offbeat.core.actions import Action, Budget, Compute, Report, Seconds, Send
 from offbeat.core.buffer_merge import BufferMerge
 from offbeat.core.events import GradientReady, MessageArrived, StepReady
+from offbeat.core.flat import is_finite
 from offbeat.core.messages import Buffers, LoaderMessage, Message
 from offbeat.core.sample_ledger import Range
 from offbeat.core.strategy import NodeContext
@@ -56,7 +57,7 @@ class Welcome(LoaderMessage):
 
 @dataclass(frozen=True)
 class Gradient(LoaderMessage):
-    """`gradient` is the sum over `samples` samples; it is empty where it was not finite.
+    """`gradient` is the sum over `samples` samples, in the dtype of the model; it is empty where it was not finite.
 
     `weight` is the sum of the weights of the samples; None: each has the weight 1.
     """
@@ -142,15 +143,18 @@ class HubWorker(WorkerNode):
         yield from self._compute()
 
     def _gradient(self, event: GradientReady) -> Gradient:
+        gradient = event.gradient.to(self._context.layout.dtype)
+        is_rounded = gradient is not event.gradient
+        finite = event.finite and (not is_rounded or is_finite(gradient))  # float16 ends at 65504
         return Gradient(
-            gradient=event.gradient if event.finite else event.gradient.new_empty(0),
-            buffers=self._buffer_merge.contribution(self._buffers_before, event.buffers) if event.finite else (),
+            gradient=gradient if finite else gradient.new_empty(0),
+            buffers=self._buffer_merge.contribution(self._buffers_before, event.buffers) if finite else (),
             samples=event.samples,
-            loss=event.loss if event.finite else 0.0,
+            loss=event.loss if finite else 0.0,
             version=event.version,
             draws=event.draws,
             seconds=event.seconds,
-            finite=event.finite,
+            finite=finite,
             weight=event.weight,
             **self._take_loader(),
         )

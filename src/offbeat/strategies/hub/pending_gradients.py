@@ -3,6 +3,8 @@
 direction   Σ v_i G_i / Σ v_i b_i      G_i: sum over b_i samples, v_i: weight by staleness, see `damping.py`
 rate        lr · Σ v_i b_i / Σ b_i
 
+They are added up in the dtype of the master values, which may be wider than theirs.
+
 Where a training loop weighs its samples, by tokens for example, b_i is the sum of these weights.
 """
 
@@ -66,7 +68,7 @@ class PendingGradients(Stateful):
 
     def _add(self, gradient: Tensor, weight: float) -> None:
         if self._sum is None:
-            self._sum = torch.mul(gradient, weight, out=self._memory)
+            self._sum = torch.mul(gradient.to(self._memory.dtype), weight, out=self._memory)
         else:
             self._sum.add_(gradient, alpha=weight)
 
