@@ -69,6 +69,12 @@ def random_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
 
 
+def low_precision(workload: ob.Workload) -> ob.Workload:
+    """With a model and inputs in bfloat16."""
+    make_model, (inputs, targets) = workload.model, workload.train.take(torch.arange(len(workload.train)))
+    return dataclasses.replace(workload, model=lambda: make_model().bfloat16(), train=(inputs.bfloat16(), targets))
+
+
 def dropout_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
 
@@ -129,6 +135,15 @@ CASES: dict[str, Callable[[str], ob.Experiment]] = {
     "compression": lambda name: ob.Experiment(
         classifier(plain_model), strategy(name, compression=ob.compression.Int8()), cluster=cluster(), evaluate=None
     ),
+    "bfloat16": lambda name: ob.Experiment(
+        low_precision(classifier(random_model)), strategy(name), cluster=cluster(), evaluate=ob.EveryUpdates(3)
+    ),
+    "bfloat16 and compression": lambda name: ob.Experiment(
+        low_precision(classifier(plain_model)),
+        strategy(name, compression=ob.compression.TopK(0.1)),
+        cluster=cluster(),
+        evaluate=None,
+    ),
     "the end by time": lambda name: ob.Experiment(
         classifier(plain_model), strategy(name), cluster=cluster(), until=ob.Seconds(8.0), evaluate=None
     ),
@@ -139,6 +154,7 @@ VARIATIONS = {
     "stragglers by a factor",
     "slow workers",
     "stragglers",
+    "bfloat16 and compression",
     "the end by time",
 }
 """Cases that differ little from another one."""
