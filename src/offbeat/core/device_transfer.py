@@ -10,6 +10,7 @@ Which copies there are
   after the first messages; the copy is complete when it returns.
 - `to_device`: when a message has arrived (`live/inbox.py`) or was decoded. Received memory is not pinned, so the copy
   is complete for the host when it returns.
+- `state_to_device`: when a run continues from a checkpoint.
 - `on_device`: the batches of a workload, for which the stream of the computation waits by itself.
 
 Which waits there are
@@ -22,6 +23,8 @@ for pinned memory and for the wait.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +49,17 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on this device; itself if it is there already."""
     return tensor.to(device)
+
+
+def state_to_device(state: Any, device: torch.device) -> Any:
+    """A state of nested dictionaries, lists and tuples with all of its tensors on this device."""
+    if isinstance(state, Tensor):
+        return to_device(state, device)
+    if isinstance(state, dict):
+        return {key: state_to_device(value, device) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(state_to_device(value, device) for value in state)
+    return state
 
 
 def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from offbeat.core.compiled_modules import plain_name
 from offbeat.core.configuration import Family
+from offbeat.core.device_transfer import to_host
 from offbeat.core.flat import Layout
 from offbeat.core.schedules import Milestones, Schedule, WarmUp, rate_at
 from offbeat.core.torch_optimizers import (
@@ -436,9 +437,13 @@ class Stepper:
         slots = {parameter: state["slots"][part.name] for part, parameter in named}
         for optimizer in self._torch.optimizers:
             optimizer.state.clear()
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-                if values := slots[parameter]:
-                    optimizer.state[parameter] = {key: _copy(value) for key, value in values.items()}
+            for group in optimizer.param_groups:
+                on_device = group.get("fused") or group.get("capturable")  # only then torch has steps on a GPU
+                for parameter in (parameter for parameter in group["params"] if slots[parameter]):
+                    values = {key: _copy(value) for key, value in slots[parameter].items()}
+                    if not on_device and isinstance(step := values.get("step"), Tensor):
+                        values["step"] = to_host(step)
+                    optimizer.state[parameter] = values
 
     def _groups(self) -> Groups:
         if self._config.decay_1d:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.core.device_transfer import state_to_device
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
 from offbeat.core.run_identity import RunIdentity
@@ -112,7 +113,7 @@ class LocalRanks:
         """Let the hub of this process continue from a state of its node; the workers begin again, from its values."""
         assert self.hub_runner is not None
         node = self._make_node(0)
-        node.restore(state)
+        node.restore(state_to_device(state, self._flat.parameters.device))
         self.hub_runner.replace_node(node)
 
     def close_files(self) -> None:
@@ -283,7 +284,7 @@ class LocalRanks:
             write_header(directory, self.header())
         if rank == 0 and self.checkpoint is not None:
             writer.truncate(self.checkpoint.records_position)
-            node.restore(self.checkpoint.node)
+            node.restore(state_to_device(self.checkpoint.node, self._flat.parameters.device))
         return writer
 
     def _write_remote_records(self, rank: int, records: list[AnyRecord]) -> None:
