@@ -222,3 +222,17 @@ def test_a_peer_that_steps_a_bfloat16_model_itself_trains_like_the_plain_loop() 
         results.append(model.weight.detach().clone())
     assert torch.equal(*results)
     assert float(results[0].mean()) < 0.5
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_an_optimizer_that_has_stepped_the_bfloat16_model_goes_on_in_float32(fused: bool | None) -> None:
+    model = Scale(4, torch.bfloat16)
+    inputs, targets = torch.ones(64, 4, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+    half_square(model(inputs), targets).mean().backward()
+    optimizer.step()
+    with ob.join(model, ob.FixedMinibatch(batch=4, optimizer=optimizer), until=400) as run:  # type: ignore[arg-type]
+        for x, y in run.batches((inputs, targets)):
+            run.backward(half_square(model(x), y))
+    assert run.summary.failure is None
+    assert float(model.weight.detach().mean()) == pytest.approx(1 - 100 * LR, rel=0.05)

@@ -239,7 +239,17 @@ def _moved(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.opti
     for key, value in vars(optimizer).items():  # those of a class of the user's own; torch copies its own alone
         if key not in vars(moved) and key != "step" and not key.startswith("_"):
             setattr(moved, key, copy.deepcopy(value, memo))
+    for parameter in _parameters([optimizer]):
+        view = memo.get(id(parameter))
+        if view is not None and view.dtype != parameter.dtype:  # master values of a model in bfloat16 or float16
+            slots = moved.state.get(view, {})
+            slots.update({key: _cast(value, parameter.dtype, view.dtype) for key, value in slots.items()})
     return moved
+
+
+def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    """What an optimizer remembers of a parameter, if it has the dtype of the parameter, in another one."""
+    return value.to(after) if isinstance(value, torch.Tensor) and value.dtype == before else value
 
 
 def _check_disjoint(optimizers: Sequence[torch.optim.Optimizer]) -> None:
