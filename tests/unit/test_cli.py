@@ -54,14 +54,14 @@ SIMULATE = """
     --optimizer.no-nesterov --optimizer.weight-decay --out --outer --overwrite --partner --patience-seconds
     --preempt-above --quiet --quorum --rate --rates --recalibrate --samples-max --seconds --seconds-per-call
     --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --send --silence-seconds --sources
-    --speed-trace --split --staleness-free --staleness-max --straggle --target --test-examples --until --width
+    --speed-trace --split --staleness-free --staleness-max --straggle --target --test-examples --track --until --width
     --worker-seconds --workers
 """
 COMPARE = """
     --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
     --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
     --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds
-    --speed-trace --straggle --target --until --workers
+    --speed-trace --straggle --target --track --until --workers
 """
 SIMULATED_ONLY = """
     --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --speed-trace

@@ -40,10 +40,14 @@ class Runs:
         self.experiments: list[Experiment] = []
         self.lives: list[LiveOptions] = []
         self.resumed: list[bool] = []
+        self.tracks: list[Any] = []
         self.raises: BaseException | None = None
 
-    def __call__(self, experiment: Experiment, out: Path, live: LiveOptions, watcher: Any, resume: bool = False) -> Any:
+    def __call__(
+        self, experiment: Experiment, out: Path, live: LiveOptions, watcher: Any, resume: bool = False, track: Any = ()
+    ) -> Any:
         self.experiments.append(experiment)
+        self.tracks.append(track)
         self.lives.append(live)
         self.resumed.append(resume)
         if self.raises is not None:
@@ -69,6 +73,7 @@ def test_each_strategy_and_seed_is_a_live_run_and_they_are_compared(
 ) -> None:
     argv = ["fmb", "amb", "--seeds", "2", "--workers", "3", "--no-report", "--until", "10s"]
     assert main(["train", "quadratic", *argv]) == 0
+    assert runs.tracks == [()] * 4
     said = capsys.readouterr()
     assert [(run.name, run.seed) for run in runs.experiments] == [("fmb", 0), ("amb", 0), ("fmb", 1), ("amb", 1)]
     assert "speed-up" in said.out

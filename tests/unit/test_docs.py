@@ -70,6 +70,7 @@ WITH_COMMANDS = [
     pytest.param("docs/staleness.md", marks=pytest.mark.slow),
     "docs/topology.md",
     "docs/workloads.md",
+    "docs/trackers.md",
     "docs/data.md",
     pytest.param(GUIDE, marks=pytest.mark.slow),  # test_the_example_keeps_the_contract is quicker
     "CONTRIBUTING.md",

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import offbeat as ob
+from offbeat.tracking.named_trackers import trackers_of
 
 SOURCE = Path(ob.__file__).parent
 
@@ -22,10 +23,10 @@ NAMES = """
     BackupWorkers Cluster Comparison ConfigurationError ContractViolation DecoupledDiLoCo DelayedExchange DiLoCo
     EverySeconds EveryUpdates Experiment FixedMinibatch Gossip GossipAcid Hub Link LiveOptions LocalSGD LocalSteps
     MissingDependency OffbeatError Population RMSprop RestartFromCheckpoint Run RunFailed SGD Samples Seconds Serial
-    Strategy SyncAdaptive Target TorchOptimizer Workload calibrate compare join load_cluster microbatch
+    Strategy SyncAdaptive Target TorchOptimizer Tracker Workload calibrate compare join load_cluster microbatch
     recalibrate simulate train
 """
-NAMESPACES = "compression faults graphs models nodes parts schedules stragglers testing workloads"
+NAMESPACES = "compression faults graphs models nodes parts schedules stragglers testing trackers workloads"
 
 
 def test_exported_names_change_only_on_purpose() -> None:
@@ -48,6 +49,7 @@ def test_a_namespace_lists_its_names_and_nothing_else(namespace: str) -> None:
 def test_the_example_in_the_docstring_of_a_namespace_runs(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(workload: Any, strategy: Any, cluster: Any = ob.Cluster(), **settings: Any) -> Any:  # noqa: B008
         """Checks the arguments as `ob.simulate` does, without running anything."""
+        trackers_of(settings.pop("track", None))
         ob.Experiment(workload, strategy, cluster=cluster, **settings).resolved()
         return MagicMock()
 
@@ -80,6 +82,13 @@ def test_torch_distributed_mpi4py_and_pickle_are_imported_in_one_place_each() ->
             forbidden.append("torch.distributed")
         for name in imported_by(path):
             assert not name.startswith(tuple(forbidden)), f"{path.name} imports {name}"
+
+
+def test_trackers_are_imported_in_one_module_each() -> None:
+    for path in SOURCE.rglob("*.py"):
+        for name in ("tensorboard", "wandb", "mlflow"):
+            if path != SOURCE / "tracking" / f"{name}_tracker.py":
+                assert not [each for each in imported_by(path) if each.split(".")[0] == name], path
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:

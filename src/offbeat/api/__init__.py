@@ -5,7 +5,7 @@ May import everything but `cli`; no other package imports it.
 """
 
 from offbeat import testing
-from offbeat.api import compression, faults, graphs, models, nodes, parts, schedules, stragglers, workloads
+from offbeat.api import compression, faults, graphs, models, nodes, parts, schedules, stragglers, trackers, workloads
 from offbeat.cluster.cluster import Cluster, Link
 from offbeat.cluster.presets import load_cluster
 from offbeat.core.actions import Samples, Seconds
@@ -45,6 +45,7 @@ from offbeat.strategies.local_steps.local_steps_strategies import (
 )
 from offbeat.strategies.population.population_strategies import Population
 from offbeat.strategies.serial import ArtificialDelay, Serial
+from offbeat.tracking.tracker import Tracker
 
 __all__ = [
     "SGD",
@@ -90,6 +91,7 @@ __all__ = [
     "SyncAdaptive",
     "Target",
     "TorchOptimizer",
+    "Tracker",
     "Workload",
     "calibrate",
     "compare",
@@ -107,6 +109,7 @@ __all__ = [
     "simulate",
     "stragglers",
     "testing",
+    "trackers",
     "train",
     "workloads",
 ]

@@ -35,6 +35,7 @@ from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, file_name
 from offbeat.records.metrics import Summary
 from offbeat.records.schema import Notice, RunHeader, RunRecords
+from offbeat.tracking.named_trackers import checked_trackers
 
 NOTICES_SHOWN = 3
 
@@ -86,12 +87,13 @@ def run_plan(plan: Plan, output: Output, run: Run | None = None, command: str = 
         The exit code: 1 if a run failed.
     """
     places = run_directories(plan)
-    # A missing package or data set is refused before a directory is created.
+    # A missing package or data set, or an unknown tracker, is refused before a directory is created.
     next(iter(places)).resolved()
+    checked_trackers(output.track)
     label = file_name(plan.workload.name.rpartition(":")[2])
     directory = prepare_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
     _write_experiment(plan, directory / EXPERIMENT, command)
-    runs = _simulate(places, directory, output.quiet) if run is None else _run(run, places, directory)
+    runs = _simulate(places, directory, output) if run is None else _run(run, places, directory)
     return print_results(runs, output, directory, plan.baseline)
 
 
@@ -141,14 +143,16 @@ def _write_experiment(plan: Plan, path: Path, command: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _simulate(places: dict[Experiment, str], directory: Path, quiet: bool) -> list[RunRecords]:
-    with show_progress(quiet) as progress:
+def _simulate(places: dict[Experiment, str], directory: Path, output: Output) -> list[RunRecords]:
+    with show_progress(output.quiet) as progress:
         shown = ExperimentProgress(progress, len(places))
 
         def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
-            records = simulate_experiment(experiment, place, shown.on_record, keep_result=True).records
+            records = simulate_experiment(
+                experiment, place, shown.on_record, keep_result=True, track=output.track, say=progress.say
+            ).records
             shown.on_end(records)
-            if not quiet:
+            if not output.quiet:
                 _print_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
             return records
 

@@ -108,3 +108,11 @@ class Output:
     json: OutputJsonFlag = False
     no_report: Annotated[bool, option("do not draw report.html", name="--no-report", section=OUTPUT)] = False
     quiet: OutputQuietFlag = False
+    track: Annotated[
+        tuple[str, ...],
+        option(
+            "follow each run in tensorboard, wandb or mlflow; may be repeated [the records alone]",
+            "TRACKER",
+            section=OUTPUT,
+        ),
+    ] = ()

@@ -126,6 +126,8 @@ def prepare_directory(out: Path, overwrite: bool) -> Path:
     """Create `out`, and with `overwrite` delete the runs in it. Files that do not belong to a run are kept."""
     from offbeat.live.checkpoints import checkpoint_files
     from offbeat.records.files import HEADER, LIVE, RECORDS, RESULT, check_idle, rank_files
+    from offbeat.tracking.tensorboard_tracker import DIRECTORY, EVENT_FILES
+    from offbeat.tracking.tracker import TRACKED
 
     try:
         runs = [header.parent for header in out.rglob(HEADER)] if out.is_dir() else []
@@ -142,9 +144,14 @@ def prepare_directory(out: Path, overwrite: bool) -> Path:
         for run in runs:
             check_idle(run)
         for run in runs:
-            named = (run / name for name in (RECORDS, LIVE, RESULT))
-            for file in (*named, *(path for _, path in rank_files(run)), *checkpoint_files(run), run / HEADER):
+            named = (run / name for name in (RECORDS, LIVE, RESULT, TRACKED))
+            events = run / DIRECTORY
+            tracked = events.glob(EVENT_FILES) if events.is_dir() else ()
+            ranks = (path for _, path in rank_files(run))
+            for file in (*named, *tracked, *ranks, *checkpoint_files(run), run / HEADER):
                 file.unlink(missing_ok=True)
+            if events.is_dir() and not any(events.iterdir()):
+                events.rmdir()
             if not any(run.iterdir()):
                 run.rmdir()
         out.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ from offbeat.live.checkpoints import has_checkpoint
 from offbeat.live.session_options import LiveOptions, read_live_options
 from offbeat.records.files import HEADER, find_runs, read_header, read_run
 from offbeat.records.schema import Ended, RunRecords
+from offbeat.tracking.named_trackers import Track
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _train_plan(command: _Command) -> int:
 
     def run(experiment: Experiment, directory: Path, position: str) -> RunRecords:
         with watch_run(experiment, command.output.quiet, position) as watcher:
-            return run_recorded(experiment, directory, live, watcher, rank_info)
+            return run_recorded(experiment, directory, live, watcher, rank_info, track=command.output.track)
 
     return run_plan(plan, command.output, run, "train")
 
@@ -178,6 +179,7 @@ def run_recorded(
     watcher: RunObserver,
     rank_info: RankInfo,
     resume: bool = False,
+    track: Track = None,
 ) -> RunRecords:
     """Train, and return the records of the run. A run that failed has records too, which hold the reason.
 
@@ -188,11 +190,12 @@ def run_recorded(
         watcher: receives records and messages during the run.
         rank_info: the rank of this process; if it is alone, it starts the others.
         resume: continue from the last checkpoint in the directory.
+        track: trackers that follow the run.
     """
     try:
         if rank_info.alone:
-            return train_experiment(experiment, directory, live, watcher, resume).records
-        return train_as_rank(experiment, directory, rank_info, live, watcher, resume).records
+            return train_experiment(experiment, directory, live, watcher, resume, track).records
+        return train_as_rank(experiment, directory, rank_info, live, watcher, resume, track).records
     except KeyboardInterrupt:
         if not has_checkpoint(directory):
             raise
@@ -224,7 +227,8 @@ def _resume(command: _Command) -> int:
         check_mpi_options(live)
         exec_mpirun(experiment.strategy.processes(experiment.worker_count))
     with watch_run(experiment, command.output.quiet) as watcher:
-        run = run_recorded(experiment, directory, live, watcher, command.rank_info, resume=True)
+        track = command.output.track
+        run = run_recorded(experiment, directory, live, watcher, command.rank_info, resume=True, track=track)
     return print_results([run], command.output, directory, None)
 
 

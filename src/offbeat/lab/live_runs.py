@@ -32,6 +32,7 @@ from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment_progress import StderrObserver, show_experiments
 from offbeat.lab.run_results import read_result, save_result
 from offbeat.lab.simulated_runs import Run, check_new
+from offbeat.lab.tracked_runs import track_live_run
 from offbeat.lab.worker_main import run_rank
 from offbeat.launch.children import Child, start_command, start_forked
 from offbeat.launch.failure_reports import report_uncaught
@@ -50,6 +51,7 @@ from offbeat.live.session_options import LiveOptions, SessionOptions, read_live_
 from offbeat.records.files import HEADER, RankWriter, check_idle, rank_files, read_header, read_run, write_header
 from offbeat.records.metrics import end_of
 from offbeat.records.schema import RECORD_DECODER, RunHeader, RunRecords
+from offbeat.tracking.named_trackers import Track, checked_trackers
 
 DEFAULT_LIVE_WORKERS = 2
 EVALUATE_LIVE = EverySeconds(0.5)
@@ -69,6 +71,7 @@ def train(
     out: str | Path | None = None,
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     progress: bool | None = None,
+    track: Track = None,
 ) -> Run:
     """Train on processes of this machine.
 
@@ -88,6 +91,7 @@ def train(
     live: options of processes, transport and checkpoints
     progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only. A rank that
         a launcher has started shows none
+    track: follow the run in "tensorboard", "wandb" or "mlflow": a name, an `offbeat.Tracker`, or a list of these
     """
     report_uncaught(read_report_pipe())
     rank_info = read_rank_info(transport=live.transport)
@@ -105,15 +109,17 @@ def train(
     )
     directory = None if out is None else Path(out)
     if rank_info.alone:
-        return _train_showing(experiment, directory, live, progress)
+        return _train_showing(experiment, directory, live, progress, track)
     workers = workers_for_processes(strategy, rank_info.processes)
-    return train_as_rank(dataclasses.replace(experiment, workers=workers), directory, rank_info, live)
+    return train_as_rank(dataclasses.replace(experiment, workers=workers), directory, rank_info, live, track=track)
 
 
-def _train_showing(experiment: Experiment, out: Path | None, live: LiveOptions, progress: bool | None) -> Run:
+def _train_showing(
+    experiment: Experiment, out: Path | None, live: LiveOptions, progress: bool | None, track: Track
+) -> Run:
     with show_experiments(progress, 1) as shown:
         resolved = experiment if shown is None else experiment.resolved(LIVE_SECONDS_PER_SAMPLE)[0]
-        run = train_experiment(experiment, out, live, StderrObserver(resolved, shown))
+        run = train_experiment(experiment, out, live, StderrObserver(resolved, shown), track=track)
         if shown is not None:
             shown.on_end(run.records)
         return run
@@ -125,6 +131,7 @@ def train_experiment(
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     observer: RunObserver | None = None,
     resume: bool = False,
+    track: Track = None,
 ) -> Run:
     """Train an experiment on supervised processes of this machine, and on workers that join them.
 
@@ -133,9 +140,11 @@ def train_experiment(
     live: options of processes, transport and checkpoints
     observer: is called with records and output while the run goes on; None: output is printed to standard error
     resume: whether to continue the run in `out` from its checkpoint
+    track: trackers that follow the run
 
     Raises `RunFailed` if the run fails.
     """
+    trackers = checked_trackers(track)
     require(
         live.transport != "mpi",
         "processes that are started here meet over TCP; for MPI start the script itself: mpirun -n 4 python script.py",
@@ -148,9 +157,19 @@ def train_experiment(
     with _run_directory(out) as name:
         directory = Path(name)
         experiment = _prepare(directory, experiment, workload, live, resume)
-        failure = _supervise(directory, experiment, workload, live, observer or StderrObserver(experiment), resume)
-        if failure is not None:
-            raise RunFailed(failure.sentence + _resume_hint(failure, directory, experiment))
+        tracked = track_live_run(
+            trackers,
+            experiment,
+            workload,
+            directory,
+            is_kept=out is not None,
+            resume=resume,
+            observer=observer or StderrObserver(experiment),
+        )
+        with tracked as watching:
+            failure = _supervise(directory, experiment, workload, live, watching, resume)
+            if failure is not None:
+                raise RunFailed(failure.sentence + _resume_hint(failure, directory, experiment))
         return _finished_run(directory, out, experiment, workload)
 
 
@@ -161,6 +180,7 @@ def train_as_rank(
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     observer: RunObserver | None = None,
     resume: bool = False,
+    track: Track = None,
 ) -> Run:
     """Run one rank of an experiment whose processes a launcher has started.
 
@@ -171,17 +191,28 @@ def train_as_rank(
     live: options of transport and checkpoints
     observer: is called with records and output while the run goes on; None: output is printed to standard error
     resume: whether to continue the run in `out` from its checkpoint
+    track: trackers that follow the run from rank 0
 
     Returns the whole run on rank 0, and what is known of it on other ranks.
     """
     if rank_info.rank != 0:
         return run_follower(experiment, out, rank_info, live, resume)[0]
+    trackers = checked_trackers(track)
     experiment, workload = _resolve_for_launcher(experiment, rank_info, live)
     with _run_directory(out) as name:
         directory = Path(name)
         experiment = _prepare(directory, experiment, workload, live, resume)
         rank_info = dataclasses.replace(rank_info, directory=directory, resume=resume)
-        with _polled(RunMonitor(directory, observer or StderrObserver(experiment))):
+        tracked = track_live_run(
+            trackers,
+            experiment,
+            workload,
+            directory,
+            is_kept=out is not None,
+            resume=resume,
+            observer=observer or StderrObserver(experiment),
+        )
+        with tracked as watching, _polled(RunMonitor(directory, watching)):
             options = SessionOptions(experiment=experiment, live=live, header=read_header(directory))
             run_rank(options, workload, rank_info)
         return _finished_run(directory, out, experiment, workload)

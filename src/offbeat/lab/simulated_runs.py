@@ -24,11 +24,15 @@ from offbeat.errors import RunFailed
 from offbeat.lab.experiment_plan import Plan, unique_labels
 from offbeat.lab.experiment_progress import show_experiments
 from offbeat.lab.run_results import save_result
+from offbeat.lab.tracked_runs import open_sink, sink_for
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
 from offbeat.records.metrics import Summary, summarize
-from offbeat.records.schema import RunRecords
+from offbeat.records.schema import RunHeader, RunRecords
 from offbeat.simulation.simulator import Simulation
+from offbeat.tracking.named_trackers import Track, checked_trackers
+from offbeat.tracking.sink import TrackingSink, print_sentence
+from offbeat.tracking.tracker_thread import Say
 
 
 class Run(ShownAsHtml):
@@ -84,6 +88,7 @@ def simulate(
     bytes_per_second: float | None = None,
     out: str | Path | None = None,
     progress: bool | None = None,
+    track: Track = None,
 ) -> Run:
     """Run one experiment in virtual time.
 
@@ -97,6 +102,7 @@ def simulate(
     bytes_per_second: bandwidth limit of each direction of each link; None: what the link can carry
     out: a new directory that the records and the trained parameters are written to; None: they stay in memory
     progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only
+    track: follow the run in "tensorboard", "wandb" or "mlflow": a name, an `offbeat.Tracker`, or a list of these
     """
     experiment = Experiment(
         workload,
@@ -108,7 +114,7 @@ def simulate(
         evaluate=evaluate,
         bytes_per_second=bytes_per_second,
     )
-    return _simulate_in_turn([experiment], [out], progress)[0]
+    return _simulate_in_turn([experiment], [out], progress, track)[0]
 
 
 def simulate_experiment(
@@ -117,13 +123,18 @@ def simulate_experiment(
     on_record: OnRecord | None = None,
     *,
     keep_result: bool = False,
+    track: Track = None,
+    say: Say = print_sentence,
 ) -> Run:
     """Run one experiment in virtual time.
 
     out: a new directory for the records, or None.
     on_record: called with every record.
     keep_result: write the trained parameters to that directory, too.
+    track: trackers that follow the run; they do not change it.
+    say: receives sentences for the user about trackers.
     """
+    trackers = checked_trackers(track)
     experiment, workload = experiment.resolved()
     assert experiment.until is not None
     directory = None if out is None else Path(out)
@@ -134,8 +145,11 @@ def simulate_experiment(
         if directory is not None:
             check_new(directory)
             recorder.file = stack.enter_context(FileWriter(directory, header, flush_every=1000))
+        if trackers:
+            sink = sink_for(trackers, header, experiment, workload, directory, say=say)
+            recorder.sink = stack.enter_context(open_sink(sink, lambda: summarize(recorder.run_records(header))))
         outcome = simulation.run()
-    records = RunRecords(directory, header, tuple(recorder.records))  # type: ignore[arg-type]
+    records = recorder.run_records(header, directory)
     finish = outcome.finishes[min(outcome.finishes)] if outcome.finishes and outcome.failure is None else None
     if keep_result and directory is not None and finish is not None:
         save_result(directory, finish)
@@ -148,7 +162,11 @@ def check_new(directory: Path) -> None:
 
 
 def compare(
-    experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, *, progress: bool | None = None
+    experiments: Iterable[Experiment] | Plan,
+    out: str | Path | None = None,
+    *,
+    progress: bool | None = None,
+    track: Track = None,
 ) -> Comparison:
     """Simulate experiments and compare them.
 
@@ -156,6 +174,7 @@ def compare(
         experiments: what to run; all must share workload and target.
         out: a directory; each run is recorded in a directory of its own below it. None: nothing is written.
         progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only.
+        track: trackers, as for `simulate`, which follow each run as one of their own.
     """
     if not isinstance(experiments, Plan):
         what = "compare takes a list of offbeat.Experiment objects"
@@ -164,27 +183,30 @@ def compare(
         for experiment in experiments:
             check_instance(experiment, (Experiment,), "what is compared", "offbeat.Experiment(workload, strategy)")
     baseline = experiments.baseline if isinstance(experiments, Plan) else None
-    return Comparison.of(simulate_all(experiments, out, progress), baseline)
+    return Comparison.of(simulate_all(experiments, out, progress, track), baseline)
 
 
 def simulate_all(
-    experiments: Iterable[Experiment] | Plan, out: str | Path | None = None, progress: bool | None = False
+    experiments: Iterable[Experiment] | Plan,
+    out: str | Path | None = None,
+    progress: bool | None = False,
+    track: Track = None,
 ) -> list[RunRecords]:
     """Simulate experiments one after the other; for the arguments see `compare`."""
     every = list(experiments.experiments()) if isinstance(experiments, Plan) else _with_unique_labels(experiments)
     names = [f"{file_name(experiment.name)}-seed{experiment.seed}" for experiment in every]
     directories = [None if out is None else Path(out) / name for name in names]
-    return [run.records for run in _simulate_in_turn(every, directories, progress)]
+    return [run.records for run in _simulate_in_turn(every, directories, progress, track)]
 
 
 def _simulate_in_turn(
-    experiments: Sequence[Experiment], directories: Sequence[str | Path | None], progress: bool | None
+    experiments: Sequence[Experiment], directories: Sequence[str | Path | None], progress: bool | None, track: Track
 ) -> list[Run]:
     runs = []
     with show_experiments(progress, len(experiments)) as shown:
         for experiment, directory in zip(experiments, directories, strict=True):
             on_record = None if shown is None else shown.on_record
-            runs.append(simulate_experiment(experiment, directory, on_record, keep_result=True))
+            runs.append(simulate_experiment(experiment, directory, on_record, keep_result=True, track=track))
             if shown is not None:
                 shown.on_end(runs[-1].records)
     return runs
@@ -205,6 +227,7 @@ class _Recorder(MemoryWriter):
         self._experiment = experiment
         self._on_record = on_record
         self.file: FileWriter | None = None
+        self.sink: TrackingSink | None = None
 
     def write(self, record: Record) -> None:
         super().write(record)
@@ -212,6 +235,12 @@ class _Recorder(MemoryWriter):
             self.file.write(record)
         if self._on_record is not None:
             self._on_record(self._experiment, record)
+        if self.sink is not None:
+            self.sink.records((record,))
+
+    def run_records(self, header: RunHeader, directory: Path | None = None) -> RunRecords:
+        """All records so far, as those of a run."""
+        return RunRecords(directory, header, tuple(self.records))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -40,7 +40,9 @@ from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.live.session_base import SessionBase, loop_options, rank_info_for
 from offbeat.live.session_options import RECORDS_MAX_BYTES, LiveOptions
+from offbeat.live.session_tracking import session_trackers
 from offbeat.live.stateful_source import loader_source
+from offbeat.tracking.named_trackers import Track
 
 GRAD_SCALE_MIN = 1024.0
 """Smaller factors may be weights of a loss."""
@@ -62,6 +64,7 @@ def join(
     resume: bool = False,
     checkpoint_seconds: float | None = 30.0,
     records_max_bytes: float | None = RECORDS_MAX_BYTES,
+    track: Track = None,
 ) -> Session:
     """Join the training of `model`; use it in a `with` statement. Raises `ConfigurationError` for values it cannot use.
 
@@ -83,6 +86,7 @@ def join(
     resume: continue the run in `out` from its checkpoint.
     checkpoint_seconds: interval between two checkpoints; None for no checkpoints.
     records_max_bytes: bytes of records of each rank from which one record stands for several; None for no limit.
+    track: follow the run in "tensorboard", "wandb" or "mlflow": a name, an `offbeat.Tracker`, or a list of these.
     """
     check_instance(model, (nn.Module,), "the model", "offbeat.join(model, strategy)")
     check_instance(strategy, (Strategy,), "the strategy", "offbeat.AsyncFixed(optimizer=offbeat.SGD(lr=0.1))")
@@ -102,7 +106,8 @@ def join(
     has_directory = rank_info.directory is not None
     require(has_directory or not resume, "resume=True needs the directory of the run; type out='runs/mine'")
     rank_info = dataclasses.replace(rank_info, resume=resume or rank_info.resume)
-    return Session(model, loop_options(experiment, live, rank_info), rank_info, evaluate, validate)
+    trackers = session_trackers(track, rank_info)
+    return Session(model, loop_options(experiment, live, rank_info), rank_info, evaluate, validate).tracked_by(trackers)
 
 
 class Session(SessionBase):

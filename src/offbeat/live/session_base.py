@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 import torch
@@ -30,10 +30,12 @@ from offbeat.live.live_round import LiveRound
 from offbeat.live.local_ranks import LocalRanks, Placement
 from offbeat.live.node_runner import ResultEvent
 from offbeat.live.session_options import LiveOptions, SessionOptions
+from offbeat.live.session_tracking import SessionTracking
 from offbeat.live.signals import defer_signals, install_sigterm_handler
 from offbeat.records.files import read_rank, read_run
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunRecords
+from offbeat.tracking.tracker import Tracker
 
 LINGER_SECONDS = 5.0
 SWITCH_SECONDS = 5e-4
@@ -95,6 +97,7 @@ class SessionBase(ABC):
         self._uninstall_sigterm_handler: Callable[[], None] = lambda: None
         self._switch_seconds = sys.getswitchinterval()
         self._records: RunRecords | None = None
+        self._tracking: SessionTracking | None = None
 
     @property
     def is_main(self) -> bool:
@@ -106,10 +109,24 @@ class SessionBase(ABC):
 
     def _start(self) -> None:
         failpoint("start")
+        self._start_tracking()
         self._uninstall_sigterm_handler = install_sigterm_handler(self._ranks.rank_info, self.is_main)
         self._switch_seconds = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._ranks.start()
+
+    def tracked_by(self, trackers: Sequence[Tracker]) -> Self:
+        """Let trackers follow the run, and return this session; call it before the session begins."""
+        self._tracking = SessionTracking(trackers, self._ranks)
+        return self
+
+    def _start_tracking(self) -> None:
+        try:
+            if self._tracking is not None:
+                self._tracking.start()
+        except BaseException:
+            self._ranks.close_files()
+            raise
 
     def _complete_round(self, result: Tensor, loss: float | None, buffers: Buffers, finite: bool, **more: Any) -> None:
         """End the current round, and let the node handle its result.
@@ -193,6 +210,8 @@ class SessionBase(ABC):
         result = self._successful_finish()
         if result is not None:
             self._flat.load(result.parameters, result.buffers)
+        if self._tracking is not None:
+            self._tracking.close(lambda: self.summary, error)
 
     def _write_ended_records(self, error: BaseException | None) -> None:
         for runner in self._ranks.runners.values():
