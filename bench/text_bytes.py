@@ -54,7 +54,7 @@ class Case:
         compression = ob.compression.Int8() if self.compressed else None
         size = {"batch": BATCH, "microbatch": BATCH, "compression": compression}
         if self.strategy == "fmb":
-            return ob.FixedMinibatch(**{**size, "batch": BATCH * WORKERS})
+            return ob.FixedMinibatch(**size)
         kinds = {"local-sgd": ob.LocalSGD, "diloco": ob.DiLoCo, "decoupled-diloco": ob.DecoupledDiLoCo}
         return kinds[self.strategy](every=self.every, **size)
 

@@ -3,7 +3,8 @@
     python bench/text_plain.py [--workload shakespeare] [--strategies fmb async-fmb diloco] [--seed 0]
 
 Prints the bits per byte of held-out text that each one ends with. The plain loop is torch alone: one process,
-`torch.optim.Adam` with the warm-up of the workload, batches of as many samples as an update of fmb.
+`torch.optim.Adam` with the warm-up of the workload, batches of as many samples as an update of fmb. All strategies
+have batches of 16 windows for each worker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import offbeat as ob
 from offbeat.core.examples import Order
 from offbeat.core.schedules import rate_at
 
-BATCH = ob.FixedMinibatch().batch
+WORKERS, BATCH = 2, 16
 
 
 def plain(name: str, seed: int) -> float:
@@ -31,10 +32,10 @@ def plain(name: str, seed: int) -> float:
     optimizer = torch.optim.Adam(model.parameters(), betas=config.betas)
     order = Order(np.arange(len(workload.train)), seed, rank=1)
     model.train()
-    for first in range(0, until, BATCH):
+    for first in range(0, until, WORKERS * BATCH):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(config.lr, first)
-        text, following = workload.train.drawn(order, first, min(first + BATCH, until))
+        text, following = workload.train.drawn(order, first, min(first + WORKERS * BATCH, until))
         optimizer.zero_grad()
         workload.loss(model(text), following).mean().backward()
         optimizer.step()
@@ -44,7 +45,8 @@ def plain(name: str, seed: int) -> float:
 def live(workload: str, strategy: str, seed: int) -> float:
     """The same by `offbeat train` with two workers."""
     with tempfile.TemporaryDirectory() as directory:
-        words = ["train", workload, strategy, "--workers", "2", "--seed", str(seed), "--out", f"{directory}/run"]
+        words = ["train", workload, strategy, f"{strategy}.batch={BATCH}", "--workers", str(WORKERS)]
+        words += ["--seed", str(seed), "--out", f"{directory}/run"]
         command = [sys.executable, "-m", "offbeat", *words, "--json", "--no-report"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["runs"][0]["loss"])

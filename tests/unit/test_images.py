@@ -18,7 +18,7 @@ from offbeat.core.workload import NamedWorkload
 from offbeat.errors import ConfigurationError
 from offbeat.lab.workloads.images import Cifar10, Cinic10, FashionMnist, ImageNet32, ImageWorkload, Mnist, balanced
 from offbeat.lab.workloads.models import CifarCNN, LeNet5, MnistCNN, Model
-from offbeat.live.batch_sources import batch_source_for
+from offbeat.live.batch_sources import indexed_source
 
 NAMED = [Mnist, FashionMnist, Cifar10, Cinic10, ImageNet32]
 
@@ -55,7 +55,8 @@ def test_a_draw_is_the_same_image_for_every_division_into_batches(augment: bool,
         inputs, targets = workload.train.drawn(again, first, stop)
         assert torch.equal(inputs, whole[first:stop])
         assert torch.equal(targets, labels[first:stop])
-    live = batch_source_for(workload.train, Shared(), worker=0, workers=1, rank=2, seed=5)
+    live = indexed_source(workload.train, Shared(), worker=0, workers=1, rank=2, seed=5)
+    assert live is not None
     (inputs, _), _ = live.take(230, 20)
     assert torch.equal(inputs, whole[230:250])
     assert torch.equal(whole, workload.train.take(order.take(0, 3 * TRAIN))[0]) is not augment
