@@ -108,9 +108,9 @@ def quoted(value: object) -> str:
     return text if len(text) <= QUOTED_MAX else f"{text[:QUOTED_MAX]}…"
 
 
-def shortened(error: Exception) -> str:
-    """The sentence of an error, which may quote what was read: on one line, and without its middle where it is long."""
-    text = " ".join(str(error).split())
+def shortened(value: object) -> str:
+    """The text of an error, or of a name that was read: on one line, and without its middle where it is long."""
+    text = " ".join(str(value).split())
     return text if len(text) <= 2 * QUOTED_MAX else f"{text[:QUOTED_MAX]}…{text[-QUOTED_MAX:]}"
 
 

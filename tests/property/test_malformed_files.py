@@ -87,7 +87,11 @@ def use(checkpoint: Checkpoint) -> None:
     checkpoint.check_fits(RunIdentity("model", "strategy"))
 
 
-@malformed("checkpoints", st.sampled_from([0, 1]), EDITS, st.booleans(), count=50)
+STRATEGY_AT = FILES[0].index(b"strategy", FILES[0].index(b"strategy") + 1)
+LINE_BREAK = [("set", STRATEGY_AT, 1, b"\n")]
+
+
+@malformed("checkpoints", st.sampled_from([0, 1]), EDITS, st.booleans(), count=50, examples=[(0, LINE_BREAK, True)])
 def test_a_damaged_checkpoint_is_refused_and_read_only_where_its_digest_fits(
     number: int, edits: list[Edit], is_sealed: bool
 ) -> None:
@@ -301,6 +305,7 @@ def check_plan_file(raw: bytes) -> None:
     count=30,
     examples=[
         (0, [("insert", 0, 0, b"x=" + b"[" * DEEP)]),
+        (1, [("insert", PLANS[1].index(b'"fmb"') + 1, 0, b"[" * DEEP)]),
         (0, [("insert", 0, 0, b"until=" + b"9" * DIGITS)]),
         (0, [("insert", 0, 0, b"until=0x" + b"9" * DIGITS + b"\n")]),
     ],

@@ -19,7 +19,7 @@ import offbeat
 from offbeat import cli
 from offbeat.cli import class_lookup, flags, main
 from offbeat.cli.flags import all_flags
-from offbeat.cli.options import GROUPS, LIVE
+from offbeat.cli.options import GROUPS, LIVE, STRATEGY
 from offbeat.cli.plans import plan_of
 from offbeat.core.actions import Budget, Samples, Seconds
 from offbeat.core.configuration import options
@@ -552,3 +552,15 @@ def test_replay_of_a_seed_prints_the_violation(
     assert main(["replay", "amb", "--seed", "4", "--trace", "--no-faults"]) == 1
     assert asked == [("amb", 3, False, True), ("amb", 4, True, False)]
     assert capsys.readouterr().err == "offbeat: a sample was applied twice\n"
+
+
+def test_a_workload_has_defaults_for_strategies_which_flags_and_settings_replace() -> None:
+    words = ["shakespeare", "fmb", "async-fmb", "async-fmb.batch=32"]
+    values: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
+    fmb, asynchronous = plan_of(words, values).strategies
+    assert (fmb.batch, asynchronous.batch, asynchronous.staleness_free) == (16, 32, 0)
+    fmb, asynchronous = plan_of(words, {**values, STRATEGY: {"batch": "8", "staleness_free": "2"}}).strategies
+    assert (fmb.batch, asynchronous.batch, asynchronous.staleness_free) == (8, 32, 2)
+    table = {"workload": "shakespeare", "strategy": ["fmb", {"name": "async-fmb", "batch": 8}]}
+    fmb, asynchronous = Plan.from_plain(table, "plan.toml").strategies
+    assert (fmb.batch, asynchronous.batch, asynchronous.staleness_free) == (16, 8, 0)

@@ -302,7 +302,7 @@ def _build_strategies(choices: Sequence[_Choice], workload: NamedWorkload, flag_
     for path in flag_values[STRATEGY]:
         if not any(path in _kinds(choice.cls) for choice in choices):
             raise _flag_without_field(path, [choice.label for choice in choices], _owners(path, strategies()))
-    built = [choice.build(flag_values[STRATEGY]) for choice in choices]
+    built = [choice.build({**workload.strategy_defaults, **flag_values[STRATEGY]}) for choice in choices]
     flags = flag_values[OPTIMIZER]
     built = [choice.with_optimizer(each, workload, flags) for choice, each in zip(choices, built, strict=True)]
     for path in flags:

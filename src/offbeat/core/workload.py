@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -294,6 +294,9 @@ class NamedWorkload(Family, ABC):
 
     layers: ClassVar[str] = ""
     """Description of the model in a few words."""
+
+    strategy_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Fields of strategies that suit the workload, where a command line or an experiment file leaves them out."""
 
     @abstractmethod
     def build(self) -> Workload:

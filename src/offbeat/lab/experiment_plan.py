@@ -34,7 +34,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, RunSettings
-from offbeat.errors import ConfigurationError, quoted, unknown
+from offbeat.errors import ConfigurationError, quoted, shortened, unknown
 
 WHAT_RUNS = ("workload", "strategies", "labels")
 """Fields of a plan that name what is run; the others are settings of all its runs."""
@@ -90,7 +90,7 @@ class Plan(RunSettings):
         labels, strategies = [], []
         for entry in strategy_entries(table.pop("strategy"), where):
             labels.append(entry.pop("label", None))
-            strategies.append(from_plain(Strategy, entry, _place_of(entry, where)))
+            strategies.append(from_plain(Strategy, _with_defaults(entry, workload), _place_of(entry, where)))
         if isinstance(table.get("seeds"), int) and not isinstance(table["seeds"], bool):
             table["seeds"] = first_seeds(table["seeds"], f"{where}.seeds")
         if isinstance(table.get("cluster"), str):
@@ -117,7 +117,14 @@ class Plan(RunSettings):
 def _place_of(entry: Mapping[str, Any], where: str) -> str:
     """The name of an entry of an experiment file in error messages."""
     name = entry.get("name")
-    return f"{where}: strategy {name}" if isinstance(name, str) else f"{where}: strategy"
+    return f"{where}: strategy {shortened(name)}" if isinstance(name, str) else f"{where}: strategy"
+
+
+def _with_defaults(entry: Mapping[str, Any], workload: NamedWorkload) -> dict[str, Any]:
+    """An entry of an experiment file, with what suits the workload where the file leaves it out."""
+    cls = Strategy.members.get(entry["name"]) if isinstance(entry.get("name"), str) else None
+    fields = () if cls is None else {item.path for item in options(cls)}
+    return {**{name: value for name, value in workload.strategy_defaults.items() if name in fields}, **entry}
 
 
 def strategy_entries(entries: Any, where: str) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class Checkpoint:
         """Raise `ConfigurationError` if the checkpoint was written with another model or strategy."""
         if self.strategy != identity.strategy:
             raise ConfigurationError(
-                f"the checkpoint is of the strategy {self.strategy}, and this run's is {identity.strategy}; "
+                f"the checkpoint is of the strategy {shortened(self.strategy)}, and this run's is {identity.strategy}; "
                 "resume with the strategy that it was made with, or start anew without --resume"
             )
         if self.model != identity.model:
