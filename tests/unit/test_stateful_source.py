@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stateful_loaders import BufferedLoader, ShuffledLoader
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import offbeat as ob
@@ -16,6 +15,7 @@ from offbeat.core.loader_states import STATE_BYTES_MAX, STATES_MAX, LoaderState,
 from offbeat.core.splits import Shared
 from offbeat.live.batch_sources import BatchSource, IterableSource
 from offbeat.live.stateful_source import StatefulSource, loader_source
+from stateful_loaders import BufferedLoader, ShuffledLoader
 
 HUB = ob.AsyncFixed(optimizer=ob.SGD(lr=0.1))
 
