@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from offbeat.core.actions import Record
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, shortened
 from offbeat.records.metrics import Summary
 from offbeat.tracking.run_metrics import RunMetrics, TrackedEvent, TrackedPoint
 from offbeat.tracking.tracker import TrackedRun, Tracker, Value
-from offbeat.tracking.tracker_thread import QUEUE_MAX, TrackerThread, shortened
+from offbeat.tracking.tracker_thread import QUEUE_MAX, TrackerThread
 
 START_SECONDS = 10.0
 """How long the run waits for its trackers to start; a slower one starts while the run goes on."""

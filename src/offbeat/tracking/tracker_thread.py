@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, shortened
 from offbeat.tracking.run_metrics import TrackedEvent, TrackedPoint
 from offbeat.tracking.tracker import TrackedRun, Tracker, Value
 
@@ -128,10 +128,5 @@ class TrackerThread:
             if isinstance(error, ConfigurationError) and not self._started.is_set() and self._awaits_start:
                 self.refused = error
                 return
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        self._say(f"the tracker {self._tracker.label} has failed and is no longer told of the run ({shortened(text)})")
-
-
-def shortened(text: str, characters_max: int = 300) -> str:
-    """The text, cut where it is long: messages of trackers may hold a whole answer of a server."""
-    return text if len(text) <= characters_max else f"{text[:characters_max]}…"
+        text = shortened(f"{type(error).__name__}: {error}")  # it may hold a whole answer of a server
+        self._say(f"the tracker {self._tracker.label} has failed and is no longer told of the run ({text})")

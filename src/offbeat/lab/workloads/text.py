@@ -118,7 +118,7 @@ class TextWorkload(NamedWorkload):
     optimizer: ClassVar[Optimizer] = Adam(lr=WarmUp(2e-3, samples=2000, start_scale=0.0), betas=(0.9, 0.99))
     strategy_defaults = {"batch": 16, "staleness_free": 0}  # noqa: RUF012  (declared as a class variable)
     target: ClassVar[Target]
-    until: ClassVar[Samples] = Samples(60_000)
+    until: ClassVar[Samples] = Samples(100_000)
 
     depth: int = ByteTransformer.depth
     """number of layers of the transformer"""
