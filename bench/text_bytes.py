@@ -3,7 +3,7 @@
     python bench/text_bytes.py [--json] [--tune] [--processes N] [--seeds S ...]
 
 Eight workers and a hub in virtual time train the byte-level transformer of the workload `shakespeare`, each with
-batches of 16 windows, until the target of the workload or `UNTIL` samples. `every` of the strategies with local steps
+batches of 16 windows, until `TARGET` bits per byte or `UNTIL` samples. `every` of the strategies with local steps
 is `USUAL`; with `--tune` the one that reaches the target with the fewest bytes on seed 0, and only other seeds are
 reported: the mean over seeds and its 95% interval, by Student's t. Bytes are those of all messages, in both directions
 and by all ranks, by the time of the first evaluation that reached the target. A setting that misses it on a seed is
@@ -34,6 +34,8 @@ from offbeat.records.schema import Evaluation, Traffic
 from offbeat.simulation.simulator import Simulation
 
 WORKERS, BATCH, UNTIL = 8, 16, 90_000
+TARGET = ob.Target("loss", 2.8)
+"""fmb needs more than `UNTIL` samples for the 2.6 that are the target of the workload."""
 EVALUATE = 16
 """Steps of every worker from one evaluation to the next, about."""
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
@@ -96,8 +98,7 @@ def run(case: Case) -> Outcome:
     torch.set_num_threads(1)
     steps = 1 if case.strategy == "fmb" else case.every / (4 if case.strategy == "decoupled-diloco" else 1)
     workload = ob.workloads.Shakespeare().build()
-    assert workload.target is not None
-    watch = Watch(workload.target)
+    watch = Watch(TARGET)
     experiment = ob.Experiment(
         strategy=case.build().with_default_optimizer(workload.optimizer),
         workload=workload,
