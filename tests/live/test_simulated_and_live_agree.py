@@ -122,7 +122,7 @@ class ReplayedAnytime(ob.AnytimeMinibatch):
 
 
 def test_anytime_minibatch_parameter_for_parameter_when_its_counts_are_replayed() -> None:
-    strategy = ob.AnytimeMinibatch(seconds=0.02, microbatch=8, samples_max=400)
+    strategy = ob.AnytimeMinibatch(seconds=0.02, microbatch=8, samples_max=100_000)
     until = ob.Samples(20_000)
     live = ob.train(regression(), strategy, until, workers=WORKERS, seed=4, evaluate=None)
     counts: dict[int, list[int]] = defaultdict(list)
