@@ -122,7 +122,7 @@ KILLED = [
 @pytest.mark.parametrize("strategy", KILLED, ids=["async-fmb", "fmb", "decoupled-diloco", "population"])
 def test_a_killed_worker_is_restarted_and_no_sample_is_lost(strategy: ob.Strategy, tmp_path: Path) -> None:
     trigger = UpdateTrigger(tmp_path / "run", 20, lambda it: it.signal(2, signal.SIGKILL))
-    run = train_experiment(experiment(strategy, 4, 15_000), tmp_path / "run", observer=trigger)
+    run = train_experiment(experiment(strategy, 4, 30_000), tmp_path / "run", observer=trigger)
     assert run.summary.failure is None
     assert (run.summary.lost_peers, run.summary.rejoined_peers) == (1, 1)
     assert run.summary.accuracy is not None
