@@ -149,6 +149,30 @@ class Picky(ShuffledLoader):
         raise AssertionError("num_workers is 2, but was 1")
 
 
+class Unready(ShuffledLoader):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not yet")
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (Unready(9, 3), "its state cannot be saved, RuntimeError: not yet"),
+        (Picky(9, 3), "it does not take its own state, AssertionError: num_workers is 2, but was 1"),
+    ],
+    ids=["unready", "picky"],
+)
+def test_a_loader_whose_state_fails_is_counted_with_a_notice_and_refused_where_exactness_is_asked_for(
+    loader: ShuffledLoader, reason: str
+) -> None:
+    notices: list[str] = []
+    drawn, states = samples_of_rounds(StatefulSource(loader, False, notices.append), 3, 6)
+    assert (len(drawn), states) == (18, [])
+    assert reason in notices[0]
+    with pytest.raises(ob.ConfigurationError, match=reason):
+        source_of(loader).begin_round(0, None)
+
+
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [(Odd(9, 3), "its state cannot be saved, .* is a set"), (Large(9, 3), "bytes, and 1,048,576 are the most")],

@@ -22,7 +22,7 @@ from offbeat.core.loader_states import STATE_BYTES_MAX, LoaderState
 from offbeat.core.splits import Shared, Split
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
-from offbeat.errors import ConfigurationError, ContractViolation
+from offbeat.errors import ConfigurationError, ContractViolation, shortened
 from offbeat.live.batch_sources import BatchSource, IterableSource
 from offbeat.live.state_file import dumps, loads
 
@@ -196,10 +196,10 @@ def reason_against(loader: StatefulLoader) -> str | None:
         drawn: list[tuple[bytes, Any]] = []
         try:
             for _ in range(2):
-                state = dumps(loader.state_dict())
+                state = dumps(_called(loader.state_dict))
                 reseed()
                 drawn.append((state, next(batches, None)))
-        except ContractViolation as error:
+        except (ContractViolation, _StateError) as error:
             return f"its state cannot be saved, {error}"
         size = max(len(state) for state, _ in drawn)
         if size > STATE_BYTES_MAX:
@@ -207,12 +207,27 @@ def reason_against(loader: StatefulLoader) -> str | None:
         del batches
         if not getattr(loader, "num_workers", 0) or isinstance(getattr(loader, "dataset", None), IterableDataset):
             for state, batch in reversed(drawn):
-                loader.load_state_dict(loads(state, "a state"))
+                try:
+                    _called(loader.load_state_dict, loads(state, "a state"))
+                except _StateError as error:
+                    return f"it does not take its own state, {error}"
                 reseed()
                 if not _is_equal(batch, next(iter(loader), None)):
                     return "from its state it continued with another batch"
         loader.load_state_dict(loads(drawn[0][0], "a state"))
     return None
+
+
+class _StateError(Exception):
+    """A loader has raised an error when its state was saved or loaded."""
+
+
+def _called(method: Callable[..., Any], *arguments: Any) -> Any:
+    """What a method of a loader returns; errors of loaders are of any type."""
+    try:
+        return method(*arguments)
+    except Exception as error:
+        raise _StateError(shortened(f"{type(error).__name__}: {error}")) from error
 
 
 def _has_shuffle_buffer(loader: Any) -> bool:
