@@ -9,10 +9,10 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from offbeat.lab.compared_runs import simulate_all
 from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.plots.style import save
 from offbeat.lab.plots.timeline import timeline
-from offbeat.lab.simulated_runs import simulate_all
 
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ("fmb", "amb", "async-timed")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -29,6 +30,7 @@ from offbeat.core.strategy import Strategy
 from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, share_done
 from offbeat.errors import RunFailed
+from offbeat.lab import parallel_simulations
 from offbeat.lab.experiment_plan import Plan
 from offbeat.lab.progress import Progress, RunProgress, show_progress
 from offbeat.lab.workloads.synthetic import Quadratic
@@ -47,7 +49,7 @@ SIMULATE = """
     --acid --augment --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster
     --compression --condition --context --crash-seen-seconds --damping --delay --depth --dimension --evaluate --every
     --examples --factors --faults --fragments --grace --graph --group --hang-factor --hang-seconds --heads --hidden
-    --hub-seconds --in-flight-max --initial --inner --json --k --link.bytes-per-second --link.delay-std-seconds
+    --hub-seconds --in-flight-max --initial --inner --jobs --json --k --link.bytes-per-second --link.delay-std-seconds
     --link.latency-seconds --lr --messages --microbatch --model --momentum --no-acid --no-augment --no-report --noise
     --nonfinite-max --optimizer --optimizer.alpha --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d
     --optimizer.eps --optimizer.lr --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d
@@ -58,7 +60,7 @@ SIMULATE = """
     --worker-seconds --workers
 """
 COMPARE = """
-    --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --json
+    --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --jobs --json
     --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
     --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds
     --speed-trace --straggle --target --track --until --workers
@@ -71,7 +73,7 @@ PROCESSES = f"""
     {ENCRYPTION} --checkpoint-seconds --checksum --listen --local-workers --no-checksum --no-shared-memory
     --records-max-bytes --restarts --resume --shared-memory --threads --token-file --transport
 """
-TRAIN = " ".join(sorted({"--allow", *SIMULATE.split(), *PROCESSES.split()} - set(SIMULATED_ONLY.split())))
+TRAIN = " ".join(sorted({"--allow", *SIMULATE.split(), *PROCESSES.split()} - {"--jobs", *SIMULATED_ONLY.split()}))
 OF_WORKLOADS = """
     --augment --condition --context --depth --dimension --examples --group --heads --hidden --model --no-augment
     --noise --recalibrate --split --test-examples --width
@@ -301,7 +303,7 @@ def test_simulate_shows_a_table_a_headline_and_where_everything_is(capsys: pytes
     assert "records: runs/quadratic-001" in said.out
     assert "page:    runs/quadratic-001/report.html" in said.out
     assert len(said.err.splitlines()) == 4
-    assert "[4/4] amb, seed 1:" in said.err
+    assert "[4/4] " in said.err
     there = {path.name for path in Path("runs/quadratic-001").iterdir()}
     assert there == {"fmb-seed0", "fmb-seed1", "amb-seed0", "amb-seed1", "experiment.toml", "report.html"}
 
@@ -437,19 +439,32 @@ def test_without_matplotlib_everything_but_the_page_is_there(
 def test_an_interrupt_is_one_line_that_names_the_finished_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offbeat.cli import experiment_commands
-
-    simulate = experiment_commands.simulate_experiment
+    simulate = parallel_simulations.simulate_experiment
 
     def interrupted(experiment: Any, *rest: Any, **named: Any) -> Any:
         if experiment.name == "amb":
             raise KeyboardInterrupt
         return simulate(experiment, *rest, **named)
 
-    monkeypatch.setattr(experiment_commands, "simulate_experiment", interrupted)
-    assert main(["simulate", "quadratic", "fmb", "amb", "--quiet", *QUICK]) == 130
+    monkeypatch.setattr(parallel_simulations, "simulate_experiment", interrupted)
+    assert main(["simulate", "quadratic", "fmb", "amb", "--jobs", "1", "--quiet", *QUICK]) == 130
     said = capsys.readouterr()
     assert said.err == "offbeat: interrupted; 1 of 2 runs were finished and are in runs/quadratic-001\n"
+
+
+def test_a_killed_simulation_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*_: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(parallel_simulations, "simulate_experiment", killed)
+    assert main(["simulate", "quadratic", "fmb", "amb", "--jobs", "2", "--quiet", *QUICK]) == 1
+    assert re.fullmatch(
+        r"offbeat: the process that simulated \w+, seed 0 was killed, for want of memory perhaps; simulate fewer at a "
+        r"time: --jobs 1\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_a_class_of_your_own_is_run_recorded_and_replayed(registers: None, capsys: pytest.CaptureFixture[str]) -> None:

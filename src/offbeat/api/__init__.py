@@ -16,10 +16,11 @@ from offbeat.core.workload import Target, Workload
 from offbeat.engine.experiment import Experiment
 from offbeat.errors import ConfigurationError, ContractViolation, MissingDependency, OffbeatError, RunFailed
 from offbeat.lab.calibration import calibrate
+from offbeat.lab.compared_runs import compare
 from offbeat.lab.live_runs import train
 from offbeat.lab.microbatching import microbatch
 from offbeat.lab.notebook import cluster_card, graph_cards, result_cards  # noqa: F401  (what notebooks show)
-from offbeat.lab.simulated_runs import Run, compare, simulate
+from offbeat.lab.simulated_runs import Run, simulate
 from offbeat.live.data_parallel import AsyncDataParallel
 from offbeat.live.session import join
 from offbeat.live.session_options import LiveOptions

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from offbeat.cli.class_lookup import load_files
 from offbeat.cli.flags import all_flags, file_flags, read_flags, with_flags
-from offbeat.cli.options import Output
+from offbeat.cli.options import Jobs, Output
 from offbeat.cli.output import (
     EXPERIMENT,
     PAGE,
@@ -26,11 +26,11 @@ from offbeat.cli.output import (
 from offbeat.cli.plans import plan_from_file, plan_of
 from offbeat.core.validation import require
 from offbeat.engine.experiment import Experiment
-from offbeat.errors import ConfigurationError, MissingDependency
+from offbeat.errors import ConfigurationError, MissingDependency, RunFailed
 from offbeat.lab.experiment_plan import Plan, decode_experiment
-from offbeat.lab.experiment_progress import ExperimentProgress
-from offbeat.lab.progress import show_progress
-from offbeat.lab.simulated_runs import simulate_experiment
+from offbeat.lab.experiment_progress import PlanProgress
+from offbeat.lab.parallel_simulations import ProcessKilled, SimulationTask, jobs_for, run_simulations
+from offbeat.lab.progress import Progress, RunProgress, show_progress
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, file_name
 from offbeat.records.metrics import Summary
@@ -53,11 +53,12 @@ def simulate(
             "amb.seconds=6.43 sets a field of amb alone, amb-2.seconds=5 of the second amb",
         ),
     ],
+    jobs: Jobs = None,
     flags: Any,
     output: Any,
 ) -> int:
     """Simulate the runs that the command line describes."""
-    return run_plan(plan_of(words, read_flags(flags, all_flags())), output)
+    return run_plan(plan_of(words, read_flags(flags, all_flags())), output, jobs=jobs)
 
 
 @with_flags(file_flags())
@@ -67,14 +68,17 @@ def compare(
     ],
     /,
     *,
+    jobs: Jobs = None,
     flags: Any,
     output: Any,
 ) -> int:
     """Simulate the runs that the file describes, with the settings that flags replace."""
-    return run_plan(plan_from_file(experiment, read_flags(flags, file_flags())), output)
+    return run_plan(plan_from_file(experiment, read_flags(flags, file_flags())), output, jobs=jobs)
 
 
-def run_plan(plan: Plan, output: Output, run: Run | None = None, command: str = "compare") -> int:
+def run_plan(
+    plan: Plan, output: Output, run: Run | None = None, command: str = "compare", jobs: int | None = None
+) -> int:
     """Run a plan, write the results, then print them: they are kept even if standard output is closed.
 
     Args:
@@ -82,6 +86,7 @@ def run_plan(plan: Plan, output: Output, run: Run | None = None, command: str = 
         output: where results go and how they are shown.
         run: runs one experiment and shows its progress; none: simulate it.
         command: the command that repeats these runs from their experiment file.
+        jobs: how many simulations run at a time; none: one on each core.
 
     Returns:
         The exit code: 1 if a run failed.
@@ -93,7 +98,7 @@ def run_plan(plan: Plan, output: Output, run: Run | None = None, command: str = 
     label = file_name(plan.workload.name.rpartition(":")[2])
     directory = prepare_directory(Path(output.out), output.overwrite) if output.out else new_directory(label)
     _write_experiment(plan, directory / EXPERIMENT, command)
-    runs = _simulate(places, directory, output) if run is None else _run(run, places, directory)
+    runs = _simulate(places, directory, output, jobs) if run is None else _run(run, places, directory)
     return print_results(runs, output, directory, plan.baseline)
 
 
@@ -143,20 +148,33 @@ def _write_experiment(plan: Plan, path: Path, command: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _simulate(places: dict[Experiment, str], directory: Path, output: Output) -> list[RunRecords]:
+def _simulate(places: dict[Experiment, str], directory: Path, output: Output, jobs: int | None) -> list[RunRecords]:
+    tasks = [SimulationTask(experiment, directory / name, True, output.track) for experiment, name in places.items()]
+    count = jobs_for(jobs, tasks)
     with show_progress(output.quiet) as progress:
-        shown = ExperimentProgress(progress, len(places))
+        observer = _Observer(RunProgress(progress, len(tasks), count), progress, output.quiet)
+        try:
+            return run_simulations(tasks, count, observer)
+        except KeyboardInterrupt as interrupt:
+            raise _interrupted(observer.finished, len(tasks), directory, interrupt) from None
+        except ProcessKilled as killed:
+            raise RunFailed(f"{killed}; simulate fewer at a time: --jobs 1") from None
 
-        def run(experiment: Experiment, place: Path, _: str) -> RunRecords:
-            records = simulate_experiment(
-                experiment, place, shown.on_record, keep_result=True, track=output.track, say=progress.say
-            ).records
-            shown.on_end(records)
-            if not output.quiet:
-                _print_notices(records, f"{experiment.name}, seed {experiment.seed}: ")
-            return records
 
-        return _run(run, places, directory)
+class _Observer(PlanProgress):
+    """Shows progress, the sentences of trackers, and the notices of runs that have ended."""
+
+    def __init__(self, shown: RunProgress, progress: Progress, quiet: bool) -> None:
+        super().__init__(shown)
+        self.finished = 0
+        self.say = progress.say  # type: ignore[method-assign]
+        self._quiet = quiet
+
+    def ended(self, index: int, records: RunRecords) -> None:
+        super().ended(index, records)
+        self.finished += 1
+        if not self._quiet:
+            _print_notices(records, f"{records.header.label}, seed {records.header.seed}: ")
 
 
 def _print_notices(records: RunRecords, prefix: str) -> None:
@@ -175,9 +193,14 @@ def _run(run: Run, places: dict[Experiment, str], directory: Path) -> list[RunRe
             position = f"[{len(runs) + 1}/{len(places)}]" if len(places) > 1 else ""
             runs.append(run(experiment, directory / name, position))
     except KeyboardInterrupt as interrupt:
-        finished = f"{len(runs)} of {len(places)} runs were finished and are in {directory}"
-        raise KeyboardInterrupt("; ".join([finished, *map(str, interrupt.args)])) from None
+        raise _interrupted(len(runs), len(places), directory, interrupt) from None
     return runs
+
+
+def _interrupted(finished: int, runs: int, directory: Path, interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """An interrupt that says what was finished."""
+    said = f"{finished} of {runs} runs were finished and are in {directory}"
+    return KeyboardInterrupt("; ".join([said, *map(str, interrupt.args)]))
 
 
 def _draw_page(runs: list[RunRecords], path: Path, baseline: str) -> Path | None:

@@ -77,6 +77,11 @@ RunDirectory = Annotated[str | None, Parameter(metavar="RUN")]
 _JSON, _QUIET = "print one JSON object and nothing else", "show no progress while it runs"
 JsonFlag = Annotated[bool, option(_JSON)]
 QuietFlag = Annotated[bool, option(_QUIET)]
+Jobs = Annotated[
+    int | None,
+    number(least=1),
+    Parameter(help="how many runs to simulate at a time, with the same records [one on each core]", group=GROUPS[RUN]),
+]
 OutputJsonFlag = Annotated[bool, option(_JSON, section=OUTPUT)]
 OutputQuietFlag = Annotated[bool, option(_QUIET, section=OUTPUT)]
 

@@ -16,10 +16,11 @@ from offbeat.cli.output import console, new_directory, print_json, print_lines, 
 from offbeat.core.validation import require
 from offbeat.engine.experiment import build_workload
 from offbeat.errors import MissingDependency
+from offbeat.lab.parallel_simulations import cores
 from offbeat.lab.progress import RunProgress, show_progress
 from offbeat.lab.reproduction.findings import Findings, check_study, compute_findings, format_interval
 from offbeat.lab.reproduction.quantities import quantity
-from offbeat.lab.reproduction.runs import claim_directory, cores, read_study, run_tasks, tasks_of
+from offbeat.lab.reproduction.runs import claim_directory, read_study, run_tasks, tasks_of
 from offbeat.lab.reproduction.study import SCALES, Study, StudyRun, load_study, names
 from offbeat.lab.reproduction.study_archive import archive, open_results
 from offbeat.lab.reproduction.study_figures import draw_all
@@ -104,7 +105,7 @@ def _run_study(study: Study, directory: Path, processes: int, quiet: bool) -> tu
         write_timings(directory, timed)
     tasks = tasks_of(study, directory)
     with show_progress(quiet) as progress:
-        shown = RunProgress(progress, len(tasks))
+        shown = RunProgress(progress, len(tasks), at_a_time=processes)
         return run_tasks(tasks, processes, shown.share, lambda index, run: shown.ended(index, run.summary)), timed
 
 

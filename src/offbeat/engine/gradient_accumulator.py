@@ -76,7 +76,7 @@ class GradientAccumulator:
         """End the round; `copy` copies the gradients, which the next round overwrites."""
         total = self._flat.gradients if self._sum is None else self._sum.add_(self._flat.gradients)
         gradient, buffers = copy(total), copied_buffers(self._flat)
-        loss = sum(map(float, self._losses))
+        loss = sum(map(float, self._losses), start=0.0)
         return GradientResult(gradient, loss, buffers, is_result_finite(gradient, loss, buffers))
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget, Finish
@@ -30,6 +29,7 @@ from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.engine.experiment import Experiment, workers_for
 from offbeat.errors import ConfigurationError, RunFailed
 from offbeat.lab.experiment_progress import StderrObserver, show_experiments
+from offbeat.lab.forking import can_fork, prepare_to_fork
 from offbeat.lab.run_results import read_result, save_result
 from offbeat.lab.simulated_runs import Run, check_new
 from offbeat.lab.tracked_runs import track_live_run
@@ -396,8 +396,8 @@ def _supervise(
     if live.listen is not None:
         observer.say(f"workers may join: offbeat work {advertised_address(live.listen, address)}")
     forks = _can_fork(experiment)
-    if forks:  # torch loads modules when the first optimizer is made: once, before processes are forked
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    if forks:
+        prepare_to_fork()
     monitor = RunMonitor(directory, observer)
 
     def start(rank: int, incarnation: int) -> Child:
@@ -441,8 +441,8 @@ def _supervise(
 
 
 def _can_fork(experiment: Experiment) -> bool:
-    """Whether ranks can be forked, which is seconds faster than a new interpreter; CUDA does not survive a fork."""
-    if sys.platform == "linux" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """Whether ranks can be forked; refuse what would need it."""
+    if can_fork():
         return True
     require(
         experiment.to_plain() is not None,

@@ -43,6 +43,9 @@ class NotebookBar:
             share = "" if not total else f' value="{min(1.0, done / total):.3f}"'
             self._draw(_Drawing(text, share))
 
+    def part(self, index: int, text: str, share: float | None) -> None:
+        """Nothing: one bar shows the sum of all parts."""
+
     def say(self, sentence: str) -> None:
         """Print a sentence below the bar."""
         print(f"offbeat: {sentence}", file=sys.stderr)

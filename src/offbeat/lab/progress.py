@@ -24,16 +24,18 @@ class Bar(Protocol):
     """A bar that can be drawn again. Only the thread that created it may call it."""
 
     def update(self, text: str, done: float, total: float | None) -> None: ...
+    def part(self, index: int, text: str, share: float | None) -> None: ...
     def say(self, sentence: str) -> None: ...
 
 
 class TerminalBar:
-    """A bar of rich: a new total starts a new one, and sentences are printed above it."""
+    """A bar of rich: a new total starts a new one, parts are bars below it, and sentences are printed above it."""
 
     def __init__(self, bar: bars.Progress) -> None:
         self._bar = bar
         self._task: bars.TaskID | None = None
         self._total: float | None = None
+        self._parts: dict[int, bars.TaskID] = {}
 
     def update(self, text: str, done: float, total: float | None) -> None:
         if self._task is not None and total != self._total:
@@ -42,6 +44,16 @@ class TerminalBar:
         if self._task is None:
             self._task, self._total = self._bar.add_task(text, total=total), total
         self._bar.update(self._task, description=text, completed=done)
+
+    def part(self, index: int, text: str, share: float | None) -> None:
+        """Show how much of something that runs beside others is done; None: it has ended."""
+        if share is None:
+            if index in self._parts:
+                self._bar.remove_task(self._parts.pop(index))
+            return
+        if index not in self._parts:
+            self._parts[index] = self._bar.add_task(f"  {text}", total=1.0)
+        self._bar.update(self._parts[index], completed=share)
 
     def say(self, sentence: str) -> None:
         self._bar.console.print(f"offbeat: {sentence}", markup=False, highlight=False, soft_wrap=True)
@@ -67,6 +79,11 @@ class Progress:
             self._bar.update(text, done, total)
         elif begins and self._step_line is not None:
             self.line(self._step_line(text, done, total))
+
+    def part(self, index: int, text: str, share: float | None) -> None:
+        """Show a bar of one of several things that run at a time, where there are bars; None: it has ended."""
+        if self._bar is not None:
+            self._bar.part(index, text, share)
 
     def line(self, text: str) -> None:
         """Print a line, unless a bar shows the same."""
@@ -112,16 +129,24 @@ def show_progress(
 
 
 class RunProgress:
-    """Progress of a known number of runs; a run that is under way counts by the share of it that is done."""
+    """Progress of a known number of runs; a run that is under way counts by the share of it that is done.
 
-    def __init__(self, progress: Progress, runs: int) -> None:
-        self._progress, self._runs, self._ended = progress, runs, 0
+    progress: where it is shown
+    runs: how many runs there are
+    at_a_time: how many of them run at a time; several have a bar each
+    """
+
+    def __init__(self, progress: Progress, runs: int, at_a_time: int = 1) -> None:
+        self._progress, self._runs, self._at_a_time, self._ended = progress, runs, at_a_time, 0
         self._shares: dict[int, float] = {}
 
     def share(self, index: int, share: float, label: str | None = None) -> None:
-        """Set the share, from 0 to 1, of a run that is done; `label` names the run where runs do not overlap."""
+        """Set the share, from 0 to 1, of a run that is done; `label` names the run."""
         self._shares[index] = share
-        if label is not None and self._runs > 1:
+        if self._at_a_time > 1:
+            self._progress.part(index, label or f"run {index + 1}", share)
+            label = None
+        elif label is not None and self._runs > 1:
             label = f"{label} ({self._ended + 1} of {self._runs})"
         self._show(label)
 
@@ -129,6 +154,7 @@ class RunProgress:
         """Count a run as ended, and print its result."""
         self._ended += 1
         self._shares.pop(index, None)
+        self._progress.part(index, "", None)
         result = f"{summary.strategy}, seed {summary.seed}: {_result(summary)}"
         self._show(result if self._runs == 1 else None)
         self._progress.line(f"[{self._ended}/{self._runs}] {result}")

@@ -1,11 +1,10 @@
-"""`simulate` and `compare`: experiments in virtual time, with records in memory or in run directories."""
+"""`simulate`: an experiment in virtual time, with records in memory or in a run directory."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,17 +15,15 @@ from offbeat.cluster.cluster import Cluster
 from offbeat.core.actions import Budget, Finish, Record
 from offbeat.core.notebook_html import ShownAsHtml
 from offbeat.core.strategy import Cadence, EveryUpdates, Strategy
-from offbeat.core.validation import check_instance, require
+from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_computer import GradientComputer
 from offbeat.errors import RunFailed
-from offbeat.lab.experiment_plan import Plan, unique_labels
 from offbeat.lab.experiment_progress import show_experiments
 from offbeat.lab.run_results import save_result
 from offbeat.lab.tracked_runs import open_sink, sink_for
-from offbeat.records.comparison import Comparison
-from offbeat.records.files import HEADER, FileWriter, MemoryWriter, file_name
+from offbeat.records.files import HEADER, FileWriter, MemoryWriter
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunHeader, RunRecords
 from offbeat.simulation.simulator import Simulation
@@ -114,7 +111,12 @@ def simulate(
         evaluate=evaluate,
         bytes_per_second=bytes_per_second,
     )
-    return _simulate_in_turn([experiment], [out], progress, track)[0]
+    with show_experiments(progress, 1) as shown:
+        on_record = None if shown is None else shown.on_record
+        run = simulate_experiment(experiment, out, on_record, keep_result=True, track=track)
+        if shown is not None:
+            shown.on_end(run.records)
+    return run
 
 
 def simulate_experiment(
@@ -159,64 +161,6 @@ def simulate_experiment(
 def check_new(directory: Path) -> None:
     """Refuse a directory that holds a run."""
     require(not (directory / HEADER).exists(), f"{directory} holds a run already; name another directory")
-
-
-def compare(
-    experiments: Iterable[Experiment] | Plan,
-    out: str | Path | None = None,
-    *,
-    progress: bool | None = None,
-    track: Track = None,
-) -> Comparison:
-    """Simulate experiments and compare them.
-
-    Args:
-        experiments: what to run; all must share workload and target.
-        out: a directory; each run is recorded in a directory of its own below it. None: nothing is written.
-        progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only.
-        track: trackers, as for `simulate`, which follow each run as one of their own.
-    """
-    if not isinstance(experiments, Plan):
-        what = "compare takes a list of offbeat.Experiment objects"
-        require(isinstance(experiments, Iterable) and not isinstance(experiments, str), f"{what}, not {experiments!r}")
-        experiments = list(experiments)
-        for experiment in experiments:
-            check_instance(experiment, (Experiment,), "what is compared", "offbeat.Experiment(workload, strategy)")
-    baseline = experiments.baseline if isinstance(experiments, Plan) else None
-    return Comparison.of(simulate_all(experiments, out, progress, track), baseline)
-
-
-def simulate_all(
-    experiments: Iterable[Experiment] | Plan,
-    out: str | Path | None = None,
-    progress: bool | None = False,
-    track: Track = None,
-) -> list[RunRecords]:
-    """Simulate experiments one after the other; for the arguments see `compare`."""
-    every = list(experiments.experiments()) if isinstance(experiments, Plan) else _with_unique_labels(experiments)
-    names = [f"{file_name(experiment.name)}-seed{experiment.seed}" for experiment in every]
-    directories = [None if out is None else Path(out) / name for name in names]
-    return [run.records for run in _simulate_in_turn(every, directories, progress, track)]
-
-
-def _simulate_in_turn(
-    experiments: Sequence[Experiment], directories: Sequence[str | Path | None], progress: bool | None, track: Track
-) -> list[Run]:
-    runs = []
-    with show_experiments(progress, len(experiments)) as shown:
-        for experiment, directory in zip(experiments, directories, strict=True):
-            on_record = None if shown is None else shown.on_record
-            runs.append(simulate_experiment(experiment, directory, on_record, keep_result=True, track=track))
-            if shown is not None:
-                shown.on_end(runs[-1].records)
-    return runs
-
-
-def _with_unique_labels(experiments: Iterable[Experiment]) -> list[Experiment]:
-    """The experiments with labels that are unique within each seed."""
-    every = list(experiments)
-    labels = unique_labels([one.name for one in every], [one.seed for one in every])
-    return [dataclasses.replace(one, label=label) for one, label in zip(every, labels, strict=True)]
 
 
 class _Recorder(MemoryWriter):

@@ -5,42 +5,31 @@ A finished run is not repeated, so that an interrupted study continues where it 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import multiprocessing
-import os
-import signal
-import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from offbeat.core.actions import Record
 from offbeat.core.validation import require
-from offbeat.engine.experiment import Experiment, share_done
-from offbeat.errors import ConfigurationError, OffbeatError, RunFailed, shortened
+from offbeat.engine.experiment import Experiment
+from offbeat.errors import ConfigurationError, RunFailed, shortened
 from offbeat.lab.live_runs import train_experiment
+from offbeat.lab.parallel_simulations import ProcessKilled, SimulationTask, jobs_for, run_simulations
 from offbeat.lab.reproduction.study import Scale, Study, StudyCase, StudyRun, load_study
 from offbeat.lab.reproduction.study_reads import drawn_from_records
-from offbeat.lab.simulated_runs import simulate_experiment
 from offbeat.live.local_ranks import LIVE_SECONDS_PER_SAMPLE
 from offbeat.records.files import HEADER, RECORDS, file_name, rank_files, read_header, read_run
 from offbeat.records.metrics import Summary, end_of, summarize
-from offbeat.records.schema import Update
+from offbeat.records.schema import RunRecords
 
 MANIFEST = "study.json"
 METRICS = "metrics.json"
 """In an archive: the summary of a run, computed from all of its records."""
 STUDY_COPY = "study.toml"
 """A copy of the file of a user's own study."""
-POLL_SECONDS = 0.25
-"""The interval at which the progress of a run is reported."""
 
 
 class StudyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,8 +52,8 @@ class RunTask:
     directory: Path
 
 
-OnProgress = Callable[[int, float], None]
-"""Called with the index of a task and the share of it that is done."""
+OnProgress = Callable[[int, float, str], None]
+"""Called with the index of a task, the share of it that is done, and what it is called."""
 OnEnd = Callable[[int, StudyRun], None]
 """Called with the index of a task and its run."""
 
@@ -151,13 +140,36 @@ def run_tasks(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress,
             _clear(task.directory)
             remaining.append(task)
     simulated = [task for task in remaining if task.case.engine == "simulated"]
-    for index in _simulate_all(simulated, min(processes, len(simulated)), on_progress):
-        end(tasks[index])
+    simulations = [SimulationTask(task.experiment, task.directory) for task in simulated]
+    try:
+        run_simulations(simulations, jobs_for(processes, simulations), _StudyObserver(simulated, on_progress, end))
+    except ProcessKilled as killed:
+        raise RunFailed(
+            f"{killed}; what was finished is kept: type the same again, with --out and fewer --processes"
+        ) from None
     for task in remaining:
         if task.case.engine == "live":
             train_experiment(task.experiment, task.directory)
             end(task)
     return [runs[index] for index in sorted(runs)]
+
+
+@dataclass(frozen=True)
+class _StudyObserver:
+    """Translates positions among the simulations of a study that remain to those among its tasks."""
+
+    tasks: Sequence[RunTask]
+    on_progress: OnProgress
+    end: Callable[[RunTask], None]
+
+    def share(self, index: int, share: float, label: str) -> None:
+        self.on_progress(self.tasks[index].index, share, label)
+
+    def ended(self, index: int, records: RunRecords) -> None:
+        self.end(self.tasks[index])
+
+    def say(self, sentence: str) -> None:
+        """Studies have no trackers."""
 
 
 def load_run(task: RunTask) -> StudyRun:
@@ -183,96 +195,6 @@ def _clear(directory: Path) -> None:
     if directory.is_dir():
         for path in (directory / HEADER, directory / RECORDS, *(path for _, path in rank_files(directory))):
             path.unlink(missing_ok=True)
-
-
-# Several simulations at a time
-
-TaskOutcome = tuple[int, OffbeatError | None]
-"""The index of a task, and why it failed."""
-
-
-def _simulate_all(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[int]:
-    """Yields the index of each task when it has ended; raises if one failed."""
-    in_turn = (_simulate(task, on_progress) for task in tasks)
-    for index, error in in_turn if processes <= 1 else _simulate_in_pool(tasks, processes, on_progress):
-        if error is not None:
-            raise error
-        yield index
-
-
-def _simulate_in_pool(tasks: Sequence[RunTask], processes: int, on_progress: OnProgress) -> Iterator[TaskOutcome]:
-    """Processes are spawned, since torch cannot be forked safely."""
-    context = multiprocessing.get_context("spawn")
-    shares: Any = context.SimpleQueue()
-    others = multiprocessing.active_children()
-    with contextlib.ExitStack() as stack:
-        pool = context.Pool(processes, _initialize_worker, (shares,))
-        stack.callback(pool.join)
-        stack.enter_context(pool)  # terminates the processes at the end
-        workers = [child for child in multiprocessing.active_children() if child not in others]
-        outcomes = pool.imap_unordered(_simulate, tasks, chunksize=1)
-        for _ in tasks:
-            yield _wait_for_outcome(outcomes, workers, shares, on_progress)
-
-
-def _wait_for_outcome(
-    outcomes: Any, workers: Sequence[BaseProcess], shares: Any, on_progress: OnProgress
-) -> TaskOutcome:
-    """Report progress until a task has ended; raises if a process was killed, since the pool would wait for ever."""
-    while True:
-        try:
-            outcome: TaskOutcome = outcomes.next(POLL_SECONDS)
-            return outcome
-        except multiprocessing.TimeoutError:
-            while not shares.empty():
-                on_progress(*shares.get())
-        if any(worker.exitcode is not None for worker in workers):
-            raise RunFailed(
-                "a process of this study was killed, for want of memory perhaps; what was finished is kept: "
-                "type the same again, with --out and fewer --processes"
-            )
-
-
-_shares: Any = None
-"""In a process of the pool: the queue for the progress of tasks."""
-
-
-def _initialize_worker(shares: Any) -> None:
-    global _shares
-    _shares = shares
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which terminates its processes
-
-
-def _simulate(task: RunTask, on_progress: OnProgress | None = None) -> TaskOutcome:
-    """Simulate one task; without `on_progress`, progress goes to the queue of the pool."""
-    reported = 0.0
-
-    def on_record(experiment: Experiment, record: Record) -> None:
-        nonlocal reported
-        now = time.monotonic()
-        if isinstance(record, Update) and now - reported >= POLL_SECONDS:
-            reported = now
-            share = share_done(experiment, record)
-            if on_progress is None:
-                _shares.put((task.index, share))
-            else:
-                on_progress(task.index, share)
-
-    try:
-        simulate_experiment(task.experiment, task.directory, on_record)
-    except ConfigurationError as error:  # of the class that can be pickled, whatever the subclass
-        return task.index, ConfigurationError(str(error))
-    except OffbeatError as error:
-        return task.index, RunFailed(str(error))
-    except Exception:
-        traceback.print_exc()
-        return task.index, RunFailed(f"{task.experiment.name}, seed {task.experiment.seed}, met a mistake, shown above")
-    return task.index, None
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Reading
