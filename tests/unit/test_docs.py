@@ -26,6 +26,7 @@ import pytest
 
 import offbeat as ob
 from offbeat.cli import COMMANDS, class_lookup, flags, main
+from offbeat.cli.experiment_commands import simulate
 from offbeat.cli.launch_commands import launch, work
 from offbeat.cli.options import Output
 from offbeat.cli.train_command import train
@@ -357,7 +358,7 @@ def test_every_flag_that_the_command_page_names_exists() -> None:
     known |= {"--no-" + flag.name[2:] for flag in flags.live_flags() if flag.kind is bool}
     known |= {
         "--" + name.replace("_", "-")
-        for command in (train, launch, work)
+        for command in (simulate, train, launch, work)
         for name in inspect.signature(command).parameters
     }
     page = re.sub(r"^```\w+\n.*?^```$", "", read("docs/command_line.md"), flags=re.DOTALL | re.MULTILINE)
