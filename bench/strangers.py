@@ -5,10 +5,13 @@
 A hub and a worker, in processes of their own, exchange messages of 100 kB as fast as they can, over TCP (`plain`) and
 over TLS. Attackers in a third process open connections as fast as they can, from another address: and say nothing
 (`silent`), send 400 bytes of nonsense (`nonsense`), or ask for a TLS handshake (`hello`). In the control they do the
-same to a port of their own, so that the processor that they use is accounted for. By turns; medians of the repeats.
+same to a port of their own, so that the processor that they use is accounted for. Hub and worker share one core, and
+everybody else another one: a scheduler that moves them about makes the control differ from itself twofold. In a turn
+each attack is between two controls; medians of the turns.
 
-`pace`: exchanges per second under attack over those of the control. `join_seconds`: from the start of another worker's
-transport until it is linked, under attack. `cpu_ms`: processor time of the listener's thread for each stranger.
+`pace`: exchanges per second under attack over those of the controls. `control`: those of the second control over those
+of the first one. `join_seconds`: from the start of another worker's transport until it is linked, under attack.
+`cpu_ms`: processor time of the listener's thread for each stranger.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import socket
 import ssl
 import statistics
@@ -54,6 +58,7 @@ class Row:
     strangers_per_second: float
     cpu_ms: float
     pace: float
+    control: float
     join_seconds: float
 
 
@@ -72,8 +77,16 @@ def transport(rank: int, rendezvous: Any, tls: str) -> TcpTransport:
     )
 
 
+def pin(core: int) -> None:
+    """Keep this process on one of the cores that it may use."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[core % len(cores)]})
+
+
 def be_hub(tls: str, pipe: Connection) -> None:
     """Send everything back; answer with counts when asked."""
+    pin(0)
     torch.set_num_threads(1)
     listener = Listener(Address("127.0.0.1", 0), credentials(tls))
     hub = transport(0, listener, tls)
@@ -94,6 +107,7 @@ def answer(listener: Listener, pipe: Connection) -> None:
 
 def be_worker(tls: str, port: int, pipe: Connection) -> None:
     """Count exchanges until asked to end."""
+    pin(0)
     torch.set_num_threads(1)
     worker = transport(1, Address("127.0.0.1", port), tls)
     body = torch.ones(25_000)
@@ -111,6 +125,7 @@ def be_worker(tls: str, port: int, pipe: Connection) -> None:
 
 
 def be_attacker(attack: str, port: int, pipe: Connection) -> None:
+    pin(1)
     words = {"silent": b"", "nonsense": b"x" * 400, "hello": client_hello()}[attack]
     held: list[socket.socket] = []
     while not pipe.poll():
@@ -126,6 +141,7 @@ def be_attacker(attack: str, port: int, pipe: Connection) -> None:
 
 def be_other_port(pipe: Connection) -> None:
     """What the attackers of the control talk to: accepts, and closes the oldest."""
+    pin(1)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
         pipe.send(server.getsockname()[1])
         server.settimeout(0.2)
@@ -196,18 +212,20 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 control = turn(tls, attack, arguments.seconds, is_control=True)
                 attacked = turn(tls, attack, arguments.seconds, is_control=False)
-                turns.append((attacked[1], attacked[2] * 1e3, attacked[0] / control[0], attacked[3]))
+                again = turn(tls, attack, arguments.seconds, is_control=True)
+                pace = 2 * attacked[0] / (control[0] + again[0])
+                turns.append((attacked[1], attacked[2] * 1e3, pace, again[0] / control[0], attacked[3]))
             rows.append(Row(link, attack, *(statistics.median(values) for values in zip(*turns, strict=True))))
             print(f"{link} {attack}: {rows[-1]}", file=sys.stderr)
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows]))
         return
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for head in ("link", "attack", "strangers/s", "CPU ms each", "pace over control", "s to join"):
+    for head in ("link", "attack", "strangers/s", "CPU ms each", "pace", "control", "s to join"):
         table.add_column(head, justify="left" if head in ("link", "attack") else "right")
     for row in rows:
-        figures = f"{row.strangers_per_second:,.0f}", f"{row.cpu_ms:.3f}", f"{row.pace:.2f}", f"{row.join_seconds:.2f}"
-        table.add_row(row.link, row.attack, *figures)
+        strangers, ratios = f"{row.strangers_per_second:,.0f}", (row.pace, row.control, row.join_seconds)
+        table.add_row(row.link, row.attack, strangers, f"{row.cpu_ms:.3f}", *(f"{ratio:.2f}" for ratio in ratios))
     Console().print(table)
 
 

@@ -21,7 +21,7 @@ from offbeat.core.events import LossReason
 from offbeat.core.memory_pool import Pool
 from offbeat.core.messages import Message
 from offbeat.transports import wire
-from offbeat.transports.byte_stream import ByteStream
+from offbeat.transports.byte_stream import ByteStream, first_of, rest_of
 from offbeat.transports.link import CLOSED, ConnectionLost, LinkBase, LinkLoss, LinkOptions, loss_of
 from offbeat.transports.link_protocol import Outgoing
 from offbeat.transports.shared_memory import SharedSlots
@@ -29,7 +29,8 @@ from offbeat.transports.tensor_threads import TensorThread
 from offbeat.transports.transport import InboxItem
 
 COPY_NOW_BYTES_MAX = 1 << 20
-"""A larger payload is copied, into shared memory or the kernel's, by the sending thread: `post` must not wait."""
+"""What `post` copies itself, into shared memory or the kernel's, at the most. The rest of a message that goes through
+the stream, and all of one that goes through shared memory, is left to the sending thread: `post` must not wait."""
 
 _log = logging.getLogger(__name__)
 
@@ -133,13 +134,11 @@ class StreamLink(LinkBase):
             if encoded is None:
                 return True
             begun = time.perf_counter()
-            if encoded.payload_bytes > COPY_NOW_BYTES_MAX:
+            is_shared = self._shared.accepts(encoded.payload_bytes)
+            if is_shared and encoded.payload_bytes > COPY_NOW_BYTES_MAX:
                 return False
             wire.set_acknowledged(encoded.head, self._protocol.delivered)
-            if self._shared.accepts(encoded.payload_bytes):
-                rest = self._send_shared_now(encoded)
-            else:
-                rest = self._stream.write_now(_memory_of(_pieces(encoded)))
+            rest = self._send_shared_now(encoded) if is_shared else self._send_beginning_now(encoded)
             if rest is None:
                 return False
             self._protocol.count_message()
@@ -153,6 +152,14 @@ class StreamLink(LinkBase):
             self._set_broken(error.loss)  # the receiving thread finds the stream broken, and ends the link
             self._stream.break_off()
         return True
+
+    def _send_beginning_now(self, encoded: wire.Encoded) -> list[memoryview] | None:
+        """As the stream's `write_now`, with what may be copied here. The sending thread wakes up meanwhile for the rest
+        of a large message, and the peer takes memory for it."""
+        parts = _memory_of(_pieces(encoded))
+        later = rest_of(parts, COPY_NOW_BYTES_MAX)
+        rest = self._stream.write_now(first_of(parts, COPY_NOW_BYTES_MAX) if later else parts)
+        return None if rest is None else rest + later
 
     def _send_shared_now(self, encoded: wire.Encoded) -> list[memoryview] | None:
         """As the stream's `write_now`, with the payload in shared memory."""
