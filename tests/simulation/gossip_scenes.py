@@ -94,7 +94,7 @@ class Disagreement:
         total = torch.zeros_like(self.replicas()[0])
         for process in self.simulation.processes:
             assert isinstance(process.node, Peer)
-            acid_offset = process.node._replica.acid_offset
+            acid_offset = process.node._replica.observed_offset()
             total += process.node.replica().to(torch.float64)
             if acid_offset is not None:
                 total += 0.5 * acid_offset.to(torch.float64)

@@ -41,6 +41,55 @@ def test_mixing_equals_mixing_of_two_copies() -> None:
     torch.testing.assert_close(mine.parameters + mine.acid_offset, 0.5 * ((1 - kept) * x + (1 + kept) * other))
 
 
+def test_exchanges_between_mixings_are_those_of_two_copies() -> None:
+    """Steps, mixings, offers and answers in random order, against x and x̃ as two vectors in float64."""
+    random = stream(0, "test")
+    mine = replica(1.0, -2.0, 3.0)
+    x = mine.parameters.double()
+    other = x.clone()
+    for turn in range(400):
+        what = int(random.integers(4))
+        vector = torch.from_numpy(random.standard_normal(3)).float()
+        decay = float(random.choice([1.0, 0.9, 0.3, 1e-5, 0.0], p=[0.1, 0.4, 0.3, 0.1, 0.1]))
+        mine.mix(decay)
+        mean, half = (x + other) / 2, (other - x) / 2 * decay
+        x, other = mean - half, mean + half
+        if what == 0:
+            mine.parameters.add_(vector)  # an optimizer step
+            x, other = x + vector, other + vector
+        elif what == 1:
+            result = mine.respond(vector, mine.buffers, alpha_tilde=0.9)
+            assert result is not None
+            difference = vector - x
+            torch.testing.assert_close(result.difference.double(), difference, rtol=1e-4, atol=1e-4)
+            x, other = x + 0.5 * difference, other + 0.9 * difference
+        elif what == 2:
+            mine.complete(vector, mine.buffers, alpha_tilde=0.9)
+            x, other = x - 0.5 * vector, other - 0.9 * vector
+        else:
+            torch.testing.assert_close(mine.snapshot()[0].double(), x, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(mine.mean_of_copies()[0].double(), (x + other) / 2, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.observed().double(), x, rtol=1e-4, atol=1e-4)
+        offset = mine.observed_offset()
+        assert offset is not None
+        torch.testing.assert_close(offset.double(), other - x, rtol=1e-4, atol=1e-4)
+        if turn % 100 == 99:
+            mine.reset(vector, mine.buffers)
+            x = other = vector.double()
+
+
+def test_mixing_alone_changes_no_vector() -> None:
+    mine = replica(1.0, 2.0)
+    mine.complete(torch.tensor([1.0, 1.0]), mine.buffers, alpha_tilde=0.9)
+    before = mine._parameters.clone(), mine._offset.clone() if mine._offset is not None else None
+    mine.mix(0.5)
+    assert torch.equal(mine._parameters, before[0])
+    assert mine._offset is not None
+    assert before[1] is not None
+    assert torch.equal(mine._offset, before[1])
+    assert not torch.equal(mine.observed(), before[0])
+
+
 def test_both_ends_of_an_exchange_apply_their_share_of_one_difference() -> None:
     mine, theirs = replica(0.0, 10.0), replica(4.0, 2.0)
     offered, buffers = theirs.snapshot()

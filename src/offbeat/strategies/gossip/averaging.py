@@ -103,7 +103,7 @@ class Averaging(Stateful):
     def mix(self, at: float) -> None:
         """Apply the A²CiD² mixing of the time since the last call."""
         elapsed, self.mixed_at = at - self.mixed_at, at
-        if self._replica.acid_offset is not None and self.gradient_seconds and elapsed > 0:
+        if self._replica.is_accelerated and self.gradient_seconds and elapsed > 0:
             self._replica.mix(math.exp(-2.0 * self._eta() * elapsed / self.gradient_seconds))
 
     def _eta(self) -> float:
@@ -250,7 +250,7 @@ class Averaging(Stateful):
         message, result = matched(event, Offer), None
         if self.active:
             self.mix(event.at)
-            alpha_tilde = ALPHA if self._replica.acid_offset is None else self._view.constants.alpha_tilde
+            alpha_tilde = self._view.constants.alpha_tilde if self._replica.is_accelerated else ALPHA
             result = self._replica.respond(message.parameters, message.buffers, alpha_tilde)
         counts = self._view.sample_counts
         if result is None:

@@ -189,7 +189,7 @@ class GlobalAverages(Stateful):
         if tree_reduce.parent is None:
             yield from self._average(at, tree_reduce)
         elif tree_reduce.parent in self._view.live:
-            yield Send(tree_reduce.parent, tree_reduce.partial_sum(self._replica.parameters, self._view.sample_counts))
+            yield Send(tree_reduce.parent, tree_reduce.partial_sum(self._replica.storage, self._view.sample_counts))
         else:
             yield Send(self._view.root, ReduceRetry(tree_reduce.start.round))
 

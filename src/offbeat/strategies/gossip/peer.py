@@ -67,11 +67,11 @@ class Peer(Stateful, Node):
         self._parts: dict[type[Stateful], Stateful] = {type(part): part for part in parts}
 
     def replica(self) -> Tensor:
-        return self._replica.parameters
+        return self._replica.observed()
 
     def extra_state(self) -> State:
-        offset = self._replica.acid_offset
-        return {} if offset is None else {"acid_offset": offset.clone()}
+        offset = self._replica.observed_offset()
+        return {} if offset is None else {"acid_offset": offset}
 
     def load_extra_state(self, state: State) -> None:
         if self._replica.acid_offset is not None and "acid_offset" in state:

@@ -33,7 +33,7 @@ def check_peer_message(event: MessageArrived, view: MembershipView, replica: Rep
     for name in ("parameters", "difference"):
         vector = getattr(message, name, None)
         if isinstance(vector, Tensor):
-            check.vector(name, vector, replica.parameters, 0 if is_empty else replica.parameters.numel())
+            check.vector(name, vector, replica.storage, 0 if is_empty else replica.storage.numel())
             if isinstance(message, PartialSum | Average | CopyReply | Answer):
                 check.finite(name, vector)
     if hasattr(message, "buffers"):

@@ -197,6 +197,7 @@ class PeerTraining(Stateful):
 
     def _update(self, event: GradientReady | StepReady) -> Iterator[Action]:
         self._averaging.mix(event.at)
+        self._replica.settle()
         samples_before = self._view.samples
         self._view.counts[self._view.rank] += event.samples
         rate = 0.0
