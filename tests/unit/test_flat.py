@@ -63,6 +63,20 @@ def test_gradients_accumulate_in_place() -> None:
     torch.testing.assert_close(flat.gradients, 2 * once)
 
 
+def test_gradients_go_on_in_other_memory_and_leave_what_was_accumulated() -> None:
+    flat = FlatModule(small_network().eval())
+    flat.module(batch()).sum().backward()
+    expected = flat.gradients.clone()
+    memory = torch.full_like(flat.gradients, float("nan"))
+    before = flat.replace_gradients(memory)
+    flat.zero_gradients()
+    flat.module(batch()).sum().backward()
+    assert flat.gradients is memory
+    torch.testing.assert_close(memory, expected)
+    assert torch.equal(before, expected)
+    assert all(p.grad is not None and lies_inside(p.grad, memory) for p in flat.module.parameters())
+
+
 def test_zero_gradients_binds_gradients_that_were_set_to_none() -> None:
     flat = FlatModule(small_network())
     flat.module(batch()).sum().backward()

@@ -157,6 +157,15 @@ class FlatModule:
         self.gradients.zero_()
         self.bind_gradients()
 
+    def replace_gradients(self, memory: Tensor) -> Tensor:
+        """Let gradients accumulate in this memory, whose values are not changed; returns the vector from before."""
+        _check_flat(memory, self.layout.numel)
+        before, self.gradients = self.gradients, memory
+        views = self.layout.shaped(memory)
+        self._trained = [(one, view, values) for (one, _, values), view in zip(self._trained, views, strict=True)]
+        self.bind_gradients()
+        return before
+
     def load(self, parameters: Tensor, buffers: Buffers) -> None:
         """Copy values into the module, in place; master values are rounded to its dtype."""
         _check_flat(parameters, self.layout.numel)

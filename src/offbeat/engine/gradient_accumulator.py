@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offbeat.core.flat import FlatModule, is_finite
+from offbeat.core.memory_pool import COPY_BYTES_MIN, Pool
 from offbeat.core.messages import Buffers
 
 
@@ -31,10 +31,15 @@ class GradientAccumulator:
     """Accumulates the gradient of one round at a time in the gradients of a module.
 
     Where these are bfloat16 or float16, micro-batches are added up in float32, and so is the result.
+
+    flat: the module.
+    pool: memory for results. With it, a large result is the memory that it was accumulated in, and the next round
+        accumulates in other memory; without, or if it is small, it is a copy.
     """
 
-    def __init__(self, flat: FlatModule) -> None:
+    def __init__(self, flat: FlatModule, pool: Pool | None = None) -> None:
         self._flat = flat
+        self._pool = pool
         dtype = flat.layout.master_dtype
         self._sum = None if dtype == flat.layout.dtype else torch.zeros_like(flat.gradients, dtype=dtype)
         """The gradients of all micro-batches but the last; None: they are added up in those of the module."""
@@ -72,12 +77,22 @@ class GradientAccumulator:
         fresh = torch.Generator().manual_seed(self._seed)
         return not torch.equal(torch.default_generator.get_state(), fresh.get_state())
 
-    def end(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> GradientResult:
-        """End the round; `copy` copies the gradients, which the next round overwrites."""
-        total = self._flat.gradients if self._sum is None else self._sum.add_(self._flat.gradients)
-        gradient, buffers = copy(total), copied_buffers(self._flat)
+    def end(self) -> GradientResult:
+        """End the round."""
+        gradient, buffers = self._take_sum(), copied_buffers(self._flat)
         loss = sum(map(float, self._losses), start=0.0)
         return GradientResult(gradient, loss, buffers, is_result_finite(gradient, loss, buffers))
+
+    def _take_sum(self) -> Tensor:
+        """The sum, in memory that the next round does not change."""
+        total = self._flat.gradients if self._sum is None else self._sum.add_(self._flat.gradients)
+        if self._pool is None or total.nbytes < COPY_BYTES_MIN:
+            return total.clone()
+        memory = self._pool.like(total)
+        if self._sum is None:
+            return self._flat.replace_gradients(memory)
+        self._sum = memory
+        return total
 
 
 def copied_buffers(flat: FlatModule) -> Buffers:

@@ -128,7 +128,7 @@ class Session(SessionBase):
     def __enter__(self) -> Session:
         require(not self._entered, "this session has been used already; call offbeat.join again")
         self._entered = True
-        self._accumulator = GradientAccumulator(self._flat)
+        self._accumulator = GradientAccumulator(self._flat, self._pool)
         self._start()
         return self
 
@@ -174,7 +174,7 @@ class Session(SessionBase):
                 )
                 current.samples += samples
                 current.inject_slowdown(time.monotonic() - began)
-            result = self._accumulator.end(self._pool.copy)  # the copy returns to the pool when the message has left
+            result = self._accumulator.end()  # its memory returns to the pool when the message has left
             loader = source.end_round()
             if self._weight is None:
                 self._complete_round(*result, loader=loader)
