@@ -45,6 +45,11 @@ class Outbox:
     last_arrival: float = 0.0
     """The latest arrival time of the messages sent so far."""
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether a message leaves as soon as it is sent."""
+        return self.sender_card is None and self.rate_limit is None
+
     def clear(self) -> None:
         self.queue.clear()
         self.transmitting, self.ready_at_scheduled = None, None

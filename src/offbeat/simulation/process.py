@@ -33,7 +33,7 @@ class RankSpeed:
     def __init__(self, speed: Speed, natural_speed: Speed, seed: int, rank: int) -> None:
         self.seconds_per_update = speed.seconds_per_update
         self._speed = speed
-        self._natural_speed = natural_speed
+        self._natural_speed = None if natural_speed == speed else natural_speed
         self._round_delays = speed.straggle.draws(stream(seed, "speed", rank))
         trace = speed.speed_trace
         # A random first position in the recorded trace, so that workers are not slow at the same time.

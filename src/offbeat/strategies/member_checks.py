@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -29,45 +30,53 @@ class MemberCheck:
         self._event = event
         self._receiver = receiver
 
+    def refuse(self, what: str) -> NoReturn:
+        """Raise the error; `what` completes the sentence: rank 2 sent Gradient to rank 0 with …"""
+        raise InvalidMessage(self._event.source, type(self._event.message).__name__, self._receiver, f" with {what}")
+
     def require(self, condition: bool, what: str) -> None:
-        """`what` completes the sentence: rank 2 sent Gradient to rank 0 with …"""
+        """Refuse the message unless the condition holds. For every message: test, and call `refuse` with a text."""
         if not condition:
-            raise InvalidMessage(
-                self._event.source, type(self._event.message).__name__, self._receiver, f" with {what}"
-            )
+            self.refuse(what)
 
     def vector(self, name: str, vector: Tensor, like: Tensor, numel: int, rounded: torch.dtype | None = None) -> None:
         """A flat tensor of `numel` elements, of the type of `like`, or of the one that values are rounded to."""
         dtype = rounded or like.dtype
-        self.require(
-            vector.dim() == 1 and vector.numel() == numel and vector.dtype in (dtype, like.dtype),
-            f"a {name} of shape {tuple(vector.shape)} and type {vector.dtype}, where ({numel},) and {dtype} are "
-            "expected",
-        )
+        if vector.dim() != 1 or vector.numel() != numel or vector.dtype not in (dtype, like.dtype):
+            self.refuse(
+                f"a {name} of shape {tuple(vector.shape)} and type {vector.dtype}, where ({numel},) and {dtype} are "
+                "expected"
+            )
 
     def finite(self, name: str, vector: Tensor) -> None:
         """No NaN and no infinity."""
-        self.require(is_finite(vector), f"a {name} that is not finite, and is said to be")
+        if not is_finite(vector):
+            self.refuse(f"a {name} that is not finite, and is said to be")
 
     def buffers(self, buffers: Buffers, expected: Buffers) -> None:
         """None, or as many as are expected, with their sizes and types."""
+        if not buffers:
+            return
         found = [(buffer.shape, buffer.dtype) for buffer in buffers]
-        known = [(buffer.shape, buffer.dtype) for buffer in expected]
-        self.require(not found or found == known, "buffers that are not those of the model")
+        if found != [(buffer.shape, buffer.dtype) for buffer in expected]:
+            self.refuse("buffers that are not those of the model")
 
     def version(self, version: int, newest: int) -> None:
-        self.require(0 <= version <= newest, f"version {version}, where {newest} is the newest")
+        if not 0 <= version <= newest:
+            self.refuse(f"version {version}, where {newest} is the newest")
 
     def number(self, name: str, value: float) -> None:
-        self.require(math.isfinite(value) and value >= 0, f"{name} {value}")
+        if not (math.isfinite(value) and value >= 0):
+            self.refuse(f"{name} {value}")
 
     def draws(self, ranges: Iterable[Range], ledger: SampleLedger, stop_max: int) -> None:
         """Ranges that were not accounted for before, do not overlap, and end where the worker can be by now."""
         end = 0
         for first, stop in sorted(ranges):
-            self.require(0 <= first <= stop, f"draws {first} to {stop}")
-            self.require(stop <= stop_max, f"draws up to {stop}, where {stop_max} is possible by now")
-            self.require(
-                first >= end and not ledger.overlaps(first, stop), f"draws {first} to {stop}, which it sent before"
-            )
+            if not 0 <= first <= stop:
+                self.refuse(f"draws {first} to {stop}")
+            if stop > stop_max:
+                self.refuse(f"draws up to {stop}, where {stop_max} is possible by now")
+            if first < end or ledger.overlaps(first, stop):
+                self.refuse(f"draws {first} to {stop}, which it sent before")
             end = stop

@@ -149,7 +149,8 @@ class ServerNode(TrainingNode):
     # Events
 
     def handle(self, event: Event) -> Iterable[Action]:
-        return () if self._finished else self._watch(event.at, self._handle(event))
+        actions = () if self._finished else self._handle(event)
+        return self._watch(event.at, actions) if actions else ()
 
     def _handle(self, event: Event) -> Iterable[Action]:
         match event:
@@ -159,9 +160,7 @@ class ServerNode(TrainingNode):
             case MessageArrived(source=rank, message=ProbeAnswer()) if rank in self._hung:
                 return self._returned(event.at, rank)
             case MessageArrived():
-                actions = self._checked(event)  # raises if the message is invalid
-                answered = self._note_answer(event.at, event.source)
-                return itertools.chain(answered, actions, self._stay_if_complete(event.at, event.source))
+                return self._arrived(event)
             case TimerFired(name="until") | Leave():
                 return self._stop(event.at)
             case TimerFired(name="hang"):
@@ -183,6 +182,14 @@ class ServerNode(TrainingNode):
                 return self._resume(event.at) if self._started else self._gather()
             case _:
                 return ()
+
+    def _arrived(self, event: MessageArrived) -> Iterable[Action]:
+        actions = self._checked(event)  # raises if the message is invalid
+        if event.source not in self._hangs.announced and event.source not in self._ending:
+            self._hangs.answered(event.source, event.at)
+            return actions
+        answered = self._note_answer(event.at, event.source)
+        return itertools.chain(answered, actions, self._stay_if_complete(event.at, event.source))
 
     # Gather
 
@@ -228,8 +235,12 @@ class ServerNode(TrainingNode):
         elif self._started:
             self._members_changed()
             yield from self._admit(event.at, rank)
-        elif self._gather_timed_out or all(rank in self._live for rank in self._expected):
+        elif self._gather_timed_out or self._all_expected_are_here():
             yield from self._begin(event.at)
+
+    def _all_expected_are_here(self) -> bool:
+        enough = len(self._live) >= len(self._expected)  # asked at each join: looking for each rank would be quadratic
+        return enough and all(rank in self._live for rank in self._expected)
 
     def _admit(self, at: float, rank: int) -> Iterator[Action]:
         """Start a worker that has joined during training."""
@@ -390,6 +401,8 @@ class ServerNode(TrainingNode):
 
     def _checked(self, event: MessageArrived) -> Iterable[Action]:
         """Handle a message of a worker; its loader's state is kept only if the message is valid."""
+        if not getattr(event.message, "loader", ()):
+            return self._message_arrived(event)
         if event.source in self._ledgers:
             self._loaders.check(event, HUB, self._stop_max(event.at, event.source))
         actions = self._message_arrived(event)

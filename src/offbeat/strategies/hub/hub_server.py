@@ -80,6 +80,7 @@ class HubServer(ServerNode):
         self._sum_memory = torch.empty_like(self._parameters)
         self._collected = self._nothing_collected()
         self._sizing = _sizing(config)
+        self._samples_max = _samples_max(config)
         self._divergence = DivergenceWatch()
 
     def _nothing_collected(self) -> PendingGradients:
@@ -129,13 +130,7 @@ class HubServer(ServerNode):
                 raise unexpected(event, HUB)
 
     def _round_samples_max(self) -> int | None:
-        match self._config.compute:
-            case Samples(count=count) | Share(samples=count):
-                return count
-            case TargetBatch(first=first, samples_max=samples_max):
-                return max(first, samples_max)
-            case budget:
-                return getattr(budget, "samples_max", None)
+        return self._samples_max
 
     def _check(self, event: MessageArrived, message: Gradient) -> None:
         check, rank = MemberCheck(event, HUB), event.source
@@ -146,14 +141,18 @@ class HubServer(ServerNode):
         check.version(message.version, self._version)
         check.number("seconds", message.seconds)
         check.number("weight", message.divisor)
-        check.require(message.weight is None or message.weight > 0, f"a weight of {message.weight}")
+        if message.weight is not None and not message.weight > 0:
+            check.refuse(f"a weight of {message.weight}")
         first, stop = message.draws
-        check.require(stop - first == message.samples, f"{message.samples} samples for draws {first} to {stop}")
+        if stop - first != message.samples:
+            check.refuse(f"{message.samples} samples for draws {first} to {stop}")
         limit = self._round_samples_max()
-        check.require(limit is None or message.samples <= limit, f"{message.samples} samples, where {limit} were due")
+        if limit is not None and message.samples > limit:
+            check.refuse(f"{message.samples} samples, where {limit} were due")
         self._check_draws(check, event, [message.draws])
         if message.finite:
-            check.require(math.isfinite(message.loss), f"a loss of {message.loss}, which is said to be finite")
+            if not math.isfinite(message.loss):
+                check.refuse(f"a loss of {message.loss}, which is said to be finite")
             check.finite("gradient", message.gradient)
 
     def _gradient_arrived(self, event: MessageArrived, message: Gradient) -> Iterator[Action]:
@@ -259,14 +258,21 @@ class HubServer(ServerNode):
         )
 
     def _answers(self) -> Iterator[Action]:
+        message = None
         for rank in sorted(self._idle if self._config.waits else self._live):
-            yield self._answer(rank)
+            message = self._parameters_for(rank, message)
+            yield Send(rank, message, supersedes="parameters")
         self._idle.clear()
 
     def _answer(self, rank: int) -> Send:
+        return Send(rank, self._parameters_for(rank), supersedes="parameters")
+
+    def _parameters_for(self, rank: int, previous: Parameters | None = None) -> Parameters:
+        """The newest parameters for a worker: the message of the worker before if its budget is the same."""
         budget = self._sizing.budget(rank, self._live)
-        message = Parameters(*self._result(), self._version, budget)
-        return Send(rank, message, supersedes="parameters")
+        if previous is not None and previous.budget == budget:
+            return previous
+        return Parameters(*self._result(), self._version, budget)
 
 
 def _advice(config: HubSettings) -> str:
@@ -276,6 +282,17 @@ def _advice(config: HubSettings) -> str:
     if config.damping < 1:
         return "damp stale gradients (--damping 1), or lower the learning rate (--lr)"
     return "lower the learning rate (--lr), or drop the stalest gradients (--staleness-max)"
+
+
+def _samples_max(config: HubSettings) -> int | None:
+    """The most samples of a round; None: unlimited."""
+    match config.compute:
+        case Samples(count=count) | Share(samples=count):
+            return count
+        case TargetBatch(first=first, samples_max=samples_max):
+            return max(first, samples_max)
+        case budget:
+            return getattr(budget, "samples_max", None)
 
 
 def _sizing(config: HubSettings) -> WorkSizing:

@@ -74,8 +74,10 @@ class PendingGradients(Stateful):
 
     def count(self, rank: int, effort: Effort) -> None:
         """Count a message, also one without a gradient to add."""
-        before = self.efforts.get(rank, Effort(0, 0.0))
-        self.efforts[rank] = Effort(before.samples + effort.samples, before.seconds + effort.seconds)
+        before = self.efforts.get(rank)
+        if before is not None:
+            effort = Effort(before.samples + effort.samples, before.seconds + effort.seconds)
+        self.efforts[rank] = effort
         self.messages += 1
 
     @property
