@@ -8,7 +8,9 @@ and keep the memory they have used, as offbeat's workers do (`launch/process_set
 others are strategies of ours, on whatever cores there are: gossip between the two workers alone, the rest with a hub in
 a third process. Healthy, then straggling: every micro-batch of one worker takes 150 ms longer. All contestants take
 turns, several times, in another order each time, between two measurements of the ceiling, of which the mean counts; a
-ratio is taken within one repeat, and the median over repeats is printed.
+ratio is taken within one repeat, and the median over repeats is printed. A turn during which other processes used more
+than a fiftieth of the cores, or whose two ceilings differ by more than a twentieth, is announced and repeated, up to
+three times in all; `disturbed` counts those that stayed so.
 
 What counts is applied samples: those of optimizer steps (ceiling, ddp), and those that went into updates, of the hub or
 of the peers themselves (ours); per second from the first of them to the last, so starting is not timed.
@@ -53,6 +55,9 @@ REPEATS = 6
 SECONDS = 3.0
 STRAGGLING_SECONDS = 5.5
 STRAGGLE_SECONDS = 0.15
+TURNS_MAX = 3
+OTHERS_SHARE_MAX = 0.02
+DRIFT_MAX = 0.05
 TARGET = 1.2
 TARGET_WINDOW = 512
 DEMO_SECONDS = 8.0
@@ -96,19 +101,59 @@ def main() -> None:
         show_demo(DEMO_SECONDS)
         return
     rows: list[Row] = []
+    disturbed = 0
     for repeat in range(arguments.repeats):
         for straggler in (False, True):
             seconds = arguments.straggling_seconds if straggler else arguments.seconds
-            rows += one_turn(repeat, straggler, seconds)
+            turn, is_quiet = quiet_turn(repeat, straggler, seconds)
+            rows += turn
+            disturbed += not is_quiet
     figures = {name: figures_of(rows, name) for name in (DDP, DDP_KEPT, *STRATEGIES)}
     if arguments.json:
-        print(json.dumps({"figures": figures, "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"figures": figures, "disturbed": disturbed, "rows": [asdict(row) for row in rows]}))
     else:
         show(rows, figures)
+        print(f"{disturbed} of {2 * arguments.repeats} turns were disturbed")
 
 
-def one_turn(repeat: int, straggler: bool, seconds: float) -> list[Row]:
-    """Every contestant once, in another order each time, between two looks at the ceiling: the machine drifts."""
+def quiet_turn(repeat: int, straggler: bool, seconds: float) -> tuple[list[Row], bool]:
+    """The rows of a turn that nothing has disturbed, or else of the last of `TURNS_MAX`; and which of these it is."""
+    for _ in range(TURNS_MAX):
+        clock, all_before, own_before = time.monotonic(), busy_seconds(), own_seconds()
+        rows, drift = one_turn(repeat, straggler, seconds)
+        passed = (time.monotonic() - clock) * (os.cpu_count() or 1)
+        others = (busy_seconds() - all_before - (own_seconds() - own_before)) / passed
+        if others <= OTHERS_SHARE_MAX and drift <= DRIFT_MAX:
+            return rows, True
+        print(
+            f"repeat {repeat}: disturbed: other processes used {others:.1%} of the cores, and the ceilings differ by "
+            f"{drift:.1%}",
+            file=sys.stderr,
+        )
+    return rows, False
+
+
+def busy_seconds() -> float:
+    """Processor time of all processes of the machine, with what a hypervisor gave to others; 0 where it is unknown."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, fields)
+    return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Processor time of this process and of those that it has started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def one_turn(repeat: int, straggler: bool, seconds: float) -> tuple[list[Row], float]:
+    """Every contestant once, in another order each time, between two looks at the ceiling: the machine drifts.
+
+    Returns the rows, and by how much the two ceilings differ.
+    """
     contestants: dict[str, Callable[[], Trace]] = {
         name: functools.partial(ours, strategy, straggler, seconds) for name, strategy in STRATEGIES.items()
     }
@@ -125,7 +170,7 @@ def one_turn(repeat: int, straggler: bool, seconds: float) -> list[Row]:
     ceiling = (before.rate + after.rate) / 2
     tell(repeat, straggler, f"{CEILING}, before and after", before.rate, after.rate)
     rates = {CEILING: ceiling, **{name: trace.rate for name, trace in traces.items()}}
-    return [
+    rows = [
         Row(
             repeat=repeat,
             contestant=name,
@@ -137,6 +182,7 @@ def one_turn(repeat: int, straggler: bool, seconds: float) -> list[Row]:
         )
         for name, rate in rates.items()
     ]
+    return rows, abs(after.rate - before.rate) / ceiling
 
 
 def tell(repeat: int, straggler: bool, name: str, *rates: float) -> None:

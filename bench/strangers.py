@@ -6,7 +6,7 @@ A hub and a worker, in processes of their own, exchange messages of 100 kB as fa
 over TLS. Attackers in a third process open connections as fast as they can, from another address: and say nothing
 (`silent`), send 400 bytes of nonsense (`nonsense`), or ask for a TLS handshake (`hello`). In the control they do the
 same to a port of their own, so that the processor that they use is accounted for. Hub and worker share one core, and
-everybody else another one: a scheduler that moves them about makes the control differ from itself twofold. In a turn
+all other processes another one: a scheduler that moves them makes the control differ from itself twofold. In a turn
 each attack is between two controls; medians of the turns.
 
 `pace`: exchanges per second under attack over those of the controls. `control`: those of the second control over those
