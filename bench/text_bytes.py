@@ -1,13 +1,14 @@
 """How many bytes a language model needs to the same bits per byte: synchronous mini-batches against local steps.
 
-    python bench/text_bytes.py [--json] [--tune] [--processes N] [--seeds S ...]
+    python bench/text_bytes.py [--json] [--tune] [--processes N] [--seeds S ...] [--keep FILE]
 
 Eight workers and a hub in virtual time train the byte-level transformer of the workload `shakespeare`, at half its
 default width so that a run takes minutes, each with batches of 16 windows, until `TARGET` bits per byte or `UNTIL`
 samples. `every` of the strategies with local steps is `USUAL`; with `--tune` the one that reaches the target with the
 fewest bytes on seed 0, and only other seeds are reported: the mean over seeds and its 95% interval, by Student's t.
 Bytes are those of all messages, in both directions and by all ranks, by the time of the first evaluation that reached
-the target. A setting that misses it on a seed is shown with what it reached.
+the target. A setting that misses it on a seed is shown with what it reached. All runs take about an hour of two cores;
+with `--keep`, the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import json
 import math
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 
 import scipy.stats
 import torch
@@ -114,26 +117,45 @@ def run(case: Case) -> Outcome:
     return Outcome(case, *(watch.reached or (None, None)), watch.lowest)
 
 
+def run_all(pool: ProcessPoolExecutor, cases: Sequence[Case], keep: Path | None) -> list[Outcome]:
+    """Run these cases, those of later strategies first, since they take longer; `keep` has what was run before."""
+    outcomes = kept(keep)
+    running = [pool.submit(run, case) for case in reversed(cases) if case not in outcomes]
+    for future in as_completed(running):
+        outcome = future.result()
+        outcomes[outcome.case] = outcome
+        print(outcome, file=sys.stderr, flush=True)
+        if keep is not None:
+            with keep.open("a") as lines:
+                lines.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+    return [outcomes[case] for case in cases]
+
+
+def kept(path: Path | None) -> dict[Case, Outcome]:
+    if path is None or not path.exists():
+        return {}
+    plain = [json.loads(line) for line in path.read_text().splitlines()]
+    outcomes = [Outcome(Case(**one.pop("case")), **one) for one in plain]
+    return {outcome.case: outcome for outcome in outcomes}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print all runs as JSON")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tune", action="store_true", help="choose `every` on seed 0 first")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds that are reported")
+    parser.add_argument("--keep", type=Path, help="keep the outcomes of runs in this file, and do not repeat them")
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes) as pool:
         tuning = [Case(name, every, False, TUNING_SEED) for name, values in CHOICES.items() for every in values]
-        tried = list(pool.map(run, tuning)) if options.tune else []
+        tried = run_all(pool, tuning, options.keep) if options.tune else []
         chosen = (
             {name: _best([one for one in tried if one.case.strategy == name]) for name in CHOICES} if tried else USUAL
         )
         rows = [("fmb", 1, False), ("local-sgd", chosen["local-sgd"], False), ("diloco", chosen["diloco"], False)]
         rows += [("diloco", chosen["diloco"], True), ("decoupled-diloco", chosen["decoupled-diloco"], False)]
-        cases = [Case(*row, seed) for row in rows for seed in options.seeds]
-        outcomes = []
-        for outcome in pool.map(run, cases):
-            outcomes.append(outcome)
-            print(outcome, file=sys.stderr, flush=True)
+        outcomes = run_all(pool, [Case(*row, seed) for row in rows for seed in options.seeds], options.keep)
     if options.json:
         print(json.dumps([dataclasses.asdict(outcome) for outcome in (*tried, *outcomes)]))
     else:
