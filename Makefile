@@ -47,7 +47,8 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 
 bench: $(INSTALLED)
-	$(BIN)/python bench/simulator.py
+	$(BIN)/python bench/simulator.py --scaling
+	$(BIN)/python bench/batching.py
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/faults.py
 	$(BIN)/python bench/soak.py --minutes 10

@@ -46,7 +46,7 @@ def sorted_words(*texts: str) -> str:
 
 
 SIMULATE = """
-    --acid --augment --baseline --batch --bytes-per-second --checkpoint-interval-seconds --clock --cluster
+    --acid --augment --baseline --batch --batched --bytes-per-second --checkpoint-interval-seconds --clock --cluster
     --compression --condition --context --crash-seen-seconds --damping --delay --depth --dimension --evaluate --every
     --examples --factors --faults --fragments --grace --graph --group --hang-factor --hang-seconds --heads --hidden
     --hub-seconds --in-flight-max --initial --inner --jobs --json --k --link.bytes-per-second --link.delay-std-seconds
@@ -60,13 +60,14 @@ SIMULATE = """
     --worker-seconds --workers
 """
 COMPARE = """
-    --baseline --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --jobs --json
+    --baseline --batched --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --jobs --json
     --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
     --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds
     --speed-trace --straggle --target --track --until --workers
 """
 SIMULATED_ONLY = """
-    --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --speed-trace
+    --batched --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update
+    --speed-trace
 """
 ENCRYPTION = "--ca --certificate --key --tls"
 PROCESSES = f"""

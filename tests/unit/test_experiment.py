@@ -90,6 +90,7 @@ def test_every_setting_of_a_plan_reaches_its_experiments() -> None:
         "evaluate": None,
         "bytes_per_second": 1e6,
         "target": ob.Target("loss", 0.5),
+        "batched": "off",
     }
     assert settings.keys() == {item.name for item in dataclasses.fields(RunSettings)}
     plan = Plan(workload=ob.workloads.Quadratic(), strategies=(ob.FixedMinibatch(),), seeds=(4,), **settings)

@@ -53,6 +53,8 @@ SIMULATED_ONLY = (
     "crash_seen_seconds",
 )
 """Fields of a cluster that only matter in simulation."""
+SIMULATED_RUNS_ONLY = ("batched",)
+"""Settings of a plan that only matter in simulation."""
 
 FlagValues = dict[str, dict[str, Any]]
 """Flags on a command line: section → path of the field → its text, or a bool for a flag without a value."""
@@ -163,6 +165,7 @@ def live_flags() -> tuple[Flag, ...]:
         dataclasses.replace(flag, **replaced.get(flag.path, {})) if flag.section == RUN else flag
         for flag in all_flags()
         if not (flag.section == CLUSTER and flag.path in SIMULATED_ONLY)
+        and not (flag.section == RUN and flag.path in SIMULATED_RUNS_ONLY)
     ]
     return (*kept, *(_flag_of(LIVE, item) for item in options(LiveOptions)))
 

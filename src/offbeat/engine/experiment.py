@@ -48,6 +48,8 @@ class RunSettings(Configuration):
     """bandwidth limit in bytes per second, for each link and direction; none: what the link can carry"""
     target: Target | None = None
     """the metric whose time is measured: accuracy:0.9 or loss:0.1; none: the default of the workload"""
+    batched: Literal["auto", "on", "off"] = "auto"
+    """whether a simulation computes gradients of several workers in one call: auto (where it is faster), on, off"""
 
     def __post_init__(self) -> None:
         check_instance(self.cluster, (Cluster,), "the cluster", 'offbeat.Cluster() or offbeat.load_cluster("niagara")')
@@ -58,6 +60,10 @@ class RunSettings(Configuration):
         object.__setattr__(self, "workers", self.worker_count)
         _require_whole("workers", self.workers, 1)
         require_bandwidth_limit(self.bytes_per_second)
+        require(
+            self.batched in ("auto", "on", "off"),
+            f'batched must be "auto", "on" or "off", but is {self.batched!r}',
+        )
 
     @property
     def worker_count(self) -> int:
@@ -152,9 +158,7 @@ class Experiment(RunSettings):
             plain = {item.path: to_plain(getattr(self, item.path)) for item in options(type(self))}
         except ConfigurationError:
             return None
-        if self.bytes_per_second is None:
-            del plain["bytes_per_second"]
-        return plain
+        return without_defaults(plain)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Experiment:
@@ -162,9 +166,15 @@ class Experiment(RunSettings):
 
         Knows the named strategies and workloads whose modules have been imported.
         """
-        optional = {item.path: None for item in options(cls) if item.default is None}
+        optional = {item.path: None for item in options(cls) if item.default is None} | {"batched": "auto"}
         table = {**optional, **plain}
         return cls(**{item.path: from_plain(item.kind, table[item.path], item.path) for item in options(cls)})
+
+
+def without_defaults(plain: dict[str, Any]) -> dict[str, Any]:
+    """Settings as plain data, without those that few runs set."""
+    defaults = {"bytes_per_second": None, "batched": "auto"}
+    return {name: value for name, value in plain.items() if name not in defaults or value != defaults[name]}
 
 
 def parse_until(until: Any) -> Budget:

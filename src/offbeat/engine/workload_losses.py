@@ -27,7 +27,7 @@ class WorkloadLosses:
         self._workload = workload
         self._model = model
         self._parameter = next(one for one in model.parameters() if one.requires_grad)
-        self.batch_norm = _has_batch_norm(model)
+        self.batch_norm = has_batch_norm(model)
         self._has_succeeded = False
 
     def of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -66,6 +66,6 @@ class WorkloadLosses:
         self._has_succeeded = True
 
 
-def _has_batch_norm(module: nn.Module) -> bool:
+def has_batch_norm(module: nn.Module) -> bool:
     """Batch norm depends on the size of a batch even if it tracks no statistics and has no buffers."""
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())

@@ -33,7 +33,7 @@ from offbeat.core.configuration import convert, from_plain, options, read_toml, 
 from offbeat.core.strategy import Strategy
 from offbeat.core.validation import check_types, require
 from offbeat.core.workload import NamedWorkload
-from offbeat.engine.experiment import Experiment, RunSettings
+from offbeat.engine.experiment import Experiment, RunSettings, without_defaults
 from offbeat.errors import ConfigurationError, quoted, shortened, unknown
 
 WHAT_RUNS = ("workload", "strategies", "labels")
@@ -106,7 +106,7 @@ class Plan(RunSettings):
 
     def to_plain(self) -> dict[str, Any]:
         """The table of an experiment file; the inverse of `from_plain`."""
-        plain: dict[str, Any] = to_plain(self)
+        plain: dict[str, Any] = without_defaults(to_plain(self))
         strategies, labels = plain.pop("strategies"), plain.pop("labels")
         plain["strategy"] = [{**strategy, "label": label} for strategy, label in zip(strategies, labels, strict=True)]
         if self.evaluate is None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -83,6 +84,7 @@ def simulate(
     workers: int | None = None,
     evaluate: Cadence | None = EveryUpdates(),  # noqa: B008  (frozen)
     bytes_per_second: float | None = None,
+    batched: Literal["auto", "on", "off"] = "auto",
     out: str | Path | None = None,
     progress: bool | None = None,
     track: Track = None,
@@ -97,6 +99,7 @@ def simulate(
     workers: workers that compute; None: as many as the cluster says, or else 10
     evaluate: how often to evaluate; None: only at the end
     bytes_per_second: bandwidth limit of each direction of each link; None: what the link can carry
+    batched: whether gradients of several workers are computed in one call: "auto", where it is faster; "on"; "off"
     out: a new directory that the records and the trained parameters are written to; None: they stay in memory
     progress: whether to show progress, as a bar in a notebook or on a terminal; None: in a notebook only
     track: follow the run in "tensorboard", "wandb" or "mlflow": a name, an `offbeat.Tracker`, or a list of these
@@ -110,6 +113,7 @@ def simulate(
         seed=seed,
         evaluate=evaluate,
         bytes_per_second=bytes_per_second,
+        batched=batched,
     )
     with show_experiments(progress, 1) as shown:
         on_record = None if shown is None else shown.on_record
@@ -144,6 +148,7 @@ def simulate_experiment(
         recorder = _Recorder(experiment, on_record)
         simulation = Simulation(experiment, recorder)
         header = experiment.header("simulated", workload.label, simulation.gradient_computer.flat.layout.numel)
+        header = msgspec.structs.replace(header, batched=simulation.batching.group_max > 0)
         if directory is not None:
             check_new(directory)
             recorder.file = stack.enter_context(FileWriter(directory, header, flush_every=1000))

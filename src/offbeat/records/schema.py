@@ -33,7 +33,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 """How many records an aggregate stands for."""
 
 
-class Round(Record, frozen=True, tag="round", omit_defaults=True):
+class Round(Record, frozen=True, tag="round", omit_defaults=True, gc=False):
     """One computation of one rank, written by the engine at its end (`at`).
 
     `seconds` is its duration from `start`. `induced_seconds` of it are what the straggler model and slow-down factors
@@ -58,7 +58,7 @@ class Round(Record, frozen=True, tag="round", omit_defaults=True):
     rounds: Count = 1
 
 
-class Contribution(msgspec.Struct, frozen=True, array_like=True):
+class Contribution(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One message of an update: the draws [first, stop) of `rank`, and the staleness of their version."""
 
     rank: int
@@ -88,7 +88,7 @@ class MergedContributions(msgspec.Struct, frozen=True, array_like=True):
         return [self.staleness_max, *[(self.staleness_sum - self.staleness_max) / max(1, others)] * others]
 
 
-class Update(Record, frozen=True, tag="update", omit_defaults=True):
+class Update(Record, frozen=True, tag="update", omit_defaults=True, gc=False):
     """One update of the parameters on `rank`, which made `version`. `samples_total` counts the samples of the run.
 
     An aggregate has the number of its `updates`, the time of the first (`since`), sums of messages and samples, and the
@@ -309,6 +309,8 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The experiment as plain data, or None if it has objects that cannot be serialized."""
     optimizers: dict[str, str] = {}
     """Class and settings of each optimizer of the strategy, by the name of its field."""
+    batched: bool | None = None
+    """Whether small gradients of several workers were computed in one call; None for a live run."""
     offbeat: str
     torch: str
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from offbeat.cluster.stragglers import RoundDelay, Speed
 from offbeat.core.actions import Budget, Compute, Samples, Seconds
+from offbeat.engine.gradient_accumulator import GradientResult
 from offbeat.engine.microbatches import divide, samples_after
 
 UNDELAYED = RoundDelay(0.0, 1.0)
@@ -37,6 +38,8 @@ class RoundTiming:
         Like live, where a machine cannot be made faster, a factor below 1 induces nothing.
         """
         delay_seconds, factor = self.round_delay
+        if self.natural_speed is None and self.round_delay == UNDELAYED:
+            return 0.0
         if not samples:
             return min(delay_seconds, elapsed)
         slow = self._seconds(samples, self.speed, RoundDelay(0.0, factor))
@@ -107,3 +110,5 @@ class Computation:
     """Seconds of the round during which the process was paused."""
     hung_until: float = 0.0
     """When a hang of the round ends, which `Cancel` cannot end."""
+    computed: tuple[int, GradientResult] | None = None
+    """The gradient, if it was computed with those of other rounds, and of how many samples."""

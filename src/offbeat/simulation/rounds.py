@@ -1,7 +1,8 @@
 """Rounds in virtual time: when a computation ends, and its gradient.
 
 The gradient is computed when the round ends, so a round that a crash cuts short costs nothing, and a thousand
-outstanding rounds hold references to parameters, not gradients.
+outstanding rounds hold references to parameters, not gradients. Small rounds are computed in groups, some of them
+before they end; see `round_groups.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from torch import Tensor
 from offbeat.cluster.faults import Corrupt, Hang
 from offbeat.core.actions import Compute, Evaluate, Seconds
 from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
-from offbeat.core.examples import Order
 from offbeat.core.optimizers import Optimizer
-from offbeat.core.workload import Workload
 from offbeat.engine.experiment import Experiment
 from offbeat.engine.gradient_accumulator import GradientResult
 from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
@@ -25,33 +24,10 @@ from offbeat.records.schema import Round
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.leases import SentTensors
 from offbeat.simulation.process import Process
+from offbeat.simulation.round_groups import RoundGroups
 from offbeat.simulation.round_timing import Computation
+from offbeat.simulation.sample_orders import SampleOrders
 from offbeat.simulation.simulation_records import SimulationRecords
-
-
-class SampleOrders:
-    """The order in which each rank draws its samples.
-
-    workload: its training data and how they are split.
-    seed: the seed of the run.
-    workers: how many ranks compute.
-    """
-
-    def __init__(self, workload: Workload, seed: int, workers: int) -> None:
-        self._workload = workload
-        self._seed = seed
-        self._workers = workers
-        self._orders: dict[int, Order] = {}
-
-    def of(self, process: Process) -> Order:
-        """The order of a process that computes; created with its first round, since it takes time and memory."""
-        order = self._orders.get(process.rank)
-        if order is None:
-            assert process.worker is not None
-            split, targets = self._workload.split, self._workload.train.targets
-            indices = split.indices(targets, process.worker, self._workers, self._seed)
-            order = self._orders[process.rank] = Order(indices, self._seed, process.rank)
-        return order
 
 
 class Rounds:
@@ -64,6 +40,7 @@ class Rounds:
         queue: EventQueue,
         gradient_computer: GradientComputer,
         orders: SampleOrders,
+        groups: RoundGroups | None,
         records: SimulationRecords,
         sent: SentTensors,
         initial: Tensor,
@@ -76,6 +53,7 @@ class Rounds:
         queue: the clock.
         gradient_computer: differentiates and evaluates the model.
         orders: which samples belong to the draws of a rank.
+        groups: computes gradients of several rounds together; None: each is computed by itself.
         records: receives the record of each round, and those of an evaluation.
         sent: tensors that are immutable since they have been sent; all others are copied.
         initial: the initial parameters, which are immutable too.
@@ -87,6 +65,7 @@ class Rounds:
         self._queue = queue
         self._gradient_computer = gradient_computer
         self._orders = orders
+        self._groups = groups
         self._records = records
         self._sent = sent
         self._initial = initial
@@ -103,6 +82,8 @@ class Rounds:
             if fault.rank == process.rank and fault.at_seconds <= now < fault.at_seconds + fault.seconds:
                 self.hang(process.computation, fault.at_seconds + fault.seconds - now)
         self._schedule_end(process, process.computation)
+        if self._groups is not None:
+            self._groups.begin(process, process.computation)
 
     def _snapshot(self, action: Compute) -> Compute:
         """Copy the parameters, unless they have been sent: those are immutable by contract."""
@@ -134,7 +115,7 @@ class Rounds:
             return
         ends = computation.start + computation.paused + computation.timing.seconds(samples) if samples else 0.0
         process.computation = dataclasses.replace(
-            computation, samples=samples, ends=max(now, ends, computation.hung_until)
+            computation, samples=samples, ends=max(now, ends, computation.hung_until), computed=None
         )
         self._schedule_end(process, process.computation)
 
@@ -172,10 +153,12 @@ class Rounds:
         return event_type(now, value, *statistics, record.induced_seconds, result.finite)
 
     def _gradient(self, process: Process, computation: Computation) -> GradientResult:
-        action, key = computation.action, (self._seed, process.rank)
-        order = self._orders.of(process)
-        request = GradientRequest(order, action.draw, computation.samples, action.microbatch, key)
-        result = self._gradient_computer.gradient(action.parameters, action.buffers, request)
+        result = None if self._groups is None else self._groups.gradient(process, computation)
+        if result is None:
+            action, key = computation.action, (self._seed, process.rank)
+            order = self._orders.of(process)
+            request = GradientRequest(order, action.draw, computation.samples, action.microbatch, key)
+            result = self._gradient_computer.gradient(action.parameters, action.buffers, request)
         if self._corruptions and self._is_corrupt(process.rank):
             return result._replace(gradient=result.gradient.fill_(float("nan")), finite=False)
         return result
