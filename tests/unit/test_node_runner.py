@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,9 @@ from offbeat.core.events import Event, GradientReady, LossReason, MessageArrived
 from offbeat.core.events import TimerFired as Fired
 from offbeat.core.messages import Message
 from offbeat.core.strategy import Node
-from offbeat.errors import InvalidMessage, UnexpectedMessage
+from offbeat.core.wire_size import wire_size
+from offbeat.errors import InvalidMessage, RunFailed, UnexpectedMessage
+from offbeat.live.clock import Clock
 from offbeat.live.due_queue import DueQueue, OutboxDue, TimerDue
 from offbeat.live.injected_delay import InjectedDelay
 from offbeat.live.node_runner import NodeRunner
@@ -27,6 +32,7 @@ from offbeat.records.schema import Notice, Round
 from offbeat.testing.fake_clock_run import FakeClock
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.remote_records import RecordLines, RemoteRecordWriter
+from offbeat.transports.transport import QueuedTransport
 
 Script = Callable[[Event], Iterable[Action]]
 
@@ -326,6 +332,150 @@ def test_a_finished_node_handles_no_further_event() -> None:
     pair = Pair(finish, send_on_join)
     pair.settle(at=1.0)
     assert pair.nodes[0].kinds() == ["Started"]
+
+
+# The threads of links
+
+
+class Line(QueuedTransport):
+    """A transport whose links are the test."""
+
+    def send(self, to: int, incarnation: int, message: Message, key: str | None = None) -> None:
+        self.deliver(functools.partial(Sent, to=to, key=key, incarnation=incarnation, size=wire_size(message)))
+
+    def disconnect(self, peer: int, incarnation: int, why: str, final: bool = False) -> None:
+        raise AssertionError(why)
+
+    def close(self, linger_seconds: float = 5.0) -> None:
+        self._closed = True
+        self.wake()
+
+
+class Lined:
+    """A runner in real time on a `Line`, and a node whose events are numbered letters."""
+
+    def __init__(self, script: Script = nothing) -> None:
+        self.line, self.node, self.threads = Line(), ScriptedNode(self._handle), set[str]()
+        self._script = script
+        options = RunnerOptions(
+            rank=0, clock=Clock(), writer=MemoryWriter(), is_peer=lambda rank: True, load=lambda *values: None
+        )
+        self.runner = NodeRunner(self.node, self.line, options)
+        self.runner.start()
+        for peer in range(1, LINKS + 1):
+            self.line.put(functools.partial(PeerJoined, peer=peer, incarnation=0))
+        self.wait_until(lambda: self.node.kinds().count("PeerJoined") == LINKS)
+
+    def _handle(self, event: Event) -> Iterable[Action]:
+        self.threads.add(threading.current_thread().name)
+        return self._script(event)
+
+    def letter(self, source: int, number: int) -> None:
+        message = Letter(torch.zeros(1), number)
+        self.line.deliver(
+            functools.partial(
+                MessageArrived, source=source, message=message, keep=lambda: message, incarnation=0, nbytes=4
+            )
+        )
+
+    def numbers(self, source: int) -> list[int]:
+        """Of the letters of a rank that the node has handled."""
+        letters = [event for event in self.node.events if isinstance(event, MessageArrived)]
+        return [one.message.number for one in letters if one.source == source and isinstance(one.message, Letter)]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < until, self.runner.failure
+            time.sleep(0.001)
+
+
+LINKS = 3
+
+
+@pytest.fixture
+def lined() -> Iterator[Callable[..., Lined]]:
+    made: list[Lined] = []
+
+    def make(script: Script = nothing) -> Lined:
+        made.append(Lined(script))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.runner.close()
+
+
+def test_the_thread_of_a_link_handles_what_it_has_received(lined: Callable[..., Lined]) -> None:
+    run = lined()
+    run.threads.clear()
+    run.letter(1, 0)
+    assert run.numbers(1) == [0], "when it has returned"
+    assert run.threads == {threading.current_thread().name}
+
+
+def test_a_link_does_not_wait_for_the_lock_and_its_message_is_handled_when_the_lock_is_free(
+    lined: Callable[..., Lined],
+) -> None:
+    run = lined()
+    inspected, may_end = threading.Event(), threading.Event()
+
+    def inspect(node: Node) -> None:
+        inspected.set()
+        may_end.wait(60)
+
+    holder = threading.Thread(target=run.runner.inspect, args=(inspect,))
+    holder.start()
+    assert inspected.wait(60)
+    run.letter(1, 0)
+    assert run.numbers(1) == []
+    may_end.set()
+    run.wait_until(lambda: run.numbers(1) == [0])
+    holder.join()
+
+
+def test_no_message_of_many_links_is_lost_or_overtaken_while_the_loop_computes(lined: Callable[..., Lined]) -> None:
+    def answer(event: Event) -> Iterable[Action]:
+        if isinstance(event, Started | GradientReady):
+            yield compute(1)
+        if isinstance(event, GradientReady):
+            yield Send(1, Letter(torch.zeros(1)))
+        if isinstance(event, MessageArrived):
+            yield Send(event.source, Letter(torch.zeros(1)))
+
+    run, count = lined(answer), 2000
+    links = [
+        threading.Thread(target=lambda peer=peer: [run.letter(peer, number) for number in range(count)])
+        for peer in range(1, LINKS + 1)
+    ]
+    for link in links:
+        link.start()
+    rounds = 0
+    while any(link.is_alive() for link in links) or rounds < 100:
+        current = run.runner.next_round()
+        assert current is not None, run.runner.failure
+        current.samples = 1
+        run.runner.complete(torch.zeros(2), 0.0, (), True)
+        rounds += 1
+    run.wait_until(lambda: run.node.kinds().count("Sent") == LINKS * count + rounds)
+    assert [run.numbers(peer) for peer in range(1, LINKS + 1)] == [list(range(count))] * LINKS
+
+
+def test_a_timer_that_a_message_sets_fires_without_another_event(lined: Callable[..., Lined]) -> None:
+    def script(event: Event) -> Iterable[Action]:
+        if isinstance(event, MessageArrived):
+            yield SetTimer("soon", 0.01)
+
+    run = lined(script)
+    run.letter(1, 0)
+    run.wait_until(lambda: run.node.kinds()[-1] == "TimerFired")
+
+
+def test_an_error_that_a_link_reports_ends_the_runner(lined: Callable[..., Lined]) -> None:
+    run = lined()
+    run.line.deliver(RunFailed("rank 7 is not known"))
+    assert run.runner.wait(60)
+    assert run.runner.failure == "rank 7 is not known"
 
 
 # The queue of what is due
