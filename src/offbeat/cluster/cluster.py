@@ -115,13 +115,15 @@ class Cluster(Configuration, ShownAsHtml):
     """default number of workers; none: any number"""
     seconds_per_evaluation: float = 0.0
     """seconds of one core that an evaluation takes; 0: none"""
+    seconds_per_worker_update: float | None = None
+    """seconds per update by a rank that computes, too, as in gossip; none: `seconds_per_update`"""
     cores: int | None = None
     """cores that workers and evaluations share; none: evaluations have one of their own"""
 
     def __post_init__(self) -> None:
         check_types(self)
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")
-        require_not_negative(self, "crash_seen_seconds", "seconds_per_evaluation")
+        require_not_negative(self, "crash_seen_seconds", "seconds_per_evaluation", "seconds_per_worker_update")
         require_positive(self, "silence_seconds", "size", "cores")
         require(
             self.seconds_per_sample + self.seconds_per_call > 0,
@@ -136,10 +138,11 @@ class Cluster(Configuration, ShownAsHtml):
     def speed(self, worker: int) -> Speed:
         """The speed of a worker, including its slow-down factor."""
         factor = self.factors[worker] if worker < len(self.factors) else 1.0
+        update = self.seconds_per_worker_update
         return Speed(
             seconds_per_sample=factor * self._setting("seconds_per_sample", worker),
             seconds_per_call=factor * self._setting("seconds_per_call", worker),
-            seconds_per_update=factor * self.seconds_per_update,
+            seconds_per_update=factor * (self.seconds_per_update if update is None else update),
             straggle=self._setting("straggle", worker),
             seconds_per_round=factor * self._setting("seconds_per_round", worker),
             speed_trace=self._setting("speed_trace", worker),
