@@ -1,7 +1,8 @@
 """How evaluations spend virtual time: one after the other, on cores that they share with the rounds beside them.
 
-An evaluation makes rounds slower, and rounds make an evaluation slower, by the factors of the cluster. By default an
-evaluation takes no time.
+Evaluations and rounds make each other slower, by the factors of the cluster. While the process
+that evaluates makes an update, the evaluation stands still and rounds are not slower: the update takes the time of the
+evaluation, and the cost of a round is that of rounds beside updates. By default an evaluation takes no time.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class EvaluationTiming:
         """By how much the evaluation under way is slowed down at present."""
         self._scheduled = 0
         """The sequence number of the valid end."""
+        self._resumes: float | None = None
+        """When the evaluation goes on after an update; None: it is not suspended."""
 
     def put(self, process: Process, evaluated: EventFactory, share: float = 1.0) -> None:
         """Let a process have the result of an evaluation when it has ended; `share` is of the time of a usual one."""
@@ -63,19 +66,34 @@ class EvaluationTiming:
         self._pending.append(_Pending(process, process.life, evaluated, share * self._seconds))
         if len(self._pending) == 1:
             self._begin()
-            self._change_rounds(lambda one: one.slow_down(self._round_factor, self._queue.now))
+            self._change_rounds(self._slow_down)
+
+    def updating(self, process: Process, seconds: float) -> None:
+        """A process makes an update from now on."""
+        if not self._pending or process is not self._pending[0].process:
+            return
+        if self._resumes is None:
+            self._count_progress()
+            self._scheduled += 1
+            self._change_rounds(self._speed_up)
+        self._resumes = self._queue.now + seconds
+        self._queue.schedule(self._resumes, self._resume)
 
     def computing_began(self, process: Process, computation: Computation) -> None:
         """A round has begun, whose end is not scheduled yet."""
-        if self._pending and process.rank in self._sharing:
-            computation.slow_down(self._round_factor, self._queue.now)
+        if self._is_running and process.rank in self._sharing:
+            self._slow_down(computation)
             computation.fit(0.0)
             self._set_factor()
 
     def computing_ended(self) -> None:
         """A round has ended."""
-        if self._pending:
+        if self._is_running:
             self._set_factor()
+
+    @property
+    def _is_running(self) -> bool:
+        return bool(self._pending) and self._resumes is None
 
     def _begin(self) -> None:
         self._left, self._since = self._pending[0].seconds, self._queue.now
@@ -89,10 +107,22 @@ class EvaluationTiming:
         """Take into account whether rounds are outstanding now."""
         factor = self._present_factor()
         if factor != self._factor:
-            now = self._queue.now
-            self._left = max(0.0, self._left - (now - self._since) / self._factor)
-            self._since, self._factor = now, factor
+            self._count_progress()
+            self._factor = factor
             self._schedule()
+
+    def _count_progress(self) -> None:
+        now = self._queue.now
+        self._left = max(0.0, self._left - (now - self._since) / self._factor)
+        self._since = now
+
+    def _resume(self) -> None:
+        if self._queue.now != self._resumes:  # another update has begun meanwhile
+            return
+        self._resumes, self._since = None, self._queue.now
+        self._factor = self._present_factor()
+        self._schedule()
+        self._change_rounds(self._slow_down)
 
     def _schedule(self) -> None:
         self._scheduled += 1
@@ -105,9 +135,15 @@ class EvaluationTiming:
         if self._pending:
             self._begin()
         else:
-            self._change_rounds(lambda one: one.speed_up(self._queue.now))
+            self._change_rounds(self._speed_up)
         if ended.process.life == ended.life:
             ended.process.emit(self._queue.now, ended.evaluated)
+
+    def _slow_down(self, computation: Computation) -> None:
+        computation.slow_down(self._round_factor, self._queue.now)
+
+    def _speed_up(self, computation: Computation) -> None:
+        computation.speed_up(self._queue.now)
 
     def _change_rounds(self, change: Callable[[Computation], None]) -> None:
         """Change the speed of the outstanding rounds, and their ends with it."""

@@ -32,7 +32,7 @@ from offbeat.simulation.simulation_records import SimulationRecords
 
 
 class Rounds:
-    """Carries out `Compute`, `Cancel` and `Evaluate`."""
+    """Carries out `Compute`, `Cancel` and `Evaluate`, and lets updates take time."""
 
     def __init__(
         self,
@@ -197,6 +197,11 @@ class Rounds:
         workload = self._gradient_computer.workload
         share = len(workload.validation) / len(workload.evaluation_examples) if action.is_score else 1.0
         self._evaluations.put(process, lambda at: Evaluated(at, action.version, *measured), share)
+
+    def update(self, process: Process, seconds: float) -> None:
+        """Let a process be busy with an update."""
+        self._evaluations.updating(process, seconds)
+        process.sleep(seconds)
 
     def pause(self, computation: Computation, seconds: float) -> None:
         """Extend a round by a pause. The time limit of a `Seconds` budget keeps running, so fewer samples may fit."""
