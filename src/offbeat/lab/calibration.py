@@ -39,15 +39,22 @@ import torch
 
 from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
 from offbeat.cluster.stragglers import Mixture, NoStragglers, StragglerModel, Trace
-from offbeat.core.actions import Seconds
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
-from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
 from offbeat.engine.experiment import Experiment, build_workload
 from offbeat.errors import RunFailed
-from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, train_experiment
+from offbeat.lab.calibration_probes import (
+    DELAYED_SHARES,
+    LARGE_MICROBATCH_FACTOR,
+    WARM_UP_SECONDS,
+    OnProbe,
+    ProbeKinds,
+    ProbeRunner,
+    RoundShape,
+)
+from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS
 from offbeat.lab.parallel_simulations import cores
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.workloads.synthetic import Quadratic
@@ -55,7 +62,7 @@ from offbeat.launch.run_monitor import RunObserver
 from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
 from offbeat.strategies.gossip.gossip_strategies import Gossip
-from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy
+from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, FixedMinibatch, HubStrategy
 
 SECONDS = 24.0
 SECONDS_MIN = 12.0
@@ -63,21 +70,6 @@ SECONDS_MIN = 12.0
 EXTRA_SECONDS = 8.0
 """How much longer a calibration takes than it was asked to, so that starts of processes do not use up that time."""
 MICROBATCH = 16
-CALLS_PER_ROUND = 16
-"""Micro-batches in the rounds that show how the speed varies: as many as in a round of fmb by default."""
-LARGE_MICROBATCH_FACTOR = 4
-"""The size of large micro-batches as a multiple, to separate the cost of samples from that of calls."""
-REPETITIONS = 3
-DELAYED_SHARES = 3
-"""How many times longer rounds with injected delay are measured: they sleep most of the time."""
-LINK_PROBES = 2
-WARM_UP_SECONDS = 0.4
-"""Left out: memory is touched for the first time, and torch loads parts of itself."""
-START_SECONDS = 1.0
-"""How long the processes of a probe take to start and to end, until it has been measured."""
-PROBE_SECONDS_MIN = 0.8
-ROUNDS_PER_PROBE = 5
-"""Rounds of the usual shape for which a probe should have time after its warm-up."""
 EVALUATION_SHARE = 0.05
 """The part of the time in which evaluations are measured."""
 OPTIMIZER_STEPS = 30
@@ -86,36 +78,14 @@ SPEED_DIFFERENCE_MIN = 0.05
 """The least relative difference for which a worker gets its own speed, provided that it is significant."""
 LINK_RATIO_MIN = 2.0
 """The least ratio of latencies or bandwidths for which a worker gets its own link."""
+SINGLE = AsyncAdaptive(batch=1, microbatch=1)
+"""The strategy of the link probes."""
 SMALL_MODEL, LARGE_MODEL = Quadratic(dimension=16, examples=2), Quadratic(dimension=1_000_000, examples=2)
 MESSAGE_SPACING = Mixture(((0.01, 0.005, 1.0),))
 """Delay between messages of the link probes, so that they do not queue."""
 
 OnStart = Callable[[float], None]
 """Called when measuring begins, with the seconds that it will take, about."""
-OnProbe = Callable[[int, int, str], None]
-"""Called when a probe begins, with its number, the number of probes, and what it measures."""
-
-
-@dataclass(frozen=True)
-class RoundShape:
-    """The division of a round: calls, and samples per call."""
-
-    microbatch: int
-    calls: int
-
-    @property
-    def samples(self) -> int:
-        return self.microbatch * self.calls
-
-    @property
-    def text(self) -> str:
-        """What is measured, in words."""
-        return f"rounds of {self.calls} × {self.microbatch} samples"
-
-    @property
-    def strategy(self) -> AsyncFixed:
-        """The strategy whose rounds have this shape."""
-        return AsyncFixed(batch=self.samples, microbatch=self.microbatch)
 
 
 @dataclass(frozen=True)
@@ -190,168 +160,78 @@ def calibrate(
     if on_start is not None:
         on_start(seconds + EXTRA_SECONDS)
     kinds = ProbeKinds(delayed=straggle != NoStragglers(), gossip=workers > 1 and live.local_workers != 0)
-    probes = _ProbeRunner(workers, seconds + EXTRA_SECONDS, kinds, live, watcher, on_probe)
+    probes = ProbeRunner(workers, seconds + EXTRA_SECONDS, kinds, live, watcher, on_probe)
     built = build_workload(workload)
-    single = AsyncAdaptive(batch=1, microbatch=1)
-    steps = [seconds_per_step(built, FixedMinibatch()), seconds_per_step(SMALL_MODEL, single)]
     evaluation = seconds_per_evaluation(built, EVALUATION_SHARE * seconds)
-    shape = RoundShape(microbatch, 1)
-    first = probes.run(workload, shape.strategy, shape.text)
-    usual = RoundShape(microbatch, probes.choose_calls(first))
-    large_calls = max(1, usual.calls // LARGE_MICROBATCH_FACTOR)
-    shapes = (shape, usual, RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, large_calls))
-    computed: dict[RoundShape, list[RunRecords]] = {shape: [] for shape in shapes}
-    computed[shape].append(first)
-    synchronous: list[RunRecords] = []
-    slept: list[RunRecords] = []
-    decentralized: list[RunRecords] = []
-    gossip = Gossip(batch=usual.samples, microbatch=microbatch)
-    while len(synchronous) < probes.repetitions:
-        for shape in shapes:
-            if len(computed[shape]) == len(synchronous):
-                computed[shape].append(probes.run(workload, shape.strategy, shape.text))
-        synchronous.append(probes.run(workload, FixedMinibatch(batch=usual.samples, microbatch=microbatch), "updates"))
-        if kinds.gossip:
-            decentralized.append(probes.run(workload, gossip, "updates by workers"))
-        if kinds.delayed:
-            cluster = Cluster(straggle=straggle)
-            slept.append(probes.run(workload, usual.strategy, "disturbed rounds", cluster, DELAYED_SHARES))
-    small = probes.run(SMALL_MODEL, single, "latency", Cluster(straggle=MESSAGE_SPACING))
-    large = probes.run(LARGE_MODEL, single, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
-    measured = _workers_of(straggle, usual, computed, slept, links_of(small, large, steps[1]))
-    link = _median_link(worker.link for worker in measured)
-    update = max(steps[0], seconds_per_update(synchronous, computed[usual], link))
-    cluster = cluster_of(measured, update, link, usual.samples)
+    step, small_step = seconds_per_step(built, FixedMinibatch()), seconds_per_step(SMALL_MODEL, SINGLE)
+    runs = _run_probes(probes, kinds, workload, microbatch, straggle)
+    measured = _workers_of(straggle, runs, links_of(runs.small, runs.large, small_step))
+    link, usual = _median_link(worker.link for worker in measured), runs.computed[runs.usual]
+    update = max(step, seconds_per_update(runs.synchronous, usual, link))
     local = live.local_ranks(FixedMinibatch(), workers + 1)
     remote = [worker.worker for worker in measured if worker.worker + 1 not in local]
-    cluster = with_evaluations(cluster, evaluation, cores(), remote)
-    cluster = dataclasses.replace(
-        cluster, seconds_per_worker_update=seconds_per_worker_update(decentralized, computed[usual])
-    )
-    return Calibration(first.header.workload, measured, update, cluster)
+    cluster = with_evaluations(cluster_of(measured, update, link, runs.usual.samples), evaluation, cores(), remote)
+    worker_update = seconds_per_worker_update(runs.decentralized, usual)
+    cluster = dataclasses.replace(cluster, seconds_per_worker_update=worker_update)
+    return Calibration(usual[0].header.workload, measured, update, cluster)
 
 
-def _workers_of(
+@dataclass
+class _ProbeRuns:
+    """The records of all probes."""
+
+    usual: RoundShape
+    """the shape whose variation is kept"""
+    computed: dict[RoundShape, list[RunRecords]]
+    """rounds of each shape"""
+    synchronous: list[RunRecords] = field(default_factory=list)
+    """rounds after which all workers wait for the update"""
+    decentralized: list[RunRecords] = field(default_factory=list)
+    """rounds of workers that make their own updates; none if there is one worker"""
+    slept: list[RunRecords] = field(default_factory=list)
+    """rounds with injected delay; none if there is no delay"""
+    small: RunRecords = field(init=False)
+    """rounds of a small model"""
+    large: RunRecords = field(init=False)
+    """rounds of a large model without computation"""
+
+
+def _run_probes(
+    probes: ProbeRunner,
+    kinds: ProbeKinds,
+    workload: NamedWorkload | Workload,
+    microbatch: int,
     straggle: StragglerModel,
-    usual: RoundShape,
-    computed: Mapping[RoundShape, Sequence[RunRecords]],
-    slept: Sequence[RunRecords],
-    links: Mapping[int, Link],
-) -> tuple[MeasuredWorker, ...]:
+) -> _ProbeRuns:
+    shape = RoundShape(microbatch, 1)
+    first = probes.run(workload, shape.strategy, shape.text)
+    usual = RoundShape(microbatch, probes.choose_calls(max(_means([round_periods(first)]).values())))
+    large_calls = max(1, usual.calls // LARGE_MICROBATCH_FACTOR)
+    shapes = (shape, usual, RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, large_calls))
+    runs = _ProbeRuns(usual, {shape: [first], **{shape: [] for shape in shapes[1:]}})
+    synchronous = FixedMinibatch(batch=usual.samples, microbatch=microbatch)
+    gossip = Gossip(batch=usual.samples, microbatch=microbatch)
+    for repetition in range(probes.repetitions):
+        for shape, records in runs.computed.items():
+            if len(records) == repetition:
+                records.append(probes.run(workload, shape.strategy, shape.text))
+        runs.synchronous.append(probes.run(workload, synchronous, "updates"))
+        if kinds.gossip:
+            runs.decentralized.append(probes.run(workload, gossip, "updates by workers"))
+        if kinds.delayed:
+            disturbed = Cluster(straggle=straggle)
+            runs.slept.append(probes.run(workload, usual.strategy, "disturbed rounds", disturbed, DELAYED_SHARES))
+    runs.small = probes.run(SMALL_MODEL, SINGLE, "latency", Cluster(straggle=MESSAGE_SPACING))
+    runs.large = probes.run(LARGE_MODEL, SINGLE, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
+    return runs
+
+
+def _workers_of(straggle: StragglerModel, runs: _ProbeRuns, links: Mapping[int, Link]) -> tuple[MeasuredWorker, ...]:
     """The measured workers, from the records of all probes."""
-    periods = {shape: [round_periods(run) for run in runs] for shape, runs in computed.items()}
-    oversleep = oversleep_seconds(slept, straggle)
-    workers = measured_workers(periods, usual, links, [round_periods(run) for run in slept])
+    periods = {shape: [round_periods(run) for run in records] for shape, records in runs.computed.items()}
+    oversleep = oversleep_seconds(runs.slept, straggle)
+    workers = measured_workers(periods, runs.usual, links, [round_periods(run) for run in runs.slept])
     return tuple(worker.with_oversleep(oversleep) for worker in workers)
-
-
-@dataclass(frozen=True)
-class ProbeKinds:
-    """Which kinds of probes there are besides those of rounds, updates and links."""
-
-    delayed: bool
-    """rounds with injected delay"""
-    gossip: bool
-    """updates by the ranks that compute"""
-
-    @property
-    def probes(self) -> int:
-        """Probes of one repetition."""
-        return 4 + self.delayed + self.gossip
-
-    @property
-    def shares(self) -> int:
-        """Shares of the time that one repetition takes."""
-        return 4 + DELAYED_SHARES * self.delayed + self.gossip
-
-
-class _ProbeRunner:
-    """Runs probes, which divide the time of a calibration among them.
-
-    workers: how many workers compute.
-    seconds: the time of all probes, from now on.
-    kinds: which probes there are.
-    live: how processes are started and connected.
-    watcher: observes the processes.
-    on_probe: called when a probe begins.
-    """
-
-    def __init__(
-        self,
-        workers: int,
-        seconds: float,
-        kinds: ProbeKinds,
-        live: LiveOptions,
-        watcher: RunObserver | None,
-        on_probe: OnProbe | None,
-    ) -> None:
-        self.repetitions = REPETITIONS
-        """How often each kind of round is measured."""
-        self._kinds = kinds
-        self._workers, self._watcher, self._on_probe = workers, watcher, on_probe
-        # Every round is measured, so that none may be aggregated.
-        self._live = dataclasses.replace(live, checkpoint_seconds=None, records_max_bytes=None)
-        self._ends = time.monotonic() + seconds
-        self._begun = self._shares_begun = 0
-        self._start_seconds = START_SECONDS
-
-    def run(
-        self,
-        workload: NamedWorkload | Workload,
-        strategy: Strategy,
-        what: str,
-        cluster: Cluster | None = None,
-        shares: int = 1,
-    ) -> RunRecords:
-        """Run a probe for `shares` equal shares of the time that is left."""
-        if self._on_probe is not None:
-            self._on_probe(self._begun + 1, self._probes(self.repetitions), what)
-        seconds = max(PROBE_SECONDS_MIN, shares * self._share_seconds(self.repetitions))
-        experiment = Experiment(
-            workload,
-            strategy,
-            cluster=cluster or Cluster(),
-            workers=self._workers,
-            until=Seconds(seconds),
-            evaluate=None,
-        )
-        began = time.monotonic()
-        records = train_experiment(experiment, None, self._live, self._watcher).records
-        self._note_start(time.monotonic() - began - seconds)
-        self._begun += 1
-        self._shares_begun += shares
-        return records
-
-    def choose_calls(self, first: RunRecords) -> int:
-        """The micro-batches of usual rounds, from a probe with one in each; sets how often rounds are measured.
-
-        Raises `RunFailed` if a worker has computed too little.
-        """
-        slowest = max(_means([round_periods(first)]).values())
-        for repetitions in range(REPETITIONS, 0, -1):
-            seconds = max(PROBE_SECONDS_MIN, self._share_seconds(repetitions)) - WARM_UP_SECONDS
-            self.repetitions, fitting = repetitions, int(seconds / ROUNDS_PER_PROBE / slowest)
-            if fitting >= LARGE_MICROBATCH_FACTOR:
-                break
-        return max(2, min(CALLS_PER_ROUND, fitting))
-
-    def _share_seconds(self, repetitions: int) -> float:
-        """One share of the time that is left, without the time in which processes start."""
-        starts = (self._probes(repetitions) - self._begun) * self._start_seconds
-        shares = repetitions * self._kinds.shares + LINK_PROBES - self._shares_begun
-        return (self._ends - time.monotonic() - starts) / shares
-
-    def _probes(self, repetitions: int) -> int:
-        return repetitions * self._kinds.probes + LINK_PROBES
-
-    def _note_start(self, seconds: float) -> None:
-        """Remember how long processes took to start and to end; the first time that workers elsewhere took to join."""
-        if not self._begun and self._live.listen is not None:
-            self._ends += max(0.0, seconds - START_SECONDS)
-        elif not self._begun:
-            self._start_seconds = seconds
-        else:
-            self._start_seconds += (seconds - self._start_seconds) / 2
 
 
 # From records to seconds
