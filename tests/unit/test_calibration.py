@@ -38,8 +38,10 @@ from offbeat.lab.calibration import (
     seconds_per_worker_update,
     with_evaluations,
 )
+from offbeat.lab.calibration_probes import ProbeKinds, ProbeRunner
 from offbeat.lab.simulated_runs import record_bytes
 from offbeat.live.injected_delay import InjectedDelay
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
 from offbeat.simulation.round_timing import RoundTiming
 
@@ -165,6 +167,20 @@ def test_an_update_by_a_worker_takes_what_its_rounds_take_longer_than_those_besi
 @pytest.mark.parametrize("limit_seconds", [0.0, 60.0])
 def test_an_evaluation_takes_time_however_much_of_it_is_measured(limit_seconds: float) -> None:
     assert seconds_per_evaluation(ob.workloads.Digits().build(), limit_seconds) > 0
+
+
+def test_slow_workloads_get_fewer_micro_batches_and_repetitions() -> None:
+    kinds = ProbeKinds(delayed=False, gossip=True)
+
+    def choice(seconds_per_call: float, seconds: float = 32.0) -> tuple[int, int]:
+        probes = ProbeRunner(2, seconds, kinds, LiveOptions(), None, None)
+        return probes.choose_calls(seconds_per_call), probes.repetitions
+
+    assert choice(0.001) == (16, 3)
+    assert choice(0.02)[0] < 16
+    assert choice(0.06)[1] < 3
+    assert choice(10.0) == (2, 1)
+    assert choice(0.001, seconds=20.0)[1] < 3
 
 
 # From seconds to a cluster

@@ -31,6 +31,7 @@ WARM_UP_SECONDS = 0.4
 START_SECONDS = 1.0
 """How long the processes of a probe take to start and to end, until it has been measured."""
 PROBE_SECONDS_MIN = 0.8
+"""The least duration of a probe; there are fewer repetitions where there is no time for it."""
 ROUNDS_PER_PROBE = 5
 """Rounds of the usual shape for which a probe should have time after its warm-up."""
 
@@ -143,9 +144,10 @@ class ProbeRunner:
         seconds_per_call: the time of a round of one micro-batch.
         """
         for repetitions in range(REPETITIONS, 0, -1):
-            seconds = max(PROBE_SECONDS_MIN, self._share_seconds(repetitions)) - WARM_UP_SECONDS
+            share = self._share_seconds(repetitions)
+            seconds = max(PROBE_SECONDS_MIN, share) - WARM_UP_SECONDS
             self.repetitions, fitting = repetitions, int(seconds / ROUNDS_PER_PROBE / seconds_per_call)
-            if fitting >= LARGE_MICROBATCH_FACTOR:
+            if share >= PROBE_SECONDS_MIN and fitting >= LARGE_MICROBATCH_FACTOR:
                 break
         return max(2, min(CALLS_PER_ROUND, fitting))
 
