@@ -431,8 +431,8 @@ def collect(transport: TcpTransport, into: list[TransportEvent]) -> None:
 
 def left_over(transport: TcpTransport) -> Iterator[TransportEvent]:
     """Events that were not received before it was closed."""
-    while not transport.inbox.empty():
-        item = transport.inbox.get()
+    while transport.has_received:
+        item = transport._inbox.get()
         if callable(item):
             yield item(0.0)
 

@@ -90,8 +90,8 @@ class Pair:
         """Move the clock, and handle what is received and due until nothing is left."""
         self.clock.time = self.clock.time if at is None else at
         quiet = 0
-        while quiet < 3:  # a `wake` makes one `receive` return nothing
-            received = [transport.receive(0.0) for transport in self.transports]
+        while quiet < 2:  # what is handled last may be due at once
+            received = [transport.receive_now() for transport in self.transports]
             for runner, event in zip(self.runners, received, strict=True):
                 runner.process(event)
             quiet = 0 if any(event is not None for event in received) else quiet + 1
@@ -332,12 +332,10 @@ def test_a_finished_node_handles_no_further_event() -> None:
 
 
 def test_the_queue_returns_entries_in_the_order_of_time_and_replaces_unique_ones() -> None:
-    changes: list[None] = []
-    queue = DueQueue(lambda: changes.append(None))
+    queue = DueQueue()
     queue.put(3.0, TimerDue("a"))
     queue.put(1.0, OutboxDue(4))
     queue.put(2.0, TimerDue("a"))
-    assert len(changes) == 3
     assert (queue.next_at(), queue.pop(0.5)) == (1.0, None)
     assert queue.pop(5.0) == OutboxDue(4)
     assert queue.pop(5.0) == TimerDue("a")
@@ -345,7 +343,7 @@ def test_the_queue_returns_entries_in_the_order_of_time_and_replaces_unique_ones
 
 
 def test_a_removed_entry_is_not_due_and_an_adjusted_clock_moves_all_others() -> None:
-    queue = DueQueue(lambda: None)
+    queue = DueQueue()
     queue.put(1.0, TimerDue("a"))
     queue.put(2.0, TimerDue("b"))
     queue.remove(TimerDue("a"))

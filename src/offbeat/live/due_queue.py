@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from offbeat.core.events import MessageArrived, PeerLost
@@ -31,13 +30,9 @@ Entry = Unique | MessageArrived | PeerLost
 
 
 class DueQueue:
-    """Entries in the order of their time. Not thread-safe: the caller holds the lock of the runner.
+    """Entries in the order of their time. Not thread-safe: the caller holds the lock of the runner."""
 
-    on_change: called after an entry was added, so that a waiting thread computes its timeout again.
-    """
-
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    def __init__(self) -> None:
         self._heap: list[tuple[float, int, Entry]] = []
         self._numbers = itertools.count()
         self._valid: dict[Unique, int] = {}
@@ -49,7 +44,6 @@ class DueQueue:
         if isinstance(entry, Unique):
             self._valid[entry] = number
         heapq.heappush(self._heap, (at, number, entry))
-        self._on_change()
 
     def remove(self, entry: Unique) -> None:
         """Remove a unique entry, if it is queued."""

@@ -39,7 +39,7 @@ from offbeat.transports.listener import Listener
 from offbeat.transports.loopback import Loopback
 from offbeat.transports.remote_records import RemoteRecordWriter
 from offbeat.transports.tcp import Admission, TcpTransport
-from offbeat.transports.transport import Transport
+from offbeat.transports.transport import QueuedTransport
 
 LIVE_SECONDS_PER_SAMPLE = 2.5e-4
 """Compute time of a small model on one core; the default times of time-based strategies are derived from it."""
@@ -151,7 +151,7 @@ class LocalRanks:
             )
         return f"this run has {workers} peers and all of them are connected; start it with more --workers"
 
-    def _connect(self, rank: int, rank_allocator: RankAllocator) -> Transport:
+    def _connect(self, rank: int, rank_allocator: RankAllocator) -> QueuedTransport:
         rank_info, live = self.rank_info, self.options.live
         common: dict[str, Any] = {
             "rank": rank,
@@ -228,7 +228,7 @@ class LocalRanks:
 
         return tuple(rank for rank in range(self.processes) if rank == self.rank or rank not in lost_ranks())
 
-    def _make_runner(self, rank: int, transport: Transport) -> NodeRunner:
+    def _make_runner(self, rank: int, transport: QueuedTransport) -> NodeRunner:
         experiment, node = self.experiment, self._nodes[rank]
         writer = self._make_writer(rank, node)
         runner = NodeRunner(

@@ -2,8 +2,12 @@
 
 A node is protected by a monitor (one lock and condition per `NodeRunner`) and has no thread of its own. The thread that
 has an event takes the lock, lets the node handle the event and carries out the actions that it returns: the thread of
-the training loop for results, a background thread for messages and timers, an evaluation thread for evaluations. So a
-user's own training loop and the one of `offbeat train` are driven in the same way.
+the training loop for results, that of a link for what it has received, an evaluation thread for evaluations, and a
+background thread for timers and all else. So a user's own training loop and the one of `offbeat train` are driven in
+the same way.
+
+What links receive goes through the queue of the transport, and their threads do not wait for the lock: whoever has it
+handles what is queued. A thread switch takes longer than most messages do.
 
 The runner has the lock and dispatches. Its parts do the rest: `Inbox` turns what was received into events of the node,
 `LiveBackend` carries out actions, `LiveOutbox` sends, `RecordSink` writes records, and `DueQueue` holds what happens
@@ -14,9 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -47,13 +53,17 @@ from offbeat.live.runner_options import RunnerOptions
 from offbeat.records.schema import Ended, Notice, Round
 from offbeat.records.traffic import TrafficCounter
 from offbeat.transports.tensor_threads import TensorThread
-from offbeat.transports.transport import Transport
+from offbeat.transports.transport import QueuedTransport
 
 VIOLATIONS_MAX = 3
 """A rank that has sent so many invalid messages may not connect again."""
 
 WAIT_SECONDS_MAX = 3600.0
 """Longest single wait: system calls overflow on very large timeouts."""
+
+TURNS_MAX = 4
+EVENTS_PER_TURN_MAX = 8
+"""The thread of a link handles that many events at a time, that often; then it must read what comes over the link."""
 
 LEAVE_SECONDS = 10.0
 """How long a node may take to finish after `Leave` before it is abandoned."""
@@ -82,7 +92,7 @@ class NodeRunner:
     _idle_since = 0.0
     _is_synchronized = False
 
-    def __init__(self, node: Node, transport: Transport, options: RunnerOptions) -> None:
+    def __init__(self, node: Node, transport: QueuedTransport, options: RunnerOptions) -> None:
         self.rank = options.rank
         self.clock = options.clock
         self._hub = options.hub
@@ -91,7 +101,11 @@ class NodeRunner:
         transport.clock = options.clock.now
         self._monitor = threading.Condition()
         self._thread = TensorThread(self._receive_loop, f"offbeat rank {self.rank}")
-        self._due = DueQueue(self._wake)
+        self._due = DueQueue()
+        self._holder: int | None = None
+        """The thread that handles an event or carries out an action."""
+        self._next_look = 0.0
+        """When the background thread looks next for what is due, if nothing wakes it before."""
         self._outbox = LiveOutbox(transport, self._due, options.bytes_per_second)
         self._traffic = TrafficCounter(self.rank)
         self._records = RecordSink(
@@ -117,11 +131,12 @@ class NodeRunner:
 
     def start(self, *, threaded: bool = True) -> None:
         """Deliver `Started`, and start the background thread; without it, the caller delivers what is received."""
-        with self._monitor:
+        with self._turn():
             now = self._idle_since = self.clock.now()
             self._traffic.begin(now)
             self._run_guarded(lambda: self._handle(Started(now)))
         if threaded:
+            self._transport.process_in_links(self._process_received)
             self._thread.start()
 
     @property
@@ -136,12 +151,12 @@ class NodeRunner:
     @property
     def round(self) -> LiveRound | None:
         """The outstanding round; None if there is none, or the run has ended."""
-        with self._monitor:
+        with self._locked():
             return None if self.ended else self._backend.round
 
     def next_round(self) -> LiveRound | None:
         """Block until the node asks for a computation; None once the run has ended."""
-        with self._monitor:
+        with self._locked():
             self._monitor.wait_for(lambda: self._backend.round is not None or self.ended)
             return self.round
 
@@ -163,7 +178,7 @@ class NodeRunner:
         ready: the kind of event that the node gets.
         more: further fields of that event.
         """
-        with self._monitor:
+        with self._turn():
             done, self._backend.round = self._backend.round, None
             if done is None or self.ended:
                 return
@@ -195,21 +210,37 @@ class NodeRunner:
                 self._records.flush(now, FLUSH_SECONDS)
 
             self._run_guarded(write_and_handle)
+        self._process_received()  # that the result was sent, above all
 
     def deliver(self, event: Event) -> None:
         """Let the node handle an event that neither a message nor a timer has caused, such as `Evaluated`."""
-        with self._monitor:
+        with self._locked(), self._turn():
             self._run_guarded(lambda: self._handle(event))
 
     def notice(self, text: str) -> None:
         """Record a message for the user."""
-        with self._monitor:
+        with self._locked(), self._turn():
             self._run_guarded(lambda: self._records.write(Notice(at=self.clock.now(), rank=self.rank, text=text)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the node has finished or failed, at most `timeout` seconds; returns whether it has."""
-        with self._monitor:
+        with self._locked():
             return self._monitor.wait_for(lambda: self.ended, timeout)
+
+    def process(self, received: Event | None) -> None:
+        """Without the background thread: handle what was received, if anything, then what is due.
+
+        The tensors of a message are reused after this returns.
+        """
+        with self._locked(), self._turn():
+            if received is not None and not self._closed:
+                self._take(received)
+            self._process_due()
+
+    def next_due(self) -> float | None:
+        """When something is due that no message announces; None if nothing is."""
+        with self._locked():
+            return self._next_due()
 
     def leave(self, complete_empty: Callable[[], None] | None = None, *, stay: bool = False) -> None:
         """Ask the node to finish in order, and wait until it has.
@@ -218,7 +249,7 @@ class NodeRunner:
         stay: keep serving the peers until they have finished, however long that takes; otherwise wait for at most
             `LEAVE_SECONDS` and send queued messages at once, whatever the rate limit.
         """
-        with self._monitor:
+        with self._locked(), self._turn():
             self._backend.is_leaving = True
             if not stay:
                 self._outbox.lift_limit(self.clock.now())
@@ -234,13 +265,13 @@ class NodeRunner:
 
     def inspect(self, read: Callable[[Node], None]) -> None:
         """Call `read(node)` while the node handles no event and all records are written, for checkpoints."""
-        with self._monitor:
+        with self._locked():
             self._records.write_pending()
             read(self._node)
 
     def replace_node(self, node: Node) -> None:
         """Go on with a node that was restored from a state; the peers that are linked join it."""
-        with self._monitor:
+        with self._locked(), self._turn():
             self._node = node
             self._due.clear_timers()
             now = self.clock.now()
@@ -251,7 +282,7 @@ class NodeRunner:
 
     def linked(self) -> frozenset[int]:
         """The peers that are linked now."""
-        with self._monitor:
+        with self._locked():
             return frozenset(self._outbox.linked)
 
     def close(self, linger_seconds: float = 5.0) -> None:
@@ -312,7 +343,7 @@ class NodeRunner:
 
     def write_last(self, record: Ended) -> None:
         """Write the last records of this rank; a failure to do so fails the run."""
-        with self._monitor:
+        with self._turn():
             self._run_guarded(lambda: self._records.write_last(record))
 
     # The background thread
@@ -320,42 +351,88 @@ class NodeRunner:
     def _receive_loop(self) -> None:
         try:
             while not self._closed:
-                now, due = self.clock.now(), self.next_due()
-                self.process(
-                    self._transport.receive(None if due is None else min(WAIT_SECONDS_MAX, max(0.0, due - now)))
-                )
+                with self._monitor:
+                    now, due = self.clock.now(), self._next_due()
+                    self._next_look = math.inf if due is None else due
+                self._transport.wait(None if due is None else min(WAIT_SECONDS_MAX, max(0.0, due - now)))
+                with self._turn():
+                    self._process_queued()
         except BaseException as error:
             self.fail(error)
 
-    def process(self, received: Event | None) -> None:
-        """Handle what was received, then what is due. The tensors of a message are reused after this returns."""
+    # Any thread
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, and let the background thread handle what the threads of links have left to its holder."""
+        try:
+            with self._monitor:
+                yield
+        finally:
+            if self._transport.has_received:
+                self._transport.wake()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock in order to handle events; at the end the background thread knows what is due next.
+
+        What the threads of links have left to this one, must be looked for afterwards.
+        """
         with self._monitor:
-            if self._closed:
+            outer, self._holder = self._holder, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = outer
+                due = None if outer is not None else self._next_due()
+                if due is not None and due < self._next_look:
+                    self._transport.wake()
+
+    def _process_received(self) -> None:
+        """Handle what was received, unless another thread holds the lock, which then sees to it."""
+        if self._holder == threading.get_ident():
+            return
+        for _ in range(TURNS_MAX):
+            if self._closed or not self._transport.has_received or not self._monitor.acquire(blocking=False):
                 return
-            if isinstance(received, PeerJoined) and self._synchronize_clock():
-                received = dataclasses.replace(received, at=self.clock.now())
-            if received is not None:
-                self._run_guarded(functools.partial(self._receive, self._inbox.receive, received))
-            self._run_guarded(self._process_due)
-            if self._is_draining:
-                self._monitor.notify_all()
-            if not self.ended:
-                self._run_guarded(lambda: self._records.record_traffic_if_due(self.clock.now()))
-
-    def next_due(self) -> float | None:
-        """When something is due that no message announces; None if nothing is."""
-        with self._monitor:
-            dues = (self._due.next_at(), None if self.ended else self._records.traffic_due())
-            return min((due for due in dues if due is not None), default=None)
-
-    def _wake(self) -> None:
-        """An entry was added to the queue, for which the background thread may have to wait less long."""
-        if threading.current_thread() is not self._thread:
+            try:
+                with self._turn():
+                    self._process_queued()
+            except Exception as error:
+                self.fail(error)
+            finally:
+                self._monitor.release()
+        if self._transport.has_received:  # left to the background thread, since nobody reads this link meanwhile
             self._transport.wake()
 
     # Called with the lock held
 
+    def _process_queued(self) -> None:
+        for _ in range(EVENTS_PER_TURN_MAX):
+            if self._closed or (received := self._transport.receive_now()) is None:
+                break
+            self._take(received)
+        self._process_due()
+
+    def _take(self, received: Event) -> None:
+        if isinstance(received, PeerJoined) and self._synchronize_clock():
+            received = dataclasses.replace(received, at=self.clock.now())
+        self._run_guarded(functools.partial(self._receive, self._inbox.receive, received))
+
     def _process_due(self) -> None:
+        if self._closed:
+            return
+        self._run_guarded(self._handle_due)
+        if self._is_draining:
+            self._monitor.notify_all()
+        if not self.ended:
+            self._run_guarded(lambda: self._records.record_traffic_if_due(self.clock.now()))
+
+    def _next_due(self) -> float | None:
+        dues = (self._due.next_at(), None if self.ended else self._records.traffic_due())
+        return min((due for due in dues if due is not None), default=None)
+
+    def _handle_due(self) -> None:
         while (entry := self._due.pop(self.clock.now())) is not None:
             self._on_due(entry)
 
@@ -379,6 +456,7 @@ class NodeRunner:
         before = self.clock.now()
         self.clock.set(*elapsed)
         shift = self.clock.now() - before
+        self._next_look += shift
         for part in (self._due, self._outbox, self._traffic, self._backend):
             part.shift(shift)
         self._idle_since += shift
@@ -394,7 +472,7 @@ class NodeRunner:
 
     def fail(self, error: BaseException) -> None:
         """End the run of this rank with an error. May be called with or without the lock."""
-        with self._monitor:
+        with self._locked():
             if self.ended:
                 return
             failure = error

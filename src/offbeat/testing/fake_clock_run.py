@@ -31,7 +31,7 @@ from offbeat.live.runner_options import RunnerOptions
 from offbeat.records.files import MemoryWriter
 from offbeat.strategies.compressed_node import build_node
 from offbeat.transports.loopback import Loopback
-from offbeat.transports.transport import Transport
+from offbeat.transports.transport import QueuedTransport
 
 MOMENTS_MAX = 200_000
 """Moments after which a run that has not ended is given up."""
@@ -160,7 +160,7 @@ class FakeClockRun:
         self._evaluated = FlatModule(workload.initial_model(experiment.seed))
         self._evaluation = WorkloadLosses(workload, self._evaluated.module)
         loopback = Loopback({rank: strategy.peers(rank, self._size) for rank in range(self._size)})
-        self._transports: dict[int, Transport] = {rank: loopback.transport(rank) for rank in range(self._size)}
+        self._transports: dict[int, QueuedTransport] = {rank: loopback.transport(rank) for rank in range(self._size)}
         self.runners = {rank: self._runner(rank) for rank in range(self._size)}
         for rank, worker in self._workers.items():
             worker.runner = self.runners[rank]

@@ -14,7 +14,7 @@ from offbeat.core.events import LossReason, MessageArrived, PeerJoined, PeerLost
 from offbeat.core.messages import Message
 from offbeat.core.wire_size import MessageSize, wire_size
 from offbeat.errors import ConfigurationError
-from offbeat.transports.transport import QueuedTransport, Transport
+from offbeat.transports.transport import QueuedTransport
 
 
 class Loopback:
@@ -33,7 +33,7 @@ class Loopback:
                         f"between different ranks: Loopback({{0: [1], 1: [0]}})"
                     )
 
-    def transport(self, rank: int) -> Transport:
+    def transport(self, rank: int) -> QueuedTransport:
         """The transport of a rank. An earlier one is closed; peers see the new one as another incarnation."""
         if rank not in self._peers:
             raise ConfigurationError(f"there is no rank {rank} in this loopback; known: {sorted(self._peers)}")
@@ -57,14 +57,12 @@ class Loopback:
         incarnation = self._incarnations[pair] = self._incarnations.get(pair, -1) + 1
         for here, there in ((rank, peer), (peer, rank)):
             self._open[here].linked[there] = incarnation
-            self._open[here].inbox.put(functools.partial(PeerJoined, peer=there, incarnation=incarnation))
+            self._open[here].put(functools.partial(PeerJoined, peer=there, incarnation=incarnation))
 
     def _unlink(self, rank: int, peer: int, reason: LossReason, detail: str) -> None:
         transport = self._open[rank]
         incarnation = transport.linked.pop(peer)
-        transport.inbox.put(
-            functools.partial(PeerLost, peer=peer, incarnation=incarnation, reason=reason, detail=detail)
-        )
+        transport.put(functools.partial(PeerLost, peer=peer, incarnation=incarnation, reason=reason, detail=detail))
 
     def _leave(self, rank: int, reason: LossReason, detail: str) -> None:
         transport = self._open.pop(rank, None)
@@ -81,7 +79,7 @@ class Loopback:
         size = wire_size(message)
         with self._lock:
             if source.linked.get(to) == incarnation:
-                self._open[to].inbox.put(_Passed(self, source.rank, to, incarnation, message, key, size))
+                self._open[to].put(_Passed(self, source.rank, to, incarnation, message, key, size))
 
     def disconnect(self, transport: LoopbackTransport, peer: int, incarnation: int, why: str) -> None:
         """For `LoopbackTransport`: end a link for good, since both ends are in one process."""
@@ -95,7 +93,7 @@ class Loopback:
         with self._lock:
             sender = self._open.get(passed.source)
             if sender is not None and sender.linked.get(passed.to) == passed.incarnation:
-                sender.inbox.put(
+                sender.put(
                     functools.partial(
                         Sent, to=passed.to, key=passed.key, incarnation=passed.incarnation, size=passed.size
                     )

@@ -177,7 +177,7 @@ class MpiTransport(QueuedTransport):
         """Number of peers that have not sent a hello yet."""
         self._late: set[int] = set()
         """Peers that had not sent a hello when this transport was closed."""
-        self._links = {peer: MpiLink(peer, self, options, self.pool, self.inbox.put) for peer in self.peers}
+        self._links = {peer: MpiLink(peer, self, options, self.pool, self.put) for peer in self.peers}
         self._runtime = runtime
         self._control_tag, self.frame_tag = runtime.new_tags()
         runtime.add(self)
@@ -270,7 +270,7 @@ class MpiTransport(QueuedTransport):
             link.drop(DIED, notify=False)
 
     def fail(self, why: str) -> None:
-        self.inbox.put(RunFailed(f"MPI failed: {why}"))
+        self.put(RunFailed(f"MPI failed: {why}"))
 
     @property
     def finished(self) -> bool:

@@ -215,7 +215,7 @@ class TcpTransport(QueuedTransport):
             stream,
             options=self._options,
             pool=self.pool,
-            deliver=self.inbox.put,
+            deliver=self.deliver,
             on_end=self._on_link_end,
             shared=shared,
         )
@@ -227,7 +227,7 @@ class TcpTransport(QueuedTransport):
                 if old is None:
                     self._next_incarnation[peer] = max(self._next_incarnation[peer], incarnation + 1)
                     self._links[peer] = link
-                    self.inbox.put(functools.partial(PeerJoined, peer=peer, incarnation=incarnation))
+                    self.put(functools.partial(PeerJoined, peer=peer, incarnation=incarnation))
                     break
             old.drop(LinkLoss(LossReason.REPLACED, f"rank {peer} connected again"))
             if not old.ended.wait(self._options.silence_seconds + 1.0):
@@ -244,7 +244,7 @@ class TcpTransport(QueuedTransport):
         with self._lock:
             del self._links[link.peer]
             reason, detail = link.loss or LinkLoss(LossReason.BROKEN, "ended")
-            self.inbox.put(
+            self.put(
                 functools.partial(PeerLost, peer=link.peer, incarnation=link.incarnation, reason=reason, detail=detail)
             )
 
@@ -391,7 +391,7 @@ class TcpTransport(QueuedTransport):
             return False
         if not isinstance(error, OffbeatError):
             _log.error("internal error, rank %d cannot connect to rank %d", self.rank, peer, exc_info=error)
-        self.inbox.put(RunFailed(str(error) if isinstance(error, OffbeatError) else repr(error)))
+        self.put(RunFailed(str(error) if isinstance(error, OffbeatError) else repr(error)))
         return True
 
     def _resolve(self, peer: int, left_listener: str | None) -> Endpoint:

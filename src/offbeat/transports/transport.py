@@ -19,6 +19,7 @@ Guarantees
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -85,31 +86,84 @@ class Transport(ABC):
 
 
 class QueuedTransport(Transport):
-    """A transport whose links put events into one queue, the inbox, from any thread."""
+    """A transport whose links put events into one queue, the inbox, from any thread.
+
+    `receive` is for a user with one thread. Others `wait` in one thread, and take what there is by `receive_now`, in
+    one thread at a time.
+    """
 
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[InboxItem | None] = SimpleQueue()
+        self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        self._signal = threading.Event()
+        """Ends a wait, which then looks for what it was."""
+        self._processor: Callable[[], None] | None = None
         self._woken = self._closed = False
 
+    # What links do
+
+    def put(self, item: InboxItem) -> None:
+        """Add an event, or the error that `receive_now` raises, for the thread that waits."""
+        self._inbox.put(item)
+        self._signal.set()
+
+    def deliver(self, item: InboxItem) -> None:
+        """Add an event or an error that the thread of a link has received, which may process it."""
+        if self._processor is None:
+            self.put(item)
+        else:
+            self._inbox.put(item)
+            self._processor()
+
+    # What the user does
+
+    def process_in_links(self, process: Callable[[], None]) -> None:
+        """Let the thread of a link that has received something call `process`, instead of waking the one that waits.
+
+        That saves a thread switch per message. `process` must not wait for another thread that is processing, nor do
+        anything if it is called while this thread is processing: it is they who have to look again at the end.
+        """
+        self._processor = process
+
     def receive(self, timeout: float | None = None) -> TransportEvent | None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._closed and not self._woken:
-            try:
-                item = self.inbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except Empty:
-                return None
-            if isinstance(item, OffbeatError):
-                raise item
-            if item is not None:
-                event = item(self.clock())
-                self._on_receive(event)
-                return event
-        self._woken = False
-        return None
+        return self.receive_now() if self.wait(timeout) else None
+
+    def receive_now(self) -> TransportEvent | None:
+        """As `receive`, without waiting."""
+        if self._closed:
+            return None
+        try:
+            item = self._inbox.get_nowait()
+        except Empty:
+            return None
+        if isinstance(item, OffbeatError):
+            raise item
+        event = item(self.clock())
+        self._on_receive(event)
+        return event
 
     def _on_receive(self, event: TransportEvent) -> None:
-        """Acknowledge an event that `receive` is about to return."""
+        """Acknowledge an event that `receive_now` is about to return."""
+
+    @property
+    def has_received(self) -> bool:
+        """Whether there is an event that was not returned yet."""
+        return not self._inbox.empty()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until something is received, and return True; False after `timeout` seconds, `wake()`, or `close`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._signal.clear()  # before the looking: what is new from here on ends the wait
+            if self._closed or self._woken:
+                self._woken = False
+                return False
+            if self.has_received:
+                return True
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._signal.wait(left)
 
     def wake(self) -> None:
         self._woken = True
-        self.inbox.put(None)  # only to end a wait: `_woken` is what counts, so wakes do not add up
+        self._signal.set()
