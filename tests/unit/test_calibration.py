@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,16 @@ from offbeat.lab.calibration import (
     measured_workers,
     oversleep_seconds,
     round_periods,
+    seconds_per_evaluation,
     seconds_per_step,
     seconds_per_update,
+    seconds_per_worker_update,
+    with_evaluations,
 )
+from offbeat.lab.calibration_probes import ProbeKinds, ProbeRunner
 from offbeat.lab.simulated_runs import record_bytes
 from offbeat.live.injected_delay import InjectedDelay
+from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
 from offbeat.simulation.round_timing import RoundTiming
 
@@ -150,7 +156,43 @@ def test_the_slow_down_that_was_drawn_is_not_added_to_the_cost_of_rounds(straggl
     assert mean * oversleep_seconds([slowed(0.002)], straggle) == pytest.approx(0.002, rel=0.02)
 
 
+def test_an_update_by_a_worker_takes_what_its_rounds_take_longer_than_those_beside_a_hub() -> None:
+    with_hub = probe(seconds=0.02, idle=0.001)
+    peers = [msgspec.structs.replace(one, rank=one.rank - 1) for one in probe(0.024, 0.002).records]  # type: ignore[call-arg]
+    assert seconds_per_worker_update([run(peers)], [with_hub]) == pytest.approx(0.005)
+    assert seconds_per_worker_update([with_hub], [with_hub]) == 0.0
+    assert seconds_per_worker_update([], [with_hub]) is None
+
+
+@pytest.mark.parametrize("limit_seconds", [0.0, 60.0])
+def test_an_evaluation_takes_time_however_much_of_it_is_measured(limit_seconds: float) -> None:
+    assert seconds_per_evaluation(ob.workloads.Digits().build(), limit_seconds) > 0
+
+
+def test_slow_workloads_get_fewer_micro_batches_and_repetitions() -> None:
+    kinds = ProbeKinds(delayed=False, gossip=True)
+
+    def choice(seconds_per_call: float, seconds: float = 32.0) -> tuple[int, int]:
+        probes = ProbeRunner(2, seconds, kinds, LiveOptions(), None, None)
+        return probes.choose_calls(seconds_per_call), probes.repetitions
+
+    assert choice(0.001) == (16, 3)
+    assert choice(0.02)[0] < 16
+    assert choice(0.06)[1] < 3
+    assert choice(10.0) == (2, 1)
+    assert choice(0.001, seconds=20.0)[1] < 3
+
+
 # From seconds to a cluster
+
+
+def test_workers_on_other_machines_share_no_core_with_evaluations() -> None:
+    cluster = with_evaluations(cluster_of(calibrated(), 0.001, LINK, 256), 2.0, cores=1, remote=[1])
+    assert (cluster.is_remote(0), cluster.is_remote(1)) == (False, True)
+    assert cluster.evaluation_slowdown(workers=2) == (2.0, 2.0)
+    near = with_evaluations(cluster_of(calibrated(), 0.001, LINK, 256), 2.0, cores=1, remote=[])
+    assert near.evaluation_slowdown(workers=2) == (3.0, 1.5)
+    assert near.workers == ()
 
 
 def test_with_injected_delay_all_costs_are_scaled_to_the_delayed_rounds() -> None:
@@ -279,6 +321,31 @@ def test_a_simulation_on_a_measured_cluster_repeats_itself_and_pairs_induced_sle
     sleeps = [[r.induced_seconds for r in one.records.records if isinstance(r, Round)] for one in (first, other)]
     assert sorted(sleeps[0]) == pytest.approx(sorted(sleeps[1]))
     assert first.summary.seconds > other.summary.seconds
+
+
+def test_where_evaluations_take_time_they_are_by_default_as_frequent_as_live(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+
+    def evaluates(lines: str, flags: tuple[str, ...] = ()) -> object:
+        path.write_text(lines, encoding="utf-8")
+        command = [
+            "simulate",
+            "digits",
+            "fmb",
+            "--cluster",
+            str(path),
+            "--workers",
+            "2",
+            "--until",
+            "200",
+            "--no-report",
+        ]
+        assert main([*command, "--quiet", "--overwrite", "--out", str(tmp_path / "runs"), *flags]) == 0
+        return tomllib.loads((tmp_path / "runs" / "experiment.toml").read_text(encoding="utf-8"))["evaluate"]
+
+    assert evaluates("measured = true\n") == {"name": "updates", "updates": 1}
+    assert evaluates("seconds_per_evaluation = 0.1\n") == {"name": "seconds", "seconds": 0.5}
+    assert evaluates("seconds_per_evaluation = 0.1\n", ("--evaluate", "3")) == {"name": "updates", "updates": 3}
 
 
 # In live runs

@@ -47,27 +47,28 @@ def sorted_words(*texts: str) -> str:
 
 SIMULATE = """
     --acid --augment --baseline --batch --batched --bytes-per-second --checkpoint-interval-seconds --clock --cluster
-    --compression --condition --context --crash-seen-seconds --damping --delay --depth --dimension --evaluate --every
-    --examples --factors --faults --fragments --grace --graph --group --hang-factor --hang-seconds --heads --hidden
-    --hub-seconds --in-flight-max --initial --inner --jobs --json --k --link.bytes-per-second --link.delay-std-seconds
-    --link.latency-seconds --lr --messages --microbatch --model --momentum --no-acid --no-augment --no-report --noise
-    --nonfinite-max --optimizer --optimizer.alpha --optimizer.betas --optimizer.clip-norm --optimizer.decay-1d
-    --optimizer.eps --optimizer.lr --optimizer.momentum --optimizer.nesterov --optimizer.no-decay-1d
-    --optimizer.no-nesterov --optimizer.weight-decay --out --outer --overwrite --partner --patience-seconds
-    --preempt-above --quiet --quorum --rate --rates --recalibrate --samples-max --seconds --seconds-per-call
-    --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --send --silence-seconds --sources
-    --speed-trace --split --staleness-free --staleness-max --straggle --target --test-examples --track --until --width
-    --worker-seconds --workers
+    --compression --condition --context --cores --crash-seen-seconds --damping --delay --depth --dimension --evaluate
+    --every --examples --factors --faults --fragments --grace --graph --group --hang-factor --hang-seconds --heads
+    --hidden --hub-seconds --in-flight-max --initial --inner --jobs --json --k --link.bytes-per-second
+    --link.delay-std-seconds --link.latency-seconds --lr --messages --microbatch --model --momentum --no-acid
+    --no-augment --no-report --noise --nonfinite-max --optimizer --optimizer.alpha --optimizer.betas
+    --optimizer.clip-norm --optimizer.decay-1d --optimizer.eps --optimizer.lr --optimizer.momentum --optimizer.nesterov
+    --optimizer.no-decay-1d --optimizer.no-nesterov --optimizer.weight-decay --out --outer --overwrite --partner
+    --patience-seconds --preempt-above --quiet --quorum --rate --rates --recalibrate --samples-max --seconds
+    --seconds-per-call --seconds-per-evaluation --seconds-per-round --seconds-per-sample --seconds-per-update
+    --seconds-per-worker-update --seed --seeds --send --silence-seconds --sources --speed-trace --split --staleness-free
+    --staleness-max --straggle --target --test-examples --track --until --width --worker-seconds --workers
 """
 COMPARE = """
-    --baseline --batched --bytes-per-second --cluster --crash-seen-seconds --evaluate --factors --faults --jobs --json
-    --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
-    --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update --seed --seeds --silence-seconds
-    --speed-trace --straggle --target --track --until --workers
+    --baseline --batched --bytes-per-second --cluster --cores --crash-seen-seconds --evaluate --factors --faults --jobs
+    --json --link.bytes-per-second --link.delay-std-seconds --link.latency-seconds --no-report --out --overwrite --quiet
+    --seconds-per-call --seconds-per-evaluation --seconds-per-round --seconds-per-sample --seconds-per-update
+    --seconds-per-worker-update --seed --seeds --silence-seconds --speed-trace --straggle --target --track --until
+    --workers
 """
 SIMULATED_ONLY = """
-    --batched --crash-seen-seconds --seconds-per-call --seconds-per-round --seconds-per-sample --seconds-per-update
-    --speed-trace
+    --batched --cores --crash-seen-seconds --seconds-per-call --seconds-per-evaluation --seconds-per-round
+    --seconds-per-sample --seconds-per-update --seconds-per-worker-update --speed-trace
 """
 ENCRYPTION = "--ca --certificate --key --tls"
 PROCESSES = f"""

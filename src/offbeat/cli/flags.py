@@ -51,6 +51,9 @@ SIMULATED_ONLY = (
     "seconds_per_update",
     "speed_trace",
     "crash_seen_seconds",
+    "seconds_per_evaluation",
+    "seconds_per_worker_update",
+    "cores",
 )
 """Fields of a cluster that only matter in simulation."""
 SIMULATED_RUNS_ONLY = ("batched",)

@@ -46,7 +46,7 @@ def calibrate_flags() -> tuple[Flag, ...]:
     """The options of `calibrate`: workers and duration, processes, and the fields of the workload."""
     texts = {
         "workers": f"workers that compute [{DEFAULT_LIVE_WORKERS}]",
-        "seconds": f"how long to measure, start-up not counted [{CALIBRATE_SECONDS:g}]",
+        "seconds": f"how long to measure; starting processes takes up to 15 seconds more [{CALIBRATE_SECONDS:g}]",
         "microbatch": f"samples per forward and backward call that you will train with [{MICROBATCH}]",
         "straggle": "what you will induce to disturb rounds; it is measured with, and not part of the file [none]",
     }
@@ -85,13 +85,20 @@ def calibrate(
     require(path.parent.is_dir(), f"there is no directory {path.parent}; make it first, or name another with --out")
     require(os.access(path.parent, os.W_OK), f"{path.parent} cannot be written to; name another place with --out")
     sizes = {name: from_plain(CALIBRATE_KINDS[name], text, f"--{name}") for name, text in flag_values[RUN].items()}
+    live = live_of(flag_values)
     require(sizes.get("workers", 1) >= 1, f"--workers must be 1 or more, but is {sizes.get('workers')}")
+
+    def starts(seconds: float) -> None:
+        joined = "" if live.listen is None else ", once all workers have joined"
+        if not quiet:
+            print_status(f"measuring takes about {seconds:g} seconds{joined}")
 
     def begins(number: int, total: int, what: str) -> None:
         if not quiet:
             print_status(f"[{number}/{total}] {what}")
 
-    calibration = measure_cluster(workload, live=live_of(flag_values), watcher=_Watcher(), on_probe=begins, **sizes)
+    keep_freed_memory()  # as in the processes of a live run
+    calibration = measure_cluster(workload, live=live, watcher=_Watcher(), on_start=starts, on_probe=begins, **sizes)
     with refuse_unwritable(path):
         path.write_text(as_toml(calibration, out), encoding="utf-8")
     if json:
@@ -168,7 +175,8 @@ def _calibration_to_plain(calibration: Calibration) -> dict[str, Any]:
 def _print_calibration(calibration: Calibration, file: str) -> None:
     heads = ("worker", "ms/sample", "ms/call", "ms/round", "spread p50", "p90", "max", "latency ms", "MB/s")
     console().print(table(heads, map(_cells, calibration.workers), right=heads))
-    print_lines("", f"an update takes {calibration.seconds_per_update * 1e3:.3g} ms")
+    evaluation = calibration.cluster.seconds_per_evaluation
+    print_lines("", f"an update takes {calibration.seconds_per_update * 1e3:.3g} ms, an evaluation {evaluation:.3g} s")
     print_lines(f"cluster: {file}", f"next:    {next_line(calibration, file)}", wrap=False)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from offbeat.core.workload import NamedWorkload
 from offbeat.engine.experiment import Experiment, RunSettings
 from offbeat.errors import ConfigurationError, FieldError, quoted, unknown
 from offbeat.lab.experiment_plan import Plan, first_seeds, unique_labels
+from offbeat.lab.live_runs import EVALUATE_LIVE
 from offbeat.live.session_options import LiveOptions
 
 NO_DEFAULTS: Mapping[str, Any] = {}
@@ -55,7 +56,7 @@ def plan_of(
     choices = [_Choice(cls, label, by_label.get(label, {})) for cls, label in zip(classes, labels, strict=True)]
     built = tuple(_build_strategies(choices, workload, flag_values))
     common = settings_of(flag_values)
-    common = {**defaults, **_cluster_size(common["cluster"], sized), **common}
+    common = {**defaults, **_cluster_defaults(common["cluster"], sized), **common}
     plan = check_plan(Plan(workload=workload, strategies=built, labels=labels, **common))
     return _warn_of_unused_workers(plan, "workers" in flag_values[RUN])
 
@@ -77,13 +78,22 @@ def plan_from_file(
     load_files(table, path)
     plan = Plan.from_plain({**{key: to_plain(value) for key, value in defaults.items()}, **table}, path)
     settings = settings_of(flag_values, plan.cluster)
-    size = _cluster_size(settings["cluster"], sized and "workers" not in table)
-    plan = check_plan(dataclasses.replace(plan, **{**size, **settings}))
+    cluster_defaults = _cluster_defaults(settings["cluster"], sized, set(table))
+    plan = check_plan(dataclasses.replace(plan, **{**cluster_defaults, **settings}))
     return _warn_of_unused_workers(plan, "workers" in flag_values[RUN] or "workers" in table)
 
 
-def _cluster_size(cluster: Cluster, counts: bool) -> dict[str, Any]:
-    return {"workers": cluster.size} if counts and cluster.size is not None else {}
+def _cluster_defaults(cluster: Cluster, sized: bool, given: Container[str] = ()) -> dict[str, Any]:
+    """The settings that follow from the cluster, unless they are given.
+
+    Where evaluations take time, they are as frequent as in live runs.
+    """
+    defaults: dict[str, Any] = {}
+    if sized and cluster.size is not None:
+        defaults["workers"] = cluster.size
+    if cluster.seconds_per_evaluation > 0:
+        defaults["evaluate"] = EVALUATE_LIVE
+    return {name: value for name, value in defaults.items() if name not in given}
 
 
 def settings_of(flag_values: FlagValues, cluster: Cluster = RunSettings.cluster) -> dict[str, Any]:

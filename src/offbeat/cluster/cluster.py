@@ -7,7 +7,7 @@ faults to ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.random import Generator
 
@@ -63,6 +63,8 @@ class WorkerOverride(Configuration):
     """additional seconds per round"""
     speed_trace: Trace | None = None
     """recorded variation of the speed over time"""
+    is_remote: bool = False
+    """whether evaluations run on another machine, and take no core from these workers"""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_round")
@@ -70,6 +72,13 @@ class WorkerOverride(Configuration):
             len(self.workers) > 0 and all(worker >= 0 for worker in self.workers),
             f"WorkerOverride.workers needs workers that count from 0, but is {list(self.workers)}",
         )
+
+
+class EvaluationSlowdown(NamedTuple):
+    """The factors by which an evaluation beside rounds takes longer, and rounds beside an evaluation."""
+
+    evaluation: float
+    round: float
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,18 @@ class Cluster(Configuration, ShownAsHtml):
     """whether speeds and links were measured on this machine; live runs then inject stragglers only"""
     size: int | None = None
     """default number of workers; none: any number"""
+    seconds_per_evaluation: float = 0.0
+    """seconds of one core that an evaluation takes; 0: none"""
+    seconds_per_worker_update: float | None = None
+    """seconds per update by a rank that computes, too, as in gossip; none: `seconds_per_update`"""
+    cores: int | None = None
+    """cores that workers and evaluations share; none: evaluations have one of their own"""
 
     def __post_init__(self) -> None:
         check_types(self)
         require_not_negative(self, "seconds_per_sample", "seconds_per_call", "seconds_per_update", "seconds_per_round")
-        require_not_negative(self, "crash_seen_seconds")
-        require_positive(self, "silence_seconds", "size")
+        require_not_negative(self, "crash_seen_seconds", "seconds_per_evaluation", "seconds_per_worker_update")
+        require_positive(self, "silence_seconds", "size", "cores")
         require(
             self.seconds_per_sample + self.seconds_per_call > 0,
             "a cluster where computing takes no time cannot be simulated; give seconds_per_sample or "
@@ -123,10 +138,11 @@ class Cluster(Configuration, ShownAsHtml):
     def speed(self, worker: int) -> Speed:
         """The speed of a worker, including its slow-down factor."""
         factor = self.factors[worker] if worker < len(self.factors) else 1.0
+        update = self.seconds_per_worker_update
         return Speed(
             seconds_per_sample=factor * self._setting("seconds_per_sample", worker),
             seconds_per_call=factor * self._setting("seconds_per_call", worker),
-            seconds_per_update=factor * self.seconds_per_update,
+            seconds_per_update=factor * (self.seconds_per_update if update is None else update),
             straggle=self._setting("straggle", worker),
             seconds_per_round=factor * self._setting("seconds_per_round", worker),
             speed_trace=self._setting("speed_trace", worker),
@@ -145,6 +161,21 @@ class Cluster(Configuration, ShownAsHtml):
             seconds_per_round=self._setting("seconds_per_round", worker),
             speed_trace=self._setting("speed_trace", worker),
         )
+
+    def is_remote(self, worker: int) -> bool:
+        """Whether a worker is on another machine than evaluations."""
+        return any(worker in override.workers and override.is_remote for override in self.workers)
+
+    def evaluation_slowdown(self, workers: int) -> EvaluationSlowdown:
+        """How evaluations and the rounds of so many workers slow each other down, if each gets the same share of cores.
+
+        Rounds are as slow as they are because the workers share the cores already.
+        """
+        sharing = sum(not self.is_remote(worker) for worker in range(workers))
+        if self.cores is None or not sharing:
+            return EvaluationSlowdown(1.0, 1.0)
+        beside = max(1.0, (sharing + 1) / self.cores)
+        return EvaluationSlowdown(beside, beside / max(1.0, sharing / self.cores))
 
     def link_of(self, worker: int | None) -> Link:
         """The link of a worker; None is the hub."""

@@ -1,7 +1,7 @@
 """`calibrate`: measure how fast these machines are at a workload, as a cluster for `simulate`.
 
-Each probe is an ordinary live run of a second or two, so that hub, workers and links share the machines as in training,
-and workers on other machines take part as in any run. All results are computed from records:
+Each probe is an ordinary live run of about a second, so that hub, workers and links share the machines as in training,
+and workers on other machines take part as in any run. Probes do not evaluate. Results are computed from records:
 
     compute   async-fmb with three round shapes in turn: one micro-batch, several, and several larger ones. The time
               from the start of a round to that of the next is  per_round + calls · per_call + samples · per_sample
@@ -9,6 +9,11 @@ and workers on other machines take part as in any run. All results are computed 
               at least the time of an optimizer step and a copy of the parameters in this process, where the hub runs
     links     apam on a model without computation: half of the wait of a worker, less such a step, is the latency; the
               time to send a large gradient gives the bandwidth
+
+The time of an evaluation is measured in this process, on a part of the test data.
+
+The first probe shows how long a micro-batch takes and how long processes take to start; with that, the others are made
+to fit into the time: slow workloads get fewer micro-batches per round, then fewer repetitions.
 
 Where delay will be injected, sleeping workers leave processors to the others and wake up late. So rounds are also
 measured with that delay, all costs are scaled to them, and the time by which sleeps exceeded the drawn delay is added
@@ -34,67 +39,53 @@ import torch
 
 from offbeat.cluster.cluster import Cluster, Link, WorkerOverride
 from offbeat.cluster.stragglers import Mixture, NoStragglers, StragglerModel, Trace
-from offbeat.core.actions import Seconds
 from offbeat.core.flat import FlatModule
 from offbeat.core.randomness import stream
-from offbeat.core.strategy import Strategy
 from offbeat.core.validation import require
 from offbeat.core.workload import NamedWorkload, Workload
-from offbeat.engine.experiment import Experiment
+from offbeat.engine.experiment import Experiment, build_workload
 from offbeat.errors import RunFailed
-from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS, EVALUATE_LIVE, train_experiment
+from offbeat.lab.calibration_probes import (
+    DELAYED_SHARES,
+    LARGE_MICROBATCH_FACTOR,
+    WARM_UP_SECONDS,
+    OnProbe,
+    ProbeKinds,
+    ProbeRunner,
+    RoundShape,
+)
+from offbeat.lab.live_runs import DEFAULT_LIVE_WORKERS
+from offbeat.lab.parallel_simulations import cores
 from offbeat.lab.simulated_runs import one_thread
 from offbeat.lab.workloads.synthetic import Quadratic
 from offbeat.launch.run_monitor import RunObserver
 from offbeat.live.session_options import LiveOptions
 from offbeat.records.schema import Round, RunRecords
-from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, AsyncFixed, FixedMinibatch, HubStrategy
+from offbeat.strategies.gossip.gossip_strategies import Gossip
+from offbeat.strategies.hub.hub_strategies import AsyncAdaptive, FixedMinibatch, HubStrategy
 
 SECONDS = 24.0
 SECONDS_MIN = 12.0
 """Below this, probes would end before processes have warmed up."""
+EXTRA_SECONDS = 8.0
+"""How much longer a calibration takes than it was asked to, so that starts of processes do not use up that time."""
 MICROBATCH = 16
-CALLS_PER_ROUND = 16
-"""Micro-batches in the rounds that show how the speed varies: as many as in a round of fmb by default."""
-LARGE_MICROBATCH_FACTOR = 4
-"""The size of large micro-batches as a multiple, to separate the cost of samples from that of calls."""
-REPETITIONS = 3
-DELAYED_SHARES = 3
-"""How many times longer rounds with injected delay are measured: they sleep most of the time."""
-WARM_UP_SECONDS = 0.4
-"""Left out: memory is touched for the first time, and torch loads parts of itself."""
-ROUNDS_MIN = 3
-ATTEMPTS_MAX = 6
-"""A probe in which a worker had fewer than `ROUNDS_MIN` rounds is repeated for twice as long, up to this often."""
+EVALUATION_SHARE = 0.05
+"""The part of the time in which evaluations are measured."""
 OPTIMIZER_STEPS = 30
 FACTORS_MAX = 200
 SPEED_DIFFERENCE_MIN = 0.05
 """The least relative difference for which a worker gets its own speed, provided that it is significant."""
 LINK_RATIO_MIN = 2.0
 """The least ratio of latencies or bandwidths for which a worker gets its own link."""
+SINGLE = AsyncAdaptive(batch=1, microbatch=1)
+"""The strategy of the link probes."""
 SMALL_MODEL, LARGE_MODEL = Quadratic(dimension=16, examples=2), Quadratic(dimension=1_000_000, examples=2)
 MESSAGE_SPACING = Mixture(((0.01, 0.005, 1.0),))
 """Delay between messages of the link probes, so that they do not queue."""
 
-OnProbe = Callable[[int, int, str], None]
-"""Called when a probe begins, with its number, the number of probes, and what it measures."""
-
-
-@dataclass(frozen=True)
-class RoundShape:
-    """The division of a round: calls, and samples per call."""
-
-    microbatch: int
-    calls: int
-
-    @property
-    def samples(self) -> int:
-        return self.microbatch * self.calls
-
-    @property
-    def strategy(self) -> AsyncFixed:
-        """The strategy whose rounds have this shape."""
-        return AsyncFixed(batch=self.samples, microbatch=self.microbatch)
+OnStart = Callable[[float], None]
+"""Called when measuring begins, with the seconds that it will take, about."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +134,7 @@ def calibrate(
     straggle: StragglerModel = NoStragglers(),  # noqa: B008  (frozen)
     live: LiveOptions = LiveOptions(),  # noqa: B008  (frozen)
     watcher: RunObserver | None = None,
+    on_start: OnStart | None = None,
     on_probe: OnProbe | None = None,
 ) -> Calibration:
     """Measure how fast this machine, and others that join, are at a workload.
@@ -150,11 +142,12 @@ def calibrate(
     Args:
         workload: what is trained.
         workers: how many workers compute.
-        seconds: how long to measure, start-up not counted.
+        seconds: how long to measure; starting processes takes some seconds more.
         microbatch: samples per forward and backward call of the later training.
         straggle: the delay that the later training injects; it is measured with, and not part of the result.
         live: how processes are started and connected.
         watcher: observes the processes.
+        on_start: called when measuring begins.
         on_probe: called when a probe begins.
 
     Raises `ConfigurationError` for wrong arguments, and `RunFailed` where a worker computes too little.
@@ -164,104 +157,100 @@ def calibrate(
         f"calibration takes {SECONDS_MIN:g} seconds at least, but {seconds:g} were given; give more",
     )
     require(microbatch >= 1, f"microbatch must be 1 or more, but is {microbatch}")
-    delayed = straggle != NoStragglers()
-    probes = _ProbeRunner(workers, seconds, delayed, live, watcher, on_probe)
-    usual = RoundShape(microbatch, CALLS_PER_ROUND)
-    large_calls = max(1, CALLS_PER_ROUND // LARGE_MICROBATCH_FACTOR)
-    shapes = (RoundShape(microbatch, 1), usual, RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, large_calls))
-    computed: dict[RoundShape, list[RunRecords]] = {shape: [] for shape in shapes}
-    synchronous, slept = [], []
-    for _ in range(REPETITIONS):
-        for shape in shapes:
-            text = f"rounds of {shape.calls} × {shape.microbatch} samples"
-            computed[shape].append(probes.run(workload, shape.strategy, text))
-        synchronous.append(probes.run(workload, FixedMinibatch(batch=usual.samples, microbatch=microbatch), "updates"))
-        if delayed:
-            cluster = Cluster(straggle=straggle)
-            slept.append(probes.run(workload, usual.strategy, "disturbed rounds", cluster, DELAYED_SHARES))
-    single = AsyncAdaptive(batch=1, microbatch=1)
-    small = probes.run(SMALL_MODEL, single, "latency", Cluster(straggle=MESSAGE_SPACING))
-    large = probes.run(LARGE_MODEL, single, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
-    links = links_of(small, large, seconds_per_step(SMALL_MODEL, single))
-    return _evaluate(workload, straggle, usual, computed, synchronous, slept, links)
-
-
-def _evaluate(
-    workload: NamedWorkload | Workload,
-    straggle: StragglerModel,
-    usual: RoundShape,
-    computed: Mapping[RoundShape, Sequence[RunRecords]],
-    synchronous: Sequence[RunRecords],
-    slept: Sequence[RunRecords],
-    links: Mapping[int, Link],
-) -> Calibration:
-    """The calibration from the records of all probes."""
-    periods = {shape: [round_periods(run) for run in runs] for shape, runs in computed.items()}
-    oversleep = oversleep_seconds(slept, straggle)
-    workers = measured_workers(periods, usual, links, [round_periods(run) for run in slept])
-    measured = tuple(worker.with_oversleep(oversleep) for worker in workers)
-    link = _median_link(links.values())
-    step = seconds_per_step(workload, FixedMinibatch())
-    update = max(step, seconds_per_update(synchronous, computed[usual], link))
-    label = synchronous[0].header.workload
-    return Calibration(label, measured, update, cluster_of(measured, update, link, usual.samples))
+    if on_start is not None:
+        on_start(seconds + EXTRA_SECONDS)
+    kinds = ProbeKinds(delayed=straggle != NoStragglers(), gossip=workers > 1 and live.local_workers != 0)
+    probes = ProbeRunner(workers, seconds + EXTRA_SECONDS, kinds, live, watcher, on_probe)
+    built = build_workload(workload)
+    evaluation = seconds_per_evaluation(built, EVALUATION_SHARE * seconds)
+    step, small_step = seconds_per_step(built, FixedMinibatch()), seconds_per_step(SMALL_MODEL, SINGLE)
+    runs = _run_probes(probes, kinds, workload, microbatch, straggle)
+    measured = _workers_of(straggle, runs, links_of(runs.small, runs.large, small_step))
+    link, usual = _median_link(worker.link for worker in measured), runs.computed[runs.usual]
+    update = max(step, seconds_per_update(runs.synchronous, usual, link))
+    local = live.local_ranks(FixedMinibatch(), workers + 1)
+    remote = [worker.worker for worker in measured if worker.worker + 1 not in local]
+    cluster = with_evaluations(cluster_of(measured, update, link, runs.usual.samples), evaluation, cores(), remote)
+    worker_update = seconds_per_worker_update(runs.decentralized, usual)
+    cluster = dataclasses.replace(cluster, seconds_per_worker_update=worker_update)
+    return Calibration(usual[0].header.workload, measured, update, cluster)
 
 
 @dataclass
-class _ProbeRunner:
-    """Runs probes, which divide `seconds` among them."""
+class _ProbeRuns:
+    """The records of all probes."""
 
-    workers: int
-    seconds: float
-    delayed: bool
-    live: LiveOptions
-    watcher: RunObserver | None
-    on_probe: OnProbe | None
-    begun: int = 0
+    usual: RoundShape
+    """the shape whose variation is kept"""
+    computed: dict[RoundShape, list[RunRecords]]
+    """rounds of each shape"""
+    synchronous: list[RunRecords] = field(default_factory=list)
+    """rounds after which all workers wait for the update"""
+    decentralized: list[RunRecords] = field(default_factory=list)
+    """rounds of workers that make their own updates; none if there is one worker"""
+    slept: list[RunRecords] = field(default_factory=list)
+    """rounds with injected delay; none if there is no delay"""
+    small: RunRecords = field(init=False)
+    """rounds of a small model"""
+    large: RunRecords = field(init=False)
+    """rounds of a large model without computation"""
 
-    def run(
-        self,
-        workload: NamedWorkload | Workload,
-        strategy: Strategy,
-        what: str,
-        cluster: Cluster | None = None,
-        shares: int = 1,
-    ) -> RunRecords:
-        """Run a probe for `shares` equal shares of the time, longer where workers have too few rounds."""
-        self.begun += 1
-        if self.on_probe is not None:
-            self.on_probe(self.begun, (5 if self.delayed else 4) * REPETITIONS + 2, what)
-        seconds = self.seconds * shares / ((4 + DELAYED_SHARES if self.delayed else 4) * REPETITIONS + 2)
-        # Every round is measured, so that none may be aggregated.
-        live = dataclasses.replace(self.live, checkpoint_seconds=None, records_max_bytes=None)
-        for attempt in range(ATTEMPTS_MAX):
-            until = Seconds(seconds * 2**attempt)
-            experiment = Experiment(
-                workload,
-                strategy,
-                cluster=cluster or Cluster(),
-                workers=self.workers,
-                until=until,
-                evaluate=EVALUATE_LIVE,
-            )
-            records = train_experiment(experiment, None, live, self.watcher).records
-            if all(len(rounds) >= ROUNDS_MIN for rounds in warm_rounds(records).values()):
-                break
-        return records
+
+def _run_probes(
+    probes: ProbeRunner,
+    kinds: ProbeKinds,
+    workload: NamedWorkload | Workload,
+    microbatch: int,
+    straggle: StragglerModel,
+) -> _ProbeRuns:
+    shape = RoundShape(microbatch, 1)
+    first = probes.run(workload, shape.strategy, shape.text)
+    usual = RoundShape(microbatch, probes.choose_calls(max(_means([round_periods(first)]).values())))
+    large_calls = max(1, usual.calls // LARGE_MICROBATCH_FACTOR)
+    shapes = (shape, usual, RoundShape(LARGE_MICROBATCH_FACTOR * microbatch, large_calls))
+    runs = _ProbeRuns(usual, {shape: [first], **{shape: [] for shape in shapes[1:]}})
+    synchronous = FixedMinibatch(batch=usual.samples, microbatch=microbatch)
+    gossip = Gossip(batch=usual.samples, microbatch=microbatch)
+    for repetition in range(probes.repetitions):
+        for shape, records in runs.computed.items():
+            if len(records) == repetition:
+                records.append(probes.run(workload, shape.strategy, shape.text))
+        runs.synchronous.append(probes.run(workload, synchronous, "updates"))
+        if kinds.gossip:
+            runs.decentralized.append(probes.run(workload, gossip, "updates by workers"))
+        if kinds.delayed:
+            disturbed = Cluster(straggle=straggle)
+            runs.slept.append(probes.run(workload, usual.strategy, "disturbed rounds", disturbed, DELAYED_SHARES))
+    runs.small = probes.run(SMALL_MODEL, SINGLE, "latency", Cluster(straggle=MESSAGE_SPACING))
+    runs.large = probes.run(LARGE_MODEL, SINGLE, "bandwidth", Cluster(straggle=MESSAGE_SPACING))
+    return runs
+
+
+def _workers_of(straggle: StragglerModel, runs: _ProbeRuns, links: Mapping[int, Link]) -> tuple[MeasuredWorker, ...]:
+    """The measured workers, from the records of all probes."""
+    periods = {shape: [round_periods(run) for run in records] for shape, records in runs.computed.items()}
+    oversleep = oversleep_seconds(runs.slept, straggle)
+    workers = measured_workers(periods, runs.usual, links, [round_periods(run) for run in runs.slept])
+    return tuple(worker.with_oversleep(oversleep) for worker in workers)
 
 
 # From records to seconds
 
 
 def warm_rounds(run: RunRecords) -> dict[int, list[Round]]:
-    """The rounds of each worker, counted from 0, that began after its warm-up, in order; possibly none."""
+    """The rounds of each worker, counted from 0, that began after its warm-up, in order; possibly none.
+
+    Without a hub, rank 0 is a worker.
+    """
     by_rank: dict[int, list[Round]] = defaultdict(list)
     for record in sorted((record for record in run.records if isinstance(record, Round)), key=lambda one: one.start):
         by_rank[record.rank].append(record)
-    # Ranks beyond `workers` joined in addition and are not measured.
+    first = 0 if 0 in by_rank else 1
+    # Ranks beyond those of the workers joined in addition and are not measured.
+    ranks = enumerate(range(first, first + run.header.workers))
     return {
-        rank - 1: [one for one in by_rank[rank] if one.start >= by_rank[rank][0].start + WARM_UP_SECONDS]
-        for rank in range(1, run.header.workers + 1)
+        worker: [one for one in by_rank[rank] if one.start >= by_rank[rank][0].start + WARM_UP_SECONDS]
+        for worker, rank in ranks
     }
 
 
@@ -385,6 +374,32 @@ def seconds_per_step(workload: NamedWorkload | Workload, strategy: HubStrategy) 
     return statistics.median(durations)
 
 
+def seconds_per_evaluation(workload: Workload, limit_seconds: float) -> float:
+    """The processor time of an evaluation in this process.
+
+    More and more of the test data are evaluated, until that takes too long; the rest is extrapolated.
+
+    Args:
+        workload: what is evaluated.
+        limit_seconds: how long to measure, unless two examples take longer.
+    """
+    data = workload.evaluation_examples
+    examples = len(data) + min(workload.recalibrate, len(workload.train))
+    began = time.monotonic()
+    with one_thread():
+        model = workload.initial_model(0)
+        count = 2
+        while True:
+            part = dataclasses.replace(workload, test=data.subset(np.arange(min(count, len(data)))), recalibrate=0)
+            before = time.monotonic(), time.thread_time()
+            part.evaluate(model)
+            took, processor = time.monotonic() - before[0], time.thread_time() - before[1]
+            # The next part takes twice as long as this one.
+            if count >= len(data) or time.monotonic() - began + 2 * took > limit_seconds:
+                return processor * examples / min(count, len(data))
+            count *= 2
+
+
 def links_of(small: RunRecords, large: RunRecords, step: float) -> dict[int, Link]:
     """The link of each worker: latency from round trips of a small model, bandwidth from gradients of a large one.
 
@@ -422,6 +437,24 @@ def seconds_per_update(synchronous: Sequence[RunRecords], asynchronous: Iterable
     return statistics.fmean(_require_values(waits, 0)) - statistics.fmean(_require_values(usual, 0)) - round_trip
 
 
+def seconds_per_worker_update(decentralized: Sequence[RunRecords], asynchronous: Sequence[RunRecords]) -> float | None:
+    """By how much longer rounds take where workers update their own parameters than where a hub does meanwhile.
+
+    The time of the hub that shares cores with workers is a part of the cost of their rounds already.
+
+    Args:
+        decentralized: runs in which each worker makes its own updates; none: there is no result.
+        asynchronous: runs with rounds of the same shape and a hub.
+    """
+    if not decentralized:
+        return None
+    own, usual = (
+        statistics.fmean(_means([round_periods(run) for run in runs]).values())
+        for runs in (decentralized, asynchronous)
+    )
+    return _rounded(max(0.0, own - usual))
+
+
 # From seconds to a cluster
 
 
@@ -448,6 +481,21 @@ def cluster_of(workers: Sequence[MeasuredWorker], update: float, link: Link, sam
         workers=tuple(overrides),
         link=_rounded_link(link),
         measured=True,
+    )
+
+
+def with_evaluations(cluster: Cluster, seconds: float, cores: int, remote: Sequence[int]) -> Cluster:
+    """The same cluster, where evaluations take time.
+
+    Args:
+        cluster: speeds and links.
+        seconds: seconds of one core per evaluation.
+        cores: how many cores workers and evaluations share.
+        remote: workers on other machines, counted from 0.
+    """
+    overrides = [WorkerOverride(tuple(remote), is_remote=True)] if remote else []
+    return dataclasses.replace(
+        cluster, seconds_per_evaluation=_rounded(seconds), cores=cores, workers=(*cluster.workers, *overrides)
     )
 
 

@@ -107,8 +107,49 @@ class Computation:
     parameters_version: int
     """torch's version counter of the parameters at the start, to detect a node that changes them meanwhile"""
     paused: float = 0.0
-    """Seconds of the round during which the process was paused."""
+    """Seconds of the round during which the process was paused, or that evaluations took from it."""
+    slowed_since: float | None = None
+    """From when on the round is slower by `slowdown`, because of an evaluation; None: it is not."""
+    slowdown: float = 1.0
+    cancelled: bool = False
     hung_until: float = 0.0
     """When a hang of the round ends, which `Cancel` cannot end."""
     computed: tuple[int, GradientResult] | None = None
     """The gradient, if it was computed with those of other rounds, and of how many samples."""
+
+    def lost_seconds(self, now: float) -> float:
+        """Seconds from the start of the round until `now` in which nothing was computed."""
+        if self.slowed_since is None:
+            return self.paused
+        return self.paused + max(0.0, now - self.slowed_since) * (1.0 - 1.0 / self.slowdown)
+
+    def slow_down(self, factor: float, now: float) -> None:
+        """An evaluation begins; it does not prolong the delay before the first micro-batch."""
+        self.slowdown, self.slowed_since = factor, max(now, self.start + self.timing.round_delay.delay_seconds)
+
+    def speed_up(self, now: float) -> None:
+        """No evaluation is under way any more."""
+        self.paused, self.slowed_since, self.slowdown = self.lost_seconds(now), None, 1.0
+
+    def end_of(self, samples: int) -> float:
+        """When so many samples are done, at the present speed."""
+        end = self.start + self.paused + self.timing.seconds(samples)
+        if self.slowed_since is None or end <= self.slowed_since:
+            return end
+        return self.slowed_since + (end - self.slowed_since) * self.slowdown
+
+    def done_seconds(self, now: float) -> float:
+        """Seconds of the round in which something was computed, its delay included."""
+        return now - self.start - self.lost_seconds(now)
+
+    def fit(self, done: float) -> None:
+        """Set the end anew, after time was lost. The limit of a `Seconds` budget stays, so fewer samples may fit.
+
+        done: seconds in which something has been computed.
+        """
+        budget = self.action.budget
+        if isinstance(budget, Seconds):
+            left = max(budget.seconds - self.lost_seconds(self.start + budget.seconds), done, 1e-9)
+            samples = self.timing.samples(Seconds(left, samples_max=budget.samples_max))
+            self.samples = min(self.samples, samples) if self.cancelled else samples
+        self.ends = self.end_of(self.samples)

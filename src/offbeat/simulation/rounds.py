@@ -13,7 +13,7 @@ import functools
 from torch import Tensor
 
 from offbeat.cluster.faults import Corrupt, Hang
-from offbeat.core.actions import Compute, Evaluate, Seconds
+from offbeat.core.actions import Compute, Evaluate
 from offbeat.core.events import Evaluated, Event, GradientReady, StepReady
 from offbeat.core.optimizers import Optimizer
 from offbeat.engine.experiment import Experiment
@@ -21,6 +21,7 @@ from offbeat.engine.gradient_accumulator import GradientResult
 from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
 from offbeat.errors import ContractViolation
 from offbeat.records.schema import Round
+from offbeat.simulation.evaluation_timing import EvaluationTiming
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.leases import SentTensors
 from offbeat.simulation.process import Process
@@ -31,7 +32,7 @@ from offbeat.simulation.simulation_records import SimulationRecords
 
 
 class Rounds:
-    """Carries out `Compute`, `Cancel` and `Evaluate`."""
+    """Carries out `Compute`, `Cancel` and `Evaluate`, and lets updates take time."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Rounds:
         user_optimizer: Optimizer | None,
         queue: EventQueue,
         gradient_computer: GradientComputer,
+        evaluations: EvaluationTiming,
         orders: SampleOrders,
         groups: RoundGroups | None,
         records: SimulationRecords,
@@ -52,6 +54,7 @@ class Rounds:
             they get gradients.
         queue: the clock.
         gradient_computer: differentiates and evaluates the model.
+        evaluations: when evaluations end, and which rounds they slow down.
         orders: which samples belong to the draws of a rank.
         groups: computes gradients of several rounds together; None: each is computed by itself.
         records: receives the record of each round, and those of an evaluation.
@@ -64,6 +67,8 @@ class Rounds:
         self._hangs = [fault for fault in experiment.cluster.faults if isinstance(fault, Hang)]
         self._queue = queue
         self._gradient_computer = gradient_computer
+        self._evaluations = evaluations
+        evaluations.schedule_round_end = self._schedule_end
         self._orders = orders
         self._groups = groups
         self._records = records
@@ -81,6 +86,7 @@ class Rounds:
         for fault in self._hangs:
             if fault.rank == process.rank and fault.at_seconds <= now < fault.at_seconds + fault.seconds:
                 self.hang(process.computation, fault.at_seconds + fault.seconds - now)
+        self._evaluations.computing_began(process, process.computation)
         self._schedule_end(process, process.computation)
         if self._groups is not None:
             self._groups.begin(process, process.computation)
@@ -109,13 +115,13 @@ class Rounds:
         computation, now = process.computation, self._queue.now
         if computation is None:
             return
-        computed = now - computation.start - computation.paused
-        samples = computation.timing.samples_when_cancelled(computed, computation.samples)
+        done = computation.done_seconds(now)
+        samples = computation.timing.samples_when_cancelled(done, computation.samples)
         if samples >= computation.samples:
             return
-        ends = computation.start + computation.paused + computation.timing.seconds(samples) if samples else 0.0
+        ends = max(now, computation.end_of(samples) if samples else 0.0, computation.hung_until)
         process.computation = dataclasses.replace(
-            computation, samples=samples, ends=max(now, ends, computation.hung_until), computed=None
+            computation, samples=samples, ends=ends, cancelled=True, computed=None
         )
         self._schedule_end(process, process.computation)
 
@@ -126,6 +132,7 @@ class Rounds:
                 f"rank {process.rank} changed a tensor that it had sent, while its gradient was computed"
             )
         process.computation = None
+        self._evaluations.computing_ended()
         process.speed.advance(samples)
         result = self._gradient(process, computation)
         seconds = now - computation.start
@@ -184,20 +191,23 @@ class Rounds:
         return parameters_copy.to(layout.master_dtype) - before
 
     def evaluate(self, process: Process, action: Evaluate) -> None:
-        """Evaluate now; in virtual time it takes no time."""
+        """Evaluate now; the result arrives after the time that an evaluation takes."""
         measured = self._gradient_computer.evaluate(action.parameters, action.buffers, is_score=action.is_score)
         self._records.write_evaluation(self._queue.now)
-        process.emit(self._queue.now, lambda at: Evaluated(at, action.version, *measured))
+        workload = self._gradient_computer.workload
+        share = len(workload.validation) / len(workload.evaluation_examples) if action.is_score else 1.0
+        self._evaluations.put(process, lambda at: Evaluated(at, action.version, *measured), share)
+
+    def update(self, process: Process, seconds: float) -> None:
+        """Let a process be busy with an update."""
+        self._evaluations.updating(process, seconds)
+        process.sleep(seconds)
 
     def pause(self, computation: Computation, seconds: float) -> None:
         """Extend a round by a pause. The time limit of a `Seconds` budget keeps running, so fewer samples may fit."""
-        budget, done = computation.action.budget, self._queue.now - computation.start - computation.paused
+        done = computation.done_seconds(self._queue.now)
         computation.paused += seconds
-        if isinstance(budget, Seconds):
-            left = max(budget.seconds - computation.paused, done, 1e-9)
-            samples = computation.timing.samples(Seconds(left, samples_max=budget.samples_max))
-            computation.samples = min(computation.samples, samples)
-        computation.ends = computation.start + computation.paused + computation.timing.seconds(computation.samples)
+        computation.fit(done)
 
     def hang(self, computation: Computation, seconds: float) -> None:
         """Extend a round by a hang: as a pause, and `Cancel` does not end it."""

@@ -72,7 +72,7 @@ class SimulatedBackend:
         """Write a record; the rank is busy for the time of an update after a record of one."""
         self._records.write(record)
         if isinstance(record, Update) and self._process.speed.seconds_per_update > 0:
-            self._process.sleep(self._process.speed.seconds_per_update)
+            self._rounds.update(self._process, self._process.speed.seconds_per_update)
 
     def finish(self, action: Finish) -> None:
         self._table.finish(self._process, action)

@@ -30,6 +30,7 @@ from offbeat.errors import ContractViolation
 from offbeat.records.files import Writer
 from offbeat.records.schema import Notice
 from offbeat.simulation.delivery import Delivery
+from offbeat.simulation.evaluation_timing import EvaluationTiming
 from offbeat.simulation.event_queue import EventQueue
 from offbeat.simulation.fault_injector import FaultInjector
 from offbeat.simulation.leases import SentTensors, revoke_lease
@@ -138,7 +139,10 @@ class Simulation:
         groups = None
         if self.batching.group_max:
             groups = RoundGroups(self.batching, BatchedGradients(workload, computer.flat), orders)
-        rounds = Rounds(experiment, user_optimizer, queue, computer, orders, groups, records, sent, table.initial)
+        evaluations = EvaluationTiming(experiment.cluster, processes, queue)
+        rounds = Rounds(
+            experiment, user_optimizer, queue, computer, evaluations, orders, groups, records, sent, table.initial
+        )
         self._fault_injector = FaultInjector(experiment, notice_seconds, queue, table, network, links, rounds)
         for process in processes:
             peers_of = network.links(process.rank)
