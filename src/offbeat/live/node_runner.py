@@ -6,8 +6,8 @@ the training loop for results, that of a link for what it has received, an evalu
 background thread for timers and all else. So a user's own training loop and the one of `offbeat train` are driven in
 the same way.
 
-What links receive goes through the queue of the transport, and their threads do not wait for the lock: whoever has it
-handles what is queued. A thread switch takes longer than most messages do.
+What links receive goes through the queue of the transport, and their threads do not wait for the lock: the thread that
+holds it handles what is queued. A thread switch takes longer than most messages do.
 
 The runner has the lock and dispatches. Its parts do the rest: `Inbox` turns what was received into events of the node,
 `LiveBackend` carries out actions, `LiveOutbox` sends, `RecordSink` writes records, and `DueQueue` holds what happens
@@ -402,7 +402,7 @@ class NodeRunner:
                 self.fail(error)
             finally:
                 self._monitor.release()
-        if self._transport.has_received:  # left to the background thread, since nobody reads this link meanwhile
+        if self._transport.has_received:  # left to the background thread, since this link is not read meanwhile
             self._transport.wake()
 
     # Called with the lock held
