@@ -50,6 +50,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/simulator.py --scaling
 	$(BIN)/python bench/batching.py
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/round_trips.py
 	$(BIN)/python bench/faults.py
 	$(BIN)/python bench/soak.py --minutes 10
 	$(BIN)/python bench/straggler.py
