@@ -27,13 +27,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Measured:
-    """The last line of a command's output, and what its processes took.
+    """What the processes of a command took.
 
     bytes_max: the largest sum of proportional set sizes: a page of several processes counts once
     processor_seconds: user and system time, start and imports included
     """
 
-    last_line: str
     bytes_max: int
     processor_seconds: float
 
@@ -44,8 +43,8 @@ def run_measured(command: Sequence[str], environment: Mapping[str, str], seconds
     deadline = time.monotonic() + seconds_max
     bytes_max = 0
     seconds: dict[int, float] = {}
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=dict(environment), stdout=output, stderr=errors)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=dict(environment), stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 running = descendants()
@@ -57,13 +56,11 @@ def run_measured(command: Sequence[str], environment: Mapping[str, str], seconds
                 time.sleep(SAMPLE_SECONDS)
         finally:
             end_descendants()
-        output.seek(0)
-        errors.seek(0)
-        lines = output.read().splitlines()
-        if process.returncode or not lines:
-            shown = "\n".join((lines + errors.read().splitlines())[-OUTPUT_LINES:])
+        if process.returncode:
+            output.seek(0)
+            shown = "\n".join(output.read().splitlines()[-OUTPUT_LINES:])
             raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}:\n{shown}")
-    return Measured(lines[-1], bytes_max, sum(seconds.values()))
+    return Measured(bytes_max, sum(seconds.values()))
 
 
 def descendants() -> list[int]:

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from federated.task import CLIENTS, IMAGES, MODELS, PARAMETERS, STEPS, Task, new_model
+from federated.task import CLIENTS, IMAGES, MODELS, PARAMETERS, RESULT, STEPS, Task, new_model
 from offbeat.core.examples import Order
 from offbeat.lab.data.arrays import load_images
 from peer_environments import PEERS, NotInstallable, Peer
@@ -153,10 +153,11 @@ def one_repeat(task: Task, repeat: int, interpreters: dict[str, Path]) -> list[R
         task.save(directory / "task.npz")
         for contestant, python in interpreters.items():
             script = CONTESTANTS[contestant]
+            (directory / RESULT).unlink(missing_ok=True)
             paths = SCRIPTS / script.script, directory / "task.npz", directory
             command = [str(python), *map(str, paths), *script.arguments]
             measured = run_measured(command, environment(script), SECONDS_MAX)
-            result = json.loads(measured.last_line)
+            result = json.loads((directory / RESULT).read_text())
             steps = task.rounds * CLIENTS * STEPS
             if result["steps"] != steps:
                 raise RuntimeError(f"{contestant} has taken {result['steps']} local steps, but {steps} were expected")

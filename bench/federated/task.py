@@ -1,7 +1,7 @@
 """Federated averaging as all contestants of `bench/simulators.py` compute it: model, images, batches, result.
 
 Imports torch and NumPy alone, since each contestant runs in an environment of its own. A contestant is a script that is
-given the file of a task and a directory; it prints one line of JSON and writes the parameters that it ends with.
+given the file of a task and a directory, into which it writes its result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ IMAGES = 50
 BATCH = 10
 STEPS = IMAGES // BATCH
 """Local steps of a client in a round: one epoch."""
-RATE = 0.1
-"""Learning rate of the clients; the server takes the mean."""
+RATE = 0.01
+"""Learning rate of the clients. At 0.1, rounding errors of the CNN grow a hundredfold in a round."""
 CLASSES = 10
 HIDDEN = 64
 
 MODELS = ("cnn", "cnn-dropout", "perceptron")
-PARAMETERS = "parameters.npy"
+PARAMETERS, RESULT = "parameters.npy", "result.json"
 
 
 @dataclass(frozen=True)
@@ -108,5 +108,6 @@ def report(seconds: float, steps: int, parameters: Tensor) -> None:
     steps: local steps that were taken
     parameters: the final parameters of the server, as one vector
     """
-    np.save(Path(sys.argv[2]) / PARAMETERS, parameters.detach().numpy())
-    print(json.dumps({"seconds": seconds, "steps": steps}), flush=True)
+    directory = Path(sys.argv[2])
+    np.save(directory / PARAMETERS, parameters.detach().numpy())
+    (directory / RESULT).write_text(json.dumps({"seconds": seconds, "steps": steps}))
