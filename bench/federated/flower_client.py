@@ -17,7 +17,9 @@ def state_of_actor(path: str) -> tuple[Task, nn.Module]:
     """The task and a model, once in each process."""
     torch.set_num_threads(1)
     task = Task.load(Path(path))
-    return task, task.model()
+    model = task.model()
+    torch.optim.SGD(model.parameters())  # imports torch's compiler
+    return task, model
 
 
 def train(message: Message, context: Context) -> Message:

@@ -98,6 +98,7 @@ def new_model(name: str) -> nn.Module:
 def task_of_arguments() -> Task:
     """The task named on the command line; from then on torch computes in one thread."""
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first optimizer of a process imports torch's compiler
     return Task.load(Path(sys.argv[1]))
 
 
