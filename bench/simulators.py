@@ -52,6 +52,7 @@ from process_tree import run_measured
 
 ROUNDS = 50
 REPEATS = 5
+WIDTH = 120
 SECONDS_MAX = 3600
 """The longest run of a contestant."""
 SCRIPTS = Path(__file__).parent / "federated"
@@ -114,7 +115,7 @@ def main() -> None:
         return
     for model in arguments.models:
         print(f"{model}: {arguments.rounds} rounds, medians of {arguments.repeats} repeats")
-        Console().print(table_of([row for row in rows if row.model == model]))
+        Console(width=WIDTH).print(table_of([row for row in rows if row.model == model]))
     for sentence in skipped:
         print(sentence)
 
