@@ -49,6 +49,8 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python bench/simulator.py --scaling
 	$(BIN)/python bench/batching.py
+	$(BIN)/offbeat data get cifar10
+	$(BIN)/python bench/simulators.py
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/round_trips.py
 	$(BIN)/python bench/faults.py
