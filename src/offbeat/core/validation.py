@@ -50,7 +50,8 @@ def check_instance(value: Any, kinds: tuple[type[Any], ...], what: str, example:
     what: the name of the value in the sentence
     example: an expression for a valid value, for the sentence
     """
-    require(isinstance(value, kinds), f"{what} must be an object such as {example}, but is {_shown(value)}")
+    if not isinstance(value, kinds):  # a workload that is shown prints its data
+        raise ConfigurationError(f"{what} must be an object such as {example}, but is {_shown(value)}")
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -105,7 +106,8 @@ def _variants(cls: type[Any]) -> list[type[Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}; type {value.__name__}()"
-    return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"
 
 
 def require(condition: bool, sentence: str) -> None:
