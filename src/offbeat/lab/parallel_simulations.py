@@ -1,4 +1,6 @@
-"""Several simulations at a time: each in a forked copy of this process, which hands in its records as files.
+"""Several simulations at a time: in forked copies of this process, which hand in records as files.
+
+A copy simulates one after the other, since the first one in a process takes longer.
 
 A simulation does not depend on which process it runs in: its records have the same bytes as one at a time.
 """
@@ -9,15 +11,15 @@ import contextlib
 import dataclasses
 import functools
 import mmap
+import operator
 import os
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from offbeat.core.actions import Record
 from offbeat.core.validation import require
@@ -155,30 +157,73 @@ def _simulate_in_copies(tasks: Sequence[SimulationTask], jobs: int, observer: Si
         assert workload is not None
         build_workload(workload)  # once, and not once in each copy
     prepare_to_fork()
-    waiting, running = deque(range(len(tasks))), dict[int, Child]()
-    shares = memoryview(mmap.mmap(-1, 8 * len(tasks))).cast("d")  # shared with the copies
     with tempfile.TemporaryDirectory(prefix="offbeat-simulations-") as temporary:
         placed = [
             task if task.directory is not None else dataclasses.replace(task, directory=Path(temporary, str(index)))
             for index, task in enumerate(tasks)
         ]
+        board = _Board(len(tasks))
+        copies: list[Child] = []
         try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    index = waiting.popleft()
-                    running[index] = _start(index, placed[index], shares)
-                ended = [index for index, child in running.items() if child.poll() is not None]
+            copies += [_start(number, placed, board) for number in range(jobs)]
+            waiting = set(range(len(tasks)))
+            while waiting:
+                board.hand_out()
+                ended = [index for index in waiting if board.states[index] == _ENDED]
                 for index in ended:
-                    _check(running.pop(index), tasks[index])
+                    waiting.remove(index)
                     yield index, _records_of(tasks[index], placed[index])
-                for index in running:
-                    observer.share(index, shares[index], label_of(tasks[index].experiment))
+                for number, copy in enumerate(copies):
+                    if copy.poll():
+                        _raise_failure(copy, board.task_of(number), tasks)
+                for index in waiting:
+                    if board.states[index] != _WAITING:
+                        observer.share(index, board.shares[index], label_of(tasks[index].experiment))
                 if not ended:
                     time.sleep(POLL_SECONDS)
         finally:
-            for child in running.values():
-                child.kill()
-                child.wait()
+            board.close()
+            for copy in copies:
+                copy.kill()
+                copy.wait()
+
+
+_WAITING, _ENDED = 0, -1
+"""States of a task; in between, the number of the copy that simulates it, counted from 1."""
+
+
+class _Board:
+    """The tasks, where all copies see them: which comes next, and how far each is."""
+
+    def __init__(self, tasks: int) -> None:
+        memory = memoryview(mmap.mmap(-1, 16 * tasks))  # shared with the copies
+        self.shares = memory[: 8 * tasks].cast("d")
+        self.states = memory[8 * tasks :].cast("q")
+        self._next, self._queue = os.pipe()
+        os.set_blocking(self._queue, False)
+        self._queued, self._tasks = 0, tasks
+
+    def hand_out(self) -> None:
+        """Let copies take the next tasks; all of them, unless there are ten thousand."""
+        with contextlib.suppress(BlockingIOError):
+            while self._queued < self._tasks:
+                os.write(self._queue, self._queued.to_bytes(_INDEX_BYTES, "little"))
+                self._queued += 1
+
+    def take(self) -> int:
+        """In a copy: the next task. A pipe gives it to one copy, even if another is killed meanwhile."""
+        return int.from_bytes(os.read(self._next, _INDEX_BYTES), "little")
+
+    def task_of(self, number: int) -> int | None:
+        """What a copy simulates."""
+        return next((index for index, state in enumerate(self.states) if state == number + 1), None)
+
+    def close(self) -> None:
+        os.close(self._queue)
+        os.close(self._next)
+
+
+_INDEX_BYTES = 8
 
 
 def _records_of(task: SimulationTask, placed: SimulationTask) -> RunRecords:
@@ -186,15 +231,18 @@ def _records_of(task: SimulationTask, placed: SimulationTask) -> RunRecords:
     return dataclasses.replace(read_run(placed.directory), directory=task.directory)
 
 
-def _start(index: int, task: SimulationTask, shares: memoryview[float]) -> Child:
+def _start(number: int, tasks: Sequence[SimulationTask], board: _Board) -> Child:
+    """Start a copy, which simulates one task after the other, and is killed when all have ended."""
+
     def main() -> int:
-        def share(value: float) -> None:
-            shares[index] = value
+        while True:
+            index = board.take()
+            board.states[index] = number + 1
+            share = functools.partial(operator.setitem, board.shares, index)
+            _simulate(tasks[index], share, lambda sentence: print(f"offbeat: {sentence}", file=sys.stderr))
+            board.states[index] = _ENDED
 
-        _simulate(task, share, lambda sentence: print(f"offbeat: {sentence}", file=sys.stderr))
-        return 0
-
-    return start_forked(main, rank=index, incarnation=0, environment={}, on_line=_print_line)
+    return start_forked(main, rank=number, incarnation=0, environment={}, on_line=_print_line)
 
 
 def _print_line(_: int, text: str) -> None:
@@ -202,12 +250,10 @@ def _print_line(_: int, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _check(child: Child, task: SimulationTask) -> None:
-    """Raise what has ended a copy early."""
-    code = child.wait()
-    if code == 0:
-        return
-    raise _failure(child, code, label_of(task.experiment))
+def _raise_failure(child: Child, index: int | None, tasks: Sequence[SimulationTask]) -> NoReturn:
+    """Raise what has ended a copy."""
+    label = "the next run" if index is None else label_of(tasks[index].experiment)
+    raise _failure(child, child.wait(), label)
 
 
 def _failure(child: Child, code: int, label: str) -> OffbeatError:
