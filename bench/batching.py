@@ -29,6 +29,7 @@ from offbeat.core.workload import Workload
 from offbeat.engine.batched_gradients import BatchedGradients, RoundInputs
 from offbeat.engine.batching import choose_batching, try_batching
 from offbeat.engine.gradient_computer import GradientComputer, GradientRequest
+from offbeat.launch.process_settings import keep_freed_memory
 
 WORKLOADS = {
     "quadratic": ob.workloads.Quadratic(),
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `offbeat simulate` does
     rows = [
         row_of(name, workload.build(), samples, workers, arguments.repeats)
         for name, workload in WORKLOADS.items()

@@ -31,7 +31,6 @@ from offbeat.lab.experiment_plan import Plan, decode_experiment
 from offbeat.lab.experiment_progress import PlanProgress
 from offbeat.lab.parallel_simulations import ProcessKilled, SimulationTask, jobs_for, run_simulations
 from offbeat.lab.progress import Progress, RunProgress, show_progress
-from offbeat.launch.process_settings import keep_freed_memory
 from offbeat.records.comparison import Comparison
 from offbeat.records.files import HEADER, file_name
 from offbeat.records.metrics import Summary
@@ -152,7 +151,6 @@ def _write_experiment(plan: Plan, path: Path, command: str) -> None:
 def _simulate(places: dict[Experiment, str], directory: Path, output: Output, jobs: int | None) -> list[RunRecords]:
     tasks = [SimulationTask(experiment, directory / name, True, output.track) for experiment, name in places.items()]
     count = jobs_for(jobs, tasks)
-    keep_freed_memory()  # as simulations in copies of this process do
     with show_progress(output.quiet) as progress:
         observer = _Observer(RunProgress(progress, len(tasks), count), progress, output.quiet)
         try:

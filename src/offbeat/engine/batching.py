@@ -29,9 +29,9 @@ from offbeat.errors import shortened
 
 Batched = Literal["auto", "on", "off"]
 
-GROUP_MIN = 6
-"""Fewer rounds take longer in one call than one by one, since what vmap costs does not depend on how many there are."""
-WORKERS_MIN = 8
+GROUP_MIN = 8
+"""Fewer rounds of a perceptron take longer in one call than one by one: what vmap costs does not depend on how many."""
+WORKERS_MIN = 10
 """With fewer workers there are too few groups of that size."""
 GROUP_MAX = 64
 """More rounds in a call are no faster, and more of them are computed in vain if the run ends before they do."""

@@ -24,6 +24,7 @@ from offbeat.errors import RunFailed
 from offbeat.lab.experiment_progress import show_experiments
 from offbeat.lab.run_results import save_result
 from offbeat.lab.tracked_runs import open_sink, sink_for
+from offbeat.launch.process_settings import keep_freed_memory
 from offbeat.records.files import HEADER, FileWriter, MemoryWriter
 from offbeat.records.metrics import Summary, summarize
 from offbeat.records.schema import RunHeader, RunRecords
@@ -144,6 +145,7 @@ def simulate_experiment(
     experiment, workload = experiment.resolved()
     assert experiment.until is not None
     directory = None if out is None else Path(out)
+    keep_freed_memory()
     with one_thread(), contextlib.ExitStack() as stack:
         recorder = _Recorder(experiment, on_record)
         simulation = Simulation(experiment, recorder)
