@@ -28,6 +28,7 @@ import torch
 import offbeat as ob
 from offbeat.core.examples import Order
 from offbeat.engine.gradient_accumulator import GradientResult
+from offbeat.launch.process_settings import keep_freed_memory
 from offbeat.records.files import MemoryWriter
 from offbeat.records.schema import Round
 from offbeat.simulation.simulator import Simulation
@@ -36,6 +37,8 @@ from offbeat.strategies.hub.hub_server import HubServer
 BATCH = 64
 ROUNDS = 200
 REPEATS = 31
+ROUNDS_PER_WORKER = 40
+"""Where gradients are computed together: those of the rounds that the end of a run cuts off are computed in vain."""
 EVENT_WORKERS, EVENT_REPEATS = 1000, 5
 SCALING = (10, 100, 1000, 10_000)
 
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--scaling", action="store_true", help="events per second by number of workers")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as simulations and live runs do
     repeats = arguments.repeats
     overhead = ratio_of([one_pair(ob.workloads.DigitsCNN(), 16, "off") for _ in range(repeats)])
     batched = {
@@ -59,7 +63,8 @@ def main() -> None:
         result = {"overhead_digits": overhead, "batched_over_bare": batched, "events_per_second": round(events)}
         print(json.dumps({**result, "scaling": scaling}))
         return
-    print(f"batch {BATCH}, {ROUNDS} gradients or three a worker, median of {repeats} pairs, and quartiles")
+    print(f"batch {BATCH}, {ROUNDS} gradients, or {ROUNDS_PER_WORKER} a worker where they are batched")
+    print(f"median of {repeats} pairs, and quartiles")
     print(f"overhead_digits {_shown(overhead)}")
     for workers, ratio in batched.items():
         print(f"batched_over_bare, {workers} workers {_shown(ratio)}")
@@ -83,19 +88,20 @@ def one_pair(named: Any, workers: int, batched: Any) -> tuple[float, float]:
     """Seconds of a simulated run, and of the gradients in it computed by a plain loop."""
     workload = named.build()
     strategy = ob.AsyncFixed(batch=BATCH, microbatch=BATCH).with_default_optimizer(workload.optimizer)
-    until = ob.Samples(max(ROUNDS, 3 * workers) * BATCH)
+    rounds = ROUNDS if batched == "off" else ROUNDS_PER_WORKER * workers
+    until = ob.Samples(rounds * BATCH)
     experiment = ob.Experiment(workload, strategy, workers=workers, until=until, evaluate=None, batched=batched)
     writer = MemoryWriter()
     simulation = Simulation(experiment, writer)
     simulated = seconds_of(simulation.run)
-    rounds = [record for record in writer.records if isinstance(record, Round)]
+    records = [record for record in writer.records if isinstance(record, Round)]
 
     model = workload.initial_model(0)
     indices = workload.split.indices(workload.train.targets, 0, workers, 0)
     orders = {rank: Order(indices, 0, rank) for rank in range(1, workers + 1)}
 
     def plain_loop() -> None:
-        for record in rounds:
+        for record in records:
             if record.samples:
                 model.zero_grad()
                 inputs, targets = workload.train.take(orders[record.rank].take(*record.draws))
