@@ -208,7 +208,10 @@ def npy(text: str, version: int, body: int) -> bytes:
     st.integers(0, 100),
     st.none() | st.sampled_from([0, 2**31, 2**40]),
     count=40,
-    examples=[("{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776,)}", 1, 0, 2**40)],
+    examples=[
+        ("{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776,)}", 1, 0, 2**40),
+        ("{'descr': '<u1', 'fortran_order': False, 'shape': (1L,), }", 1, 1, None),  # as Python 2 wrote it
+    ],
 )
 def test_an_array_that_lies_about_its_type_or_size_is_refused(
     text: str, version: int, body: int, file_size: int | None

@@ -24,7 +24,7 @@ import tokenize
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -246,26 +246,23 @@ def _npz_array(data: bytes, key: str, name: str, bytes_max: int) -> NDArray[Any]
         if f"{key}.npy" not in archive.namelist():
             raise ConfigurationError(f"{name} has no array called {key}; expected {IMAGENET32_EXPECTED}")
         info = archive.getinfo(f"{key}.npy")
-        try:
+        with suppress(ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it was written by Python 2, or looks like that
             with open_in_zip(archive, info) as file:
                 announced = _announced_bytes(file) + file.tell()
             if announced == info.file_size <= bytes_max:
                 with open_in_zip(archive, info) as file:
                     return np.lib.format.read_array(file, allow_pickle=False)
-        except ValueError:
-            pass
     raise ConfigurationError(f"{name} is damaged: {key} is not as large as its head says; get it again")
 
 
 def _announced_bytes(file: Any) -> int:
     """The size of an array by the header of its .npy file, which is Python; raises `ValueError` if it is damaged."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it was written by Python 2, or looks like that
-            if np.lib.format.read_magic(file) == (1, 0):
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        if np.lib.format.read_magic(file) == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
         return math.prod(shape) * dtype.itemsize
     except (SyntaxError, tokenize.TokenError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
