@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_batched_is_computed_one_by_one_with_a_notice(
             train=(workload.train.inputs.bfloat16(), workload.train.targets),
             test=(workload.test.inputs.bfloat16(), workload.test.targets),
         )
-    run = ob.simulate(workload, ob.FixedMinibatch(batch=8), until=ob.Samples(200), workers=8)
+    run = ob.simulate(workload, ob.FixedMinibatch(batch=8), until=ob.Samples(200), workers=batching.WORKERS_MIN)
     texts = [notice.text for notice in of_kind(run.records, Notice)]
     assert len(texts) == 1
     assert texts[0].startswith("gradients of several workers are not computed together, which takes longer: the model")
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_be_batched_is_computed_one_by_one_with_a_notice(
 
 def test_nothing_is_tried_where_nothing_is_gained() -> None:
     workload = with_model(linear(nn.Dropout()))
-    for batched, workers in (("off", 8), ("auto", 2)):
+    for batched, workers in (("off", batching.WORKERS_MIN), ("auto", 2)):
         run = ob.simulate(
             workload,
             ob.FixedMinibatch(batch=8),
@@ -241,7 +241,11 @@ def test_large_models_are_computed_in_smaller_groups(monkeypatch: pytest.MonkeyP
 
 def test_the_choice_is_part_of_the_experiment(tmp_path: Path) -> None:
     experiment = ob.Experiment(
-        SMALL["digits-logistic"], ob.AsyncFixed(batch=16), workers=8, until=ob.Samples(640), batched="off"
+        SMALL["digits-logistic"],
+        ob.AsyncFixed(batch=16),
+        workers=batching.WORKERS_MIN,
+        until=ob.Samples(640),
+        batched="off",
     )
     simulate_experiment(experiment, tmp_path / "off")
     header = read_run(tmp_path / "off").header
