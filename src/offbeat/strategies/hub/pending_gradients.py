@@ -26,7 +26,8 @@ class PendingGradients(Stateful):
     """The gradients of the next update.
 
     With `in_rank_order` they are held and summed in the order of ranks, so that the sum does not depend on the order of
-    arrival. Otherwise each is added to the sum when it arrives.
+    arrival. Otherwise each is added to the sum when it arrives; the first one is held, since it may be the only one,
+    whose mean is made in one pass.
     """
 
     caches = ("_memory",)
@@ -57,14 +58,25 @@ class PendingGradients(Stateful):
         self._divisor += weight * message.divisor
         self._undamped += message.divisor
         self._loss += message.loss
-        if self._in_rank_order:
+        if self._in_rank_order or self._is_empty:
             self._held.append((rank, weight, kept(event, Gradient).gradient))
         else:
+            self._add_held()
             self._add(message.gradient, weight)
         if message.buffers:
             self._buffers.append((rank, tuple(buffer.clone() for buffer in message.buffers), message.samples))
         self.contributions.append(Contribution(rank, *message.draws, staleness))
         self.count(rank, Effort(message.samples, message.seconds))
+
+    @property
+    def _is_empty(self) -> bool:
+        return self._sum is None and not self._held
+
+    def _add_held(self) -> None:
+        """Add the gradients that are held, in the order of ranks."""
+        held, self._held = sorted(self._held, key=lambda one: one[0]), []
+        for _, weight, gradient in held:
+            self._add(gradient, weight)
 
     def _add(self, gradient: Tensor, weight: float) -> None:
         if self._sum is None:
@@ -86,11 +98,13 @@ class PendingGradients(Stateful):
 
     def mean(self) -> Tensor:
         """The weighted mean gradient. Nothing may be added afterwards."""
-        for _, weight, gradient in sorted(self._held, key=lambda held: held[0]):
-            self._add(gradient, weight)
         if self._in_rank_order:
             self.contributions.sort(key=lambda contribution: contribution.rank)
             self._buffers.sort(key=lambda entry: entry[0])
+        if self._sum is None and len(self._held) == 1 and self._held[0][1] == 1.0:
+            only = self._held[0][2]
+            return torch.div(only.to(self._memory.dtype), self._divisor, out=self._memory)
+        self._add_held()
         assert self._sum is not None
         return self._sum.div_(self._divisor)
 
