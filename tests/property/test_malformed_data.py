@@ -123,7 +123,10 @@ def test_a_damaged_file_of_a_data_set_is_harmless_or_refused(form: str, number: 
     EDITS,
     st.booleans(),
     count=50,
-    examples=[("IDX", ".zip", [("set", 30, 1, b"\x80")], False)],
+    examples=[
+        ("IDX", ".zip", [("set", 30, 1, b"\x80")], False),
+        ("CIFAR-10, PNG and JSON", ".zip, stored", [("set", 261, 1, b"\0\0\0\0\0\0\0\x0b")], False),
+    ],
 )
 def test_a_damaged_archive_of_a_data_set_is_harmless_or_refused(
     form: str, pack: str, edits: list[Edit], is_compressed: bool

@@ -87,11 +87,20 @@ def use(checkpoint: Checkpoint) -> None:
     checkpoint.check_fits(RunIdentity("model", "strategy"))
 
 
-STRATEGY_AT = FILES[0].index(b"strategy", FILES[0].index(b"strategy") + 1)
-LINE_BREAK = [("set", STRATEGY_AT, 1, b"\n")]
+LINE_BREAKS = [
+    (0, [("set", FILES[0].index(key, FILES[0].index(key) + 1), 1, b"\n")], True) for key in (b"model", b"strategy")
+]
+"""In the value of a key, which is the same word."""
 
 
-@malformed("checkpoints", st.sampled_from([0, 1]), EDITS, st.booleans(), count=50, examples=[(0, LINE_BREAK, True)])
+@malformed(
+    "checkpoints",
+    st.sampled_from([0, 1]),
+    EDITS,
+    st.booleans(),
+    count=50,
+    examples=LINE_BREAKS,
+)
 def test_a_damaged_checkpoint_is_refused_and_read_only_where_its_digest_fits(
     number: int, edits: list[Edit], is_sealed: bool
 ) -> None:

@@ -93,7 +93,7 @@ class Checkpoint:
             )
         if self.model != identity.model:
             raise ConfigurationError(
-                f"the checkpoint is of another model (fingerprint {self.model[:16]}, this one has "
+                f"the checkpoint is of another model (fingerprint {shortened(self.model[:16])}, this one has "
                 f"{identity.model[:16]}); resume with the model that it was made with, or start anew without --resume"
             )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.errors import ConfigurationError, RunFailed
+from offbeat.errors import ConfigurationError, RunFailed, shortened
 from offbeat.lab.data import cache
 from offbeat.lab.data.arrays import Dataset, check, sha256_of
 from offbeat.lab.data.cache import Manifest
@@ -204,7 +204,7 @@ def _decode(entry: DatasetEntry, path: Path, directory: Path, on_decoded: OnDeco
                 return decode_text(entry, path, directory, on_decoded)
         raise TypeError(f"no decoder for {type(entry).__name__}")
     except DAMAGED_ARCHIVE_ERRORS as error:
-        raise ConfigurationError(f"{path} is damaged ({error}); get it again") from None
+        raise ConfigurationError(f"{path} is damaged ({shortened(error)}); get it again") from None
     except OSError as error:
         if error.filename is None or not Path(error.filename).is_relative_to(path):
             raise

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.errors import ConfigurationError, MissingDependency
+from offbeat.errors import ConfigurationError, MissingDependency, shortened
 from offbeat.lab.data.archives import ZIP, ArchiveMember, Stream, members, open_in_zip
 from offbeat.lab.data.arrays import ImageDataset, LabeledImages, create_images
 from offbeat.lab.data.catalogue import IMAGE_FILES, ImageEntry
@@ -323,7 +323,7 @@ def _png_pixels(stream: Any, width: int, height: int, name: str) -> NDArray[np.u
         struct.error,
         image.DecompressionBombError,
     ) as error:
-        raise ConfigurationError(f"{name} is no PNG, or a damaged one ({error}); get it again") from None
+        raise ConfigurationError(f"{name} is no PNG, or a damaged one ({shortened(error)}); get it again") from None
 
 
 def pillow() -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, shortened
 from offbeat.lab.reproduction.runs import MANIFEST, METRICS, STUDY_COPY, read_manifest, read_study
 from offbeat.lab.reproduction.study import Study, StudyRun
 from offbeat.lab.reproduction.study_reads import drawn_from_records, reads_of
@@ -84,5 +84,5 @@ def open_results(path: Path) -> Iterator[Path]:
             with zipfile.ZipFile(path) as archive_file:
                 archive_file.extractall(directory)  # zipfile removes .. and absolute paths from names
         except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # RuntimeError: encrypted
-            raise ConfigurationError(f"{path} cannot be read ({error}); name another archive") from None
+            raise ConfigurationError(f"{path} cannot be read ({shortened(error)}); name another archive") from None
         yield Path(directory)
