@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from offbeat.errors import MissingDependency
@@ -23,6 +26,21 @@ METRICS_MAX = 1000
 """Values that it takes at once."""
 SEND_SECONDS = 1.0
 """Interval between two calls with values."""
+
+
+@contextmanager
+def alone_in_store(uri: str) -> Iterator[None]:
+    """For one process at a time: creating the tables and the experiment of a local store fails if two do so at once."""
+    path = uri.removeprefix("sqlite:///")
+    if path == uri or not Path(path).parent.is_dir():  # a server, or the store will say what is wrong
+        yield
+        return
+    directory = os.open(Path(path).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 @dataclass(eq=False)
@@ -49,18 +67,20 @@ class MLflow(Tracker):
         import mlflow
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # the creation of tables is no news
-        self._client = mlflow.MlflowClient(tracking_uri=self.uri or mlflow.get_tracking_uri())
+        uri = self.uri or mlflow.get_tracking_uri()
         self._began: float | None = None
         self._seconds, self._step = 0.0, 0
         self._events: list[str] = []
         self._unsent: list[Any] = []
         self._sent_at = 0.0
         known = run.recall(self.label)
-        if known is not None:
-            self._id = known
-            self._client.update_run(known, status="RUNNING")
-            return
-        created = self._client.create_run(self._experiment_id(), run_name=run.name)
+        with alone_in_store(uri):
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+            if known is not None:
+                self._id = known
+                self._client.update_run(known, status="RUNNING")
+                return
+            created = self._client.create_run(self._experiment_id(), run_name=run.name)
         self._id = created.info.run_id
         run.remember(self.label, self._id)
         self._log_config(run.config)
