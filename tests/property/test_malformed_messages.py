@@ -225,7 +225,10 @@ BLOBS = [one.encode(torch.linspace(-1, 1, 200, dtype=dtype), Pool()) for one in 
     EDITS,
     st.integers(0, 400),
     count=60,
-    examples=[(0, [("set", 16, 0, b"\xff" * 8)], 400)],
+    examples=[
+        (0, [("set", 16, 0, b"\xff" * 8)], 400),
+        (4, [("set", 4, 1, b"\0"), ("set", 4, 1, b"\0"), ("set", 46, 1, b"\0}")], 200),  # an infinite value
+    ],
 )
 def test_a_damaged_compressed_tensor_is_decoded_within_its_limit_or_refused(
     number: int, edits: list[Edit], numel_max: int
@@ -376,7 +379,7 @@ KIND_NUMBERS = st.integers(0, len(_DECODERS) - 1)
     KIND_NUMBERS,
     CONTROL_CHANGES,
     count=50,
-    examples=[(0, 0, [(0, "add", Nested(b"\x91"))])],
+    examples=[(0, 0, [(0, "add", Nested(b"\x91"))]), (9, 0, [(2, "replace", "")])],
 )
 def test_a_control_message_with_changed_fields_is_read_or_refused(
     number: int, expected: int, edits: list[Change]

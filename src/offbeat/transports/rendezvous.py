@@ -184,7 +184,7 @@ class ControlConnection:
                 f"{kind.__name__} was expected, but something else was received: {shortened(error)}"
             ) from None
         if isinstance(message, Rejection):
-            raise Rejected(message.why, message.final)
+            raise Rejected(message.why.strip() or "it was rejected without a reason", message.final)
         assert isinstance(message, kind)
         return message
 

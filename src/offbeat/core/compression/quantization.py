@@ -100,7 +100,8 @@ class Int8(Compression, name="int8"):
         scales, levels = raw[:scale_bytes].view(values.dtype), raw[scale_bytes:].view(np.int8)
         for rows, part, width in _blocks(header.numel, chunk):
             room = values[part].reshape(-1, width)
-            np.multiply(levels[part].reshape(-1, width), scales[rows, None], out=room)
+            with np.errstate(over="ignore", invalid="ignore"):  # of damaged scales; the hub refuses the result
+                np.multiply(levels[part].reshape(-1, width), scales[rows, None], out=room)
         return vector
 
 
