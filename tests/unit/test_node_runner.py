@@ -434,6 +434,17 @@ def test_a_link_does_not_wait_for_the_lock_and_its_message_is_handled_when_the_l
     holder.join()
 
 
+def test_a_message_is_handled_though_a_thread_that_only_waits_for_the_end_has_the_lock(
+    lined: Callable[..., Lined],
+) -> None:
+    run = lined()
+    with run.runner._monitor:  # as a waiting thread that was woken up and waits again
+        link = threading.Thread(target=run.letter, args=(1, 0))
+        link.start()
+        link.join()
+    run.wait_until(lambda: run.numbers(1) == [0])
+
+
 def test_no_message_of_many_links_is_lost_or_overtaken_while_the_loop_computes(lined: Callable[..., Lined]) -> None:
     def answer(event: Event) -> Iterable[Action]:
         if isinstance(event, Started | GradientReady):

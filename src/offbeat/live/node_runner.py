@@ -151,12 +151,12 @@ class NodeRunner:
     @property
     def round(self) -> LiveRound | None:
         """The outstanding round; None if there is none, or the run has ended."""
-        with self._locked():
+        with self._monitor:
             return None if self.ended else self._backend.round
 
     def next_round(self) -> LiveRound | None:
         """Block until the node asks for a computation; None once the run has ended."""
-        with self._locked():
+        with self._monitor:
             self._monitor.wait_for(lambda: self._backend.round is not None or self.ended)
             return self.round
 
@@ -178,7 +178,7 @@ class NodeRunner:
         ready: the kind of event that the node gets.
         more: further fields of that event.
         """
-        with self._turn():
+        with self._turn(looks_again=True):
             done, self._backend.round = self._backend.round, None
             if done is None or self.ended:
                 return
@@ -214,17 +214,17 @@ class NodeRunner:
 
     def deliver(self, event: Event) -> None:
         """Let the node handle an event that neither a message nor a timer has caused, such as `Evaluated`."""
-        with self._locked(), self._turn():
+        with self._turn():
             self._run_guarded(lambda: self._handle(event))
 
     def notice(self, text: str) -> None:
         """Record a message for the user."""
-        with self._locked(), self._turn():
+        with self._turn():
             self._run_guarded(lambda: self._records.write(Notice(at=self.clock.now(), rank=self.rank, text=text)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the node has finished or failed, at most `timeout` seconds; returns whether it has."""
-        with self._locked():
+        with self._monitor:
             return self._monitor.wait_for(lambda: self.ended, timeout)
 
     def process(self, received: Event | None) -> None:
@@ -232,14 +232,14 @@ class NodeRunner:
 
         The tensors of a message are reused after this returns.
         """
-        with self._locked(), self._turn():
+        with self._turn():
             if received is not None and not self._closed:
                 self._take(received)
             self._process_due()
 
     def next_due(self) -> float | None:
         """When something is due that no message announces; None if nothing is."""
-        with self._locked():
+        with self._monitor:
             return self._next_due()
 
     def leave(self, complete_empty: Callable[[], None] | None = None, *, stay: bool = False) -> None:
@@ -249,7 +249,7 @@ class NodeRunner:
         stay: keep serving the peers until they have finished, however long that takes; otherwise wait for at most
             `LEAVE_SECONDS` and send queued messages at once, whatever the rate limit.
         """
-        with self._locked(), self._turn():
+        with self._turn():
             self._backend.is_leaving = True
             if not stay:
                 self._outbox.lift_limit(self.clock.now())
@@ -265,13 +265,13 @@ class NodeRunner:
 
     def inspect(self, read: Callable[[Node], None]) -> None:
         """Call `read(node)` while the node handles no event and all records are written, for checkpoints."""
-        with self._locked():
+        with self._monitor:
             self._records.write_pending()
             read(self._node)
 
     def replace_node(self, node: Node) -> None:
         """Go on with a node that was restored from a state; the peers that are linked join it."""
-        with self._locked(), self._turn():
+        with self._turn():
             self._node = node
             self._due.clear_timers()
             now = self.clock.now()
@@ -282,7 +282,7 @@ class NodeRunner:
 
     def linked(self) -> frozenset[int]:
         """The peers that are linked now."""
-        with self._locked():
+        with self._monitor:
             return frozenset(self._outbox.linked)
 
     def close(self, linger_seconds: float = 5.0) -> None:
@@ -355,7 +355,7 @@ class NodeRunner:
                     now, due = self.clock.now(), self._next_due()
                     self._next_look = math.inf if due is None else due
                 self._transport.wait(None if due is None else min(WAIT_SECONDS_MAX, max(0.0, due - now)))
-                with self._turn():
+                with self._turn(looks_again=True):
                     self._process_queued()
         except BaseException as error:
             self.fail(error)
@@ -363,20 +363,11 @@ class NodeRunner:
     # Any thread
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock, and let the background thread handle what the threads of links have left to its holder."""
-        try:
-            with self._monitor:
-                yield
-        finally:
-            if self._transport.has_received:
-                self._transport.wake()
+    def _turn(self, looks_again: bool = False) -> Iterator[None]:
+        """Hold the lock in order to handle events.
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the lock in order to handle events; at the end the background thread knows what is due next.
-
-        What the threads of links have left to this one, must be looked for afterwards.
+        At the end the background thread learns what is due next, and of messages that the threads of links have left to
+        this one, unless the caller `looks_again` for these.
         """
         with self._monitor:
             outer, self._holder = self._holder, threading.get_ident()
@@ -387,16 +378,22 @@ class NodeRunner:
                 due = None if outer is not None else self._next_due()
                 if due is not None and due < self._next_look:
                     self._transport.wake()
+        if not looks_again and self._transport.has_received:
+            self._transport.wake()
 
     def _process_received(self) -> None:
-        """Handle what was received, unless another thread holds the lock, which then sees to it."""
+        """Handle what was received, unless another thread has its turn, which then sees to it."""
         if self._holder == threading.get_ident():
             return
         for _ in range(TURNS_MAX):
-            if self._closed or not self._transport.has_received or not self._monitor.acquire(blocking=False):
+            if self._closed or not self._transport.has_received:
+                return
+            if not self._monitor.acquire(blocking=False):
+                if self._holder is None:  # the lock is held for something else, by a thread that sees to nothing
+                    self._transport.wake()
                 return
             try:
-                with self._turn():
+                with self._turn(looks_again=True):
                     self._process_queued()
             except Exception as error:
                 self.fail(error)
@@ -472,7 +469,7 @@ class NodeRunner:
 
     def fail(self, error: BaseException) -> None:
         """End the run of this rank with an error. May be called with or without the lock."""
-        with self._locked():
+        with self._monitor:
             if self.ended:
                 return
             failure = error
