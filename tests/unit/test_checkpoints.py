@@ -37,6 +37,7 @@ from offbeat.live.checkpoints import (
 from offbeat.live.clock import Clock
 from offbeat.live.state_file import DTYPES, HEAD, MAGIC, PARTIAL, VERSION, load, save
 from offbeat.records.files import RankWriter
+from offbeat.strategies.node_state import Stateful
 
 LIST, TUPLE, DICT, TENSOR, BIG = range(5)
 
@@ -379,6 +380,17 @@ def test_a_checkpoint_of_another_model_or_strategy_is_one_sentence() -> None:
         a_checkpoint().check_fits(RunIdentity("xyz", "fmb"))
     with pytest.raises(ConfigurationError, match="of the strategy fmb, and this run's is amb; resume with"):
         a_checkpoint().check_fits(RunIdentity("abc", "amb"))
+
+
+def test_the_state_of_another_version_is_one_sentence() -> None:
+    class Counter(Stateful):
+        _count: int = 0
+
+    node, device = Counter(), torch.device("cpu")
+    a_checkpoint(node={"count": 3}).restore(node, device)  # type: ignore[arg-type]
+    assert node._count == 3
+    with pytest.raises(ConfigurationError, match=r"state of another version of offbeat \(KeyError: 'count'\); resume"):
+        a_checkpoint(node={"number": 3}).restore(node, device)  # type: ignore[arg-type]
 
 
 def test_the_last_three_checkpoints_are_kept(path: Path) -> None:

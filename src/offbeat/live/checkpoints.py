@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from offbeat.core.device_transfer import state_to_device
 from offbeat.core.run_identity import RunIdentity
 from offbeat.core.strategy import Node
 from offbeat.errors import ConfigurationError, ContractViolation, OffbeatError, RunFailed, shortened
@@ -96,6 +97,16 @@ class Checkpoint:
                 f"the checkpoint is of another model (fingerprint {shortened(self.model[:16])}, this one has "
                 f"{identity.model[:16]}); resume with the model that it was made with, or start anew without --resume"
             )
+
+    def restore(self, node: Node, device: torch.device) -> None:
+        """Let a new node continue from here; raises `ConfigurationError` if the state is not one of such a node."""
+        try:
+            node.restore(state_to_device(self.node, device))
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, msgspec.MsgspecError) as error:
+            raise ConfigurationError(
+                f"the checkpoint has the state of another version of offbeat ({type(error).__name__}: "
+                f"{shortened(error)}); resume with that version, or start anew without --resume"
+            ) from None
 
 
 def older_path(path: Path, age: int) -> Path:

@@ -71,6 +71,8 @@ class LocalRanks:
         self.checkpoint_writer: CheckpointWriter | None = None
         nodes = {rank: self._make_node(rank) for rank in placement.local}  # takes seconds when it imports torch.optim
         self._nodes = nodes
+        if self.checkpoint is not None:  # before the records are truncated to it
+            self.checkpoint.restore(nodes[0], flat.parameters.device)
         self.clock = Clock(self._elapsed_seconds())
         if rank_info.alone:
             loopback = Loopback({rank: strategy.peers(rank, self.processes) for rank in range(self.processes)})
@@ -230,7 +232,7 @@ class LocalRanks:
 
     def _make_runner(self, rank: int, transport: QueuedTransport) -> NodeRunner:
         experiment, node = self.experiment, self._nodes[rank]
-        writer = self._make_writer(rank, node)
+        writer = self._make_writer(rank)
         runner = NodeRunner(
             node,
             transport,
@@ -265,7 +267,7 @@ class LocalRanks:
             )
         return runner
 
-    def _make_writer(self, rank: int, node: Node) -> Writer:
+    def _make_writer(self, rank: int) -> Writer:
         """The writer of a rank's records. Rank 0 creates the run directory, or truncates it to the checkpoint."""
         directory = self.rank_info.directory
         if self.options.sends_records or (self.rank_info.member and directory is None):
@@ -284,7 +286,6 @@ class LocalRanks:
             write_header(directory, self.header())
         if rank == 0 and self.checkpoint is not None:
             writer.truncate(self.checkpoint.records_position)
-            node.restore(state_to_device(self.checkpoint.node, self._flat.parameters.device))
         return writer
 
     def _write_remote_records(self, rank: int, records: list[AnyRecord]) -> None:
