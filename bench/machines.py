@@ -77,7 +77,7 @@ def measure(rate: str, rounds: int, tls: str) -> Row:
     message_seconds = 4.0 * PARAMETERS / line
     with run_between_machines(rate, rounds, 0.0, tls) as records:
         received, sent, seconds = hub_traffic(records)
-        updates = len(of_kind(records, Update)) / seconds
+        updates = len(list(of_kind(records, Update))) / seconds
     with run_between_machines(rate, rounds, WORKERS * message_seconds, tls) as records:
         overlap = share_of_overlap(records)
     return Row(rate, received / seconds / line, sent / seconds / line, overlap, updates)
