@@ -32,9 +32,10 @@ import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import offbeat as ob
+from cheap_gradients import cheap_workload
 from cifar_shaped import BATCH, Trace, in_processes, plain_loop, prepare, workload
 from offbeat.launch.process_settings import keep_freed_memory
 from offbeat.records.schema import Ended, Round
@@ -44,8 +45,8 @@ SECONDS = 5.0
 ROUNDTRIPS = 25
 WARM_UP = 5
 """Round trips that are not counted: memory is touched for the first time."""
-LAYERS = 11
-WIDTH = 1000
+LAYERS, WIDTH = 11, 1000
+"""Eleven matrices of a million parameters each: 44 MB."""
 RATE = 1e-5
 
 
@@ -59,17 +60,6 @@ class Row:
     roundtrip_seconds: float | None = None
     bytes_per_message: float | None = None
     seconds_per_message: float | None = None
-
-
-class Stack(nn.Module):
-    """Eleven matrices of a million parameters each: 44 MB, whose gradient costs next to nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrices = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.stack([matrix[0, 0] * inputs[:, 0] for matrix in self.matrices]).sum(0)
 
 
 def main() -> None:
@@ -139,9 +129,8 @@ def _bytes(run: ob.Run, rank: int) -> float:
 
 def roundtrip(repeat: int) -> tuple[float, Row]:
     """Seconds that a worker which waits for its answer is idle between two rounds."""
-    large = ob.Workload(model=Stack, loss=_difference, train=(torch.ones(64, 1), torch.zeros(64)))
     strategy = ob.AsyncAdaptive(batch=1, microbatch=1, optimizer=ob.AMSGrad(lr=RATE))
-    run = ob.train(large, strategy, ob.Samples(ROUNDTRIPS + WARM_UP), workers=1, evaluate=None)
+    run = ob.train(cheap_workload(LAYERS, WIDTH), strategy, ob.Samples(ROUNDTRIPS + WARM_UP), workers=1, evaluate=None)
     rounds = _rounds(run)[WARM_UP:]
     seconds = statistics.median(record.idle_seconds for record in rounds)
     link = statistics.median(record.send_seconds for record in rounds)
@@ -153,10 +142,6 @@ def roundtrip(repeat: int) -> tuple[float, Row]:
         seconds_per_message=link,
     )
     return seconds, row
-
-
-def _difference(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs - targets
 
 
 def bare_roundtrip() -> float:

@@ -24,9 +24,9 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 import offbeat as ob
+from cheap_gradients import Stack, cheap_workload, difference
 from offbeat.records.schema import Round
 
 REPEATS = 5
@@ -64,21 +64,6 @@ class Row:
     switches: float
 
 
-class Stack(nn.Module):
-    """A few matrices, of which one element each is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrices = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.stack([matrix[0, 0] * inputs[:, 0] for matrix in self.matrices]).sum(0)
-
-
-def difference(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs - targets
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -109,9 +94,8 @@ def one_run(name: str, seconds: float) -> Row:
 
     reader = threading.Thread(target=read_twice)
     reader.start()
-    workload = ob.Workload(model=Stack, loss=difference, train=(torch.ones(64, 1), torch.zeros(64)))
     until = ob.Seconds(START_SECONDS + seconds + 0.5)
-    run = ob.train(workload, STRATEGIES[name], until, workers=1, evaluate=None)
+    run = ob.train(cheap_workload(LAYERS, WIDTH), STRATEGIES[name], until, workers=1, evaluate=None)
     reader.join()
     (began, before), (ended, after) = readings
     rounds = [record.at for record in run.records.records if isinstance(record, Round)]
@@ -159,7 +143,7 @@ def usage_of(task: Path) -> Usage:
 
 def bare_seconds(strategy: ob.Strategy) -> float:
     """Processor time of a gradient and a step in an ordinary loop."""
-    model, inputs, targets = Stack(), torch.ones(1, 1), torch.zeros(1)
+    model, inputs, targets = Stack(LAYERS, WIDTH), torch.ones(1, 1), torch.zeros(1)
     kind = torch.optim.SGD if strategy is not STRATEGIES["apam"] else torch.optim.Adam
     extra = {} if kind is torch.optim.SGD else {"amsgrad": True}
     optimizer = kind(model.parameters(), lr=RATE, fused=True, **extra)

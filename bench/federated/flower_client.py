@@ -6,9 +6,8 @@ import functools
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from task import BATCH, IMAGES, RATE, Task
+from task import IMAGES, Task, train_epoch
 from torch import nn
 
 
@@ -29,14 +28,7 @@ def train(message: Message, context: Context) -> Message:
     steps = 0
     if config["measured"]:
         client, round_index = int(context.node_config["partition-id"]), int(config["server-round"]) - 1
-        images, labels = task.examples(round_index, client)
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        for first in range(0, IMAGES, BATCH):
-            batch = slice(first, first + BATCH)
-            optimizer.zero_grad()
-            F.cross_entropy(model(images[batch]), labels[batch]).backward()
-            optimizer.step()
-            steps += 1
+        steps = train_epoch(model, *task.examples(round_index, client))
     content = {
         "arrays": ArrayRecord(model.state_dict()),
         "metrics": MetricRecord({"num-examples": IMAGES, "steps": steps}),

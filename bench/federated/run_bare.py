@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.nn.functional as F
-from task import BATCH, CLIENTS, IMAGES, RATE, report, task_of_arguments
+from task import CLIENTS, report, task_of_arguments, train_epoch
 from torch import nn
 
 
@@ -23,14 +22,7 @@ def main() -> None:
             with torch.no_grad():
                 for parameter, values in zip(parameters, server, strict=True):
                     parameter.copy_(values)
-            optimizer = torch.optim.SGD(parameters, lr=RATE)
-            images, labels = task.examples(round_index, client)
-            for first in range(0, IMAGES, BATCH):
-                batch = slice(first, first + BATCH)
-                optimizer.zero_grad()
-                F.cross_entropy(model(images[batch]), labels[batch]).backward()
-                optimizer.step()
-                steps += 1
+            steps += train_epoch(model, *task.examples(round_index, client))
             with torch.no_grad():
                 for total, parameter in zip(totals, parameters, strict=True):
                     total.add_(parameter)
